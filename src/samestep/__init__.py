@@ -1,0 +1,67 @@
+"""samestep: split the training of a PyTorch model any way you like; every way takes the same step."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.api import train, verify
+    from samestep.errors import InterruptedJobError, LayoutError, RankFailedError, UserError
+    from samestep.job import Job, Run
+    from samestep.layout import Layout
+    from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
+    from samestep.tasks.base import Batch, Task
+    from samestep.training.session import session
+
+__version__ = "0.1.0"
+
+# Where each public name lives. They are imported when they are first used, so that `import samestep` and
+# `samestep --help` don't wait for torch.
+_HOME = {
+    "train": "samestep.api",
+    "verify": "samestep.api",
+    "session": "samestep.training.session",
+    "Recipe": "samestep.recipe",
+    "AdamW": "samestep.recipe",
+    "SGD": "samestep.recipe",
+    "Schedule": "samestep.recipe",
+    "Evaluation": "samestep.recipe",
+    "Job": "samestep.job",
+    "Run": "samestep.job",
+    "Layout": "samestep.layout",
+    "Task": "samestep.tasks.base",
+    "Batch": "samestep.tasks.base",
+    "UserError": "samestep.errors",
+    "LayoutError": "samestep.errors",
+    "RankFailedError": "samestep.errors",
+    "InterruptedJobError": "samestep.errors",
+}
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Batch",
+    "Evaluation",
+    "InterruptedJobError",
+    "Job",
+    "Layout",
+    "LayoutError",
+    "RankFailedError",
+    "Recipe",
+    "Run",
+    "Schedule",
+    "Task",
+    "UserError",
+    "session",
+    "train",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""Which sample is trained on when, and how samples reach a rank."""

@@ -1,0 +1,139 @@
+"""Loader: a rank's micro-batches, step after step, on its device."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from samestep.data.order import Place, SampleOrder, Share
+from samestep.tasks.base import Batch, Samples
+
+Collate = Callable[[Sequence[Any]], Batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Samples of one forward on one rank."""
+
+    batch: Batch
+    samples: int  # 0 where the samples are only lent
+    weight: float  # 1, or 0 where the samples are only lent
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """What one rank does in one step."""
+
+    step: int
+    epoch: int
+    micro_batches: Sequence[MicroBatch]
+    global_samples: int
+    data_seconds: float  # waited for the data
+
+    @property
+    def local_samples(self) -> int:
+        return sum(micro_batch.samples for micro_batch in self.micro_batches)
+
+
+class Loader:
+    """Iterates over a rank's part of the global batches `start` to `stop`."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        collate: Collate,
+        order: SampleOrder,
+        *,
+        place: Place,
+        device: torch.device,
+        dtype: torch.dtype,
+        start: int,
+        stop: int,
+        micro_batch: int | None = None,
+        workers: int = 0,
+    ) -> None:
+        self._samples = samples
+        self._collate = collate
+        self.order = order
+        self._place = place
+        self._device = device
+        self._dtype = dtype
+        self.start = start
+        self.stop = stop
+        self._micro_batch = micro_batch
+        self._workers = workers
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        batches = iter(self._data_loader())
+        for step in range(self.start, self.stop):
+            shares = self._shares(step)
+            began = time.perf_counter()
+            loaded = [next(batches) for _ in shares]
+            waited = time.perf_counter() - began
+            yield StepBatch(
+                step=step,
+                epoch=self.order.epoch_of(step),
+                micro_batches=[self._place_on_device(batch, s) for batch, s in zip(loaded, shares, strict=True)],
+                global_samples=len(self.order.global_batch(step)),
+                data_seconds=waited,
+            )
+
+    def _shares(self, step: int) -> list[Share]:
+        return self.order.shares(step, self._place, self._micro_batch)
+
+    def _data_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._samples,  # pyright: ignore[reportArgumentType]  (a length and an index are all it needs)
+            batch_sampler=_Indices(self),
+            collate_fn=_CollateBatch(self._collate),
+            num_workers=self._workers,
+            pin_memory=self._device.type != "cpu",
+            # Its own generator: drawing a seed for workers must not move the model's random state.
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def _place_on_device(self, batch: Batch, share: Share) -> MicroBatch:
+        return MicroBatch(
+            batch=Batch(*(to_device(part, self._device, self._dtype) for part in batch)),
+            samples=0 if share.lent else len(share.samples),
+            weight=0.0 if share.lent else 1.0,
+        )
+
+
+class _Indices:
+    """The indices of each micro-batch in turn, as DataLoader's batch sampler."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self._loader.start, self._loader.stop):
+            for share in self._loader._shares(step):
+                yield share.samples.tolist()
+
+
+class _CollateBatch:
+    """A task's collate, made into a Batch where it gives a plain pair; a class so that workers can pickle it."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> Batch:
+        return Batch(*self._collate(samples))
+
+
+def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Move the tensors in a nest of mappings and sequences; floating ones also take the parameters' dtype."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: to_device(inner, device, dtype) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(inner, device, dtype) for inner in value)
+    return value

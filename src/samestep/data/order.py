@@ -1,0 +1,95 @@
+"""Sample order: which samples make a step's global batch, and which of them a rank takes.
+
+The order depends on the seed and the step alone. Ranks and micro-batches only cut a global batch into
+consecutive pieces, so every number of ranks trains on the same batches in the same order, nothing is repeated
+to fill a batch up, and no tail is dropped.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which of the ranks that share the samples this is."""
+
+    index: int = 0
+    of: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One micro-batch of one rank: samples of the data set.
+
+    A rank with nothing to do still takes part in every forward and backward, since its peers wait for it.
+    It is lent a sample then, with `lent` set; its loss and its count are multiplied by zero.
+    """
+
+    samples: Indices
+    lent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """The global batches of a training over a data set of `size` samples."""
+
+    size: int
+    batch: int
+    seed: int
+    shuffle: bool = True
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.size // self.batch)
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def global_batch(self, step: int) -> Indices:
+        """Samples of a step, in their order. The last batch of an epoch holds what is left."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        order = permutation(self.seed, epoch, self.size) if self.shuffle else np.arange(self.size)
+        return order[index * self.batch : (index + 1) * self.batch]
+
+    def shares(self, step: int, place: Place, micro_batch: int | None) -> list[Share]:
+        """What one rank does in a step: as many micro-batches as every other rank, of at most `micro_batch`."""
+        batch = self.global_batch(step)
+        return cut(batch, place, micro_batch)
+
+
+def cut(batch: Indices, place: Place, micro_batch: int | None) -> list[Share]:
+    """Cut a global batch into a rank's micro-batches.
+
+    Every rank gets a consecutive slice, slices differ by at most one sample, and every rank gets the same
+    number of micro-batches.
+    """
+    largest = -(-len(batch) // place.of)
+    count = -(-largest // min(micro_batch or largest, largest))
+    start, stop = bounds(len(batch), place.index, place.of)
+    shares = []
+    for part in range(count):
+        first, last = bounds(stop - start, part, count)
+        samples = batch[start + first : start + last]
+        shares.append(Share(samples=samples) if len(samples) else Share(samples=batch[:1], lent=True))
+    return shares
+
+
+def bounds(total: int, index: int, parts: int) -> tuple[int, int]:
+    """Start and end of part `index` where `total` things are cut into `parts` that differ by at most one."""
+    small, larger = divmod(total, parts)
+    start = index * small + min(index, larger)
+    return start, start + small + (index < larger)
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, size: int) -> Indices:
+    """The order of an epoch: a permutation drawn from the seed and the epoch."""
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
+    order = generator.permutation(size).astype(np.int64)
+    order.setflags(write=False)
+    return order

@@ -1,0 +1,39 @@
+"""What can go wrong, in two kinds: the user's mistake (no traceback) and a rank's failure (its traceback)."""
+
+
+class UserError(Exception):
+    """A mistake in what the user gave: one message that names the value, the place and what would do.
+
+    The command line prints the message alone and exits with 2.
+    """
+
+
+class LayoutError(UserError):
+    """A layout that can't be read, doesn't fit the processes, the model or the batch, or isn't there yet."""
+
+
+class RankFailedError(Exception):
+    """A rank failed while the job ran: the first failing rank, and its traceback or the signal that ended it.
+
+    The command line prints it once and exits with 1.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} failed first:\n{reason.rstrip()}")
+        self.rank = rank
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type["RankFailedError"], tuple[int, str]]:
+        return type(self), (self.rank, self.reason)
+
+
+class InterruptedJobError(Exception):
+    """The user or the scheduler stopped the job by a signal; the exit code is 128 + the signal's number."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal_number

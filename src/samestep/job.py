@@ -1,0 +1,31 @@
+"""Job: a recipe and how it is run. The `recipe:` and `run:` sections of a job file."""
+
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from pydantic.dataclasses import dataclass
+
+from samestep.recipe import STRICT, Positive, Recipe
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Run:
+    """How a recipe is run; nothing in here changes the result."""
+
+    layout: str = "single"
+    processes: Positive | None = None  # None: as many as the layout's sizes say
+    engine: Any = "native"  # the name of a shipped engine, or an engine object
+    micro_batch: Positive | None = None  # samples of one forward on one rank; None: the whole slice
+    threads: Positive | None = None  # a process; None: cores / local ranks
+    workers: Annotated[int, Ge(0)] = 0  # processes that load data, a rank
+    folder: Path | None = None  # None: runs/<name of the job file>
+    tensorboard: bool = True
+    rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Job:
+    recipe: Recipe
+    run: Run = field(default_factory=Run)

@@ -1,0 +1,249 @@
+"""Layout: how a training is spread over processes. Its text form, its sizes, and every rule about them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+from samestep.errors import LayoutError
+
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "activations", "optimizer", "parameters"]
+
+# Mesh dimensions, outermost first: the chattiest gets the nearest ranks.
+MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+
+# How a dimension is written in a layout's text.
+_LETTERS = {"pp": "pipeline", "dp": "replicate", "fsdp": "shard", "cp": "context", "tp": "tensor"}
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "schedule": get_args(Schedule),
+    "recompute": get_args(Recompute),
+    "offload": get_args(Offload),
+}
+
+# A preset is a layout whose unsized dimension takes the processes that are left.
+PRESETS: Mapping[str, str] = {
+    "single": "",
+    "ddp": "dp",
+    "fsdp": "fsdp",
+    "zero1": "zero1x",
+    "zero2": "zero2x",
+    "zero3": "fsdp",
+    "hsdp": "dp2 fsdp",
+    "3d": "pp2 dp tp2",
+}
+
+_SIZED = re.compile(r"(pp|dp|fsdp|cp|tp)(\d*)$")
+_ZERO = re.compile(r"zero([123])x(\d*)$")
+_EXAMPLES = "write parts such as pp2 dp2 fsdp2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a model that a layout must divide; None where the model has no such thing."""
+
+    heads: int | None = None
+    key_value_heads: int | None = None
+    layers: int | None = None
+    sequence_length: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Into how many parts each mesh dimension is split, and with which options."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    zero: int = 0  # what is sharded over `shard`: 1 optimizer state, 2 + gradients, 3 + parameters
+    schedule: Schedule = "1f1b"
+    stages: int = 1  # pipeline stages a rank holds
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+
+    def __post_init__(self) -> None:
+        for name in (*MESH_DIMENSIONS, "stages"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"layout: {name} is {getattr(self, name)}; it must be 1 or more")
+        if self.shard > 1 and self.zero not in (1, 2, 3):
+            raise LayoutError(f"layout: shard is {self.shard} and zero is {self.zero}; zero must be 1, 2 or 3")
+        if self.shard == 1 and self.zero:
+            object.__setattr__(self, "zero", 0)  # nothing to shard over: the same as no sharding
+
+    @classmethod
+    def parse(cls, text: str, processes: int | None = None) -> "Layout":
+        """Read a layout such as "pp2 dp2 tp2", "zero1x4 recompute=full" or "ddp".
+
+        A part without a size ("ddp", "dp tp2") takes the processes that are left over by the others.
+        Raises LayoutError where the text can't be read or the sizes don't fit `processes`.
+        """
+        values, unsized = _read(text)
+        if unsized is not None:
+            if processes is None:
+                raise LayoutError(f'layout "{text}": {unsized} has no size and the number of processes is unknown')
+            values[unsized] = _left_over(text, values, processes)
+        layout = cls(**values)  # type: ignore[arg-type]
+        if processes is not None:
+            layout.check_processes(processes, text)
+        return layout
+
+    @property
+    def size(self) -> int:
+        """Processes that the layout needs."""
+        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples: replicas and shards."""
+        return self.replicate * self.shard
+
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in MESH_DIMENSIONS)
+
+    def split_dimensions(self) -> tuple[str, ...]:
+        return tuple(name for name in MESH_DIMENSIONS if getattr(self, name) > 1)
+
+    def __str__(self) -> str:
+        parts = []
+        for letters, name in _LETTERS.items():
+            size = getattr(self, name)
+            if size > 1:
+                parts.append(f"zero{self.zero}x{size}" if name == "shard" and self.zero < 3 else f"{letters}{size}")
+        plain = {field.name: field.default for field in fields(self)}
+        parts += [
+            f"{name}={getattr(self, name)}"
+            for name in ("schedule", "stages", "recompute", "offload")
+            if getattr(self, name) != plain[name]
+        ]
+        return " ".join(parts) or "single"
+
+    def check_processes(self, processes: int, text: str | None = None) -> None:
+        """Raise LayoutError unless the layout needs exactly this many processes."""
+        if self.size == processes:
+            return
+        wanted = f'layout "{text or self}" needs {self.size} process{"es" if self.size > 1 else ""}, not {processes}'
+        rest = self.size // self.replicate
+        fix = (
+            f"; {replace(self, replicate=processes // rest)} would use all {processes}"
+            if processes % rest == 0
+            else f"; ask for {self.size} processes"
+        )
+        raise LayoutError(wanted + fix)
+
+    def check_batch(self, batch: int, micro_batch: int | None) -> None:
+        """Raise LayoutError where a global batch of `batch` samples can't be cut as the layout needs.
+
+        Data ranks take slices of any length, so only too small a batch is refused there; a pipeline
+        wants at least one micro-batch a stage.
+        """
+        if batch < self.data_ranks:
+            raise LayoutError(
+                f'layout "{self}": a batch of {batch} leaves some of its {self.data_ranks} data ranks without a '
+                f"sample; a batch of {self.data_ranks} or more would do"
+            )
+        if self.pipeline > 1 and micro_batch is not None:
+            per_rank = -(-batch // self.data_ranks)
+            count = -(-per_rank // micro_batch)
+            if count < self.pipeline:
+                raise LayoutError(
+                    f'layout "{self}": {per_rank} samples a rank in micro-batches of {micro_batch} are {count}, '
+                    f"fewer than the {self.pipeline} stages; a micro_batch of {max(1, per_rank // self.pipeline)} "
+                    f"or less would do"
+                )
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raise LayoutError where the model's sizes are not divisible as the layout needs."""
+        self._check_divides("tensor", "tp", shape.heads, "attention heads")
+        self._check_divides("tensor", "tp", shape.key_value_heads, "key-value heads")
+        self._check_divides("context", "cp", shape.sequence_length, "tokens of a sequence")
+        stages = self.pipeline * self.stages
+        if shape.layers is not None and self.pipeline > 1 and shape.layers < stages:
+            raise LayoutError(
+                f'layout "{self}": {stages} pipeline stages for {shape.layers} layers; '
+                f"{shape.layers} stages or fewer would do"
+            )
+
+    def _check_divides(self, dimension: str, letters: str, total: int | None, what: str) -> None:
+        parts = getattr(self, dimension)
+        if total is None or total % parts == 0:
+            return
+        divisors = [f"{letters}{n}" for n in range(1, total + 1) if total % n == 0]
+        would_do = divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + f" or {divisors[-1]}"
+        raise LayoutError(
+            f'layout "{letters}{parts}": {total} {what} are not divisible by {parts}; {would_do} would do'
+        )
+
+
+def unsized(text: str) -> bool:
+    """Whether a layout's text leaves a size to be filled in from the number of processes."""
+    return _read(text)[1] is not None
+
+
+def _read(text: str) -> tuple[dict[str, int | str], str | None]:
+    """The values that a layout's text gives, and the dimension that it leaves without a size."""
+    values: dict[str, int | str] = {}
+    without_size: str | None = None
+    for part in _expand(text.split()):
+        dimension, size = _read_part(text, part, values)
+        if dimension is None:
+            continue
+        if dimension in values or dimension == without_size:
+            raise LayoutError(f'layout "{text}": {dimension} is given twice')
+        if size is not None:
+            values[dimension] = size
+        elif without_size is None:
+            without_size = dimension
+        else:
+            raise LayoutError(f'layout "{text}": {without_size} and {dimension} have no size; give one of them')
+    return values, without_size
+
+
+def _expand(parts: Sequence[str]) -> list[str]:
+    """Replace presets by the parts that they stand for."""
+    return [part for word in parts for part in (PRESETS[word].split() if word in PRESETS else [word])]
+
+
+def _read_part(text: str, part: str, values: dict[str, int | str]) -> tuple[str | None, int | None]:
+    """The dimension and size of one part; an option goes into `values` and gives (None, None)."""
+    if "=" in part:
+        name, _, value = part.partition("=")
+        values[name] = _read_option(text, name, value)
+        return None, None
+    if match := _ZERO.match(part):
+        values["zero"] = int(match[1])
+        dimension, digits = "shard", match[2]
+    elif match := _SIZED.match(part):
+        dimension, digits = _LETTERS[match[1]], match[2]
+        if dimension == "shard":
+            values["zero"] = 3
+    else:
+        raise LayoutError(f'layout "{text}": "{part}" is not a part of a layout; {_EXAMPLES}')
+    if digits and int(digits) < 1:
+        raise LayoutError(f'layout "{text}": "{part}" has size {digits}; it must be 1 or more')
+    return dimension, int(digits) if digits else None
+
+
+def _read_option(text: str, name: str, value: str) -> int | str:
+    if name == "stages":
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+        raise LayoutError(f'layout "{text}": stages={value} is not a whole number of 1 or more')
+    if name not in _OPTIONS:
+        raise LayoutError(f'layout "{text}": no option "{name}"; there are stages, {", ".join(_OPTIONS)}')
+    if value not in _OPTIONS[name]:
+        raise LayoutError(f'layout "{text}": {name}={value}; it can be {", ".join(_OPTIONS[name])}')
+    return value
+
+
+def _left_over(text: str, values: Mapping[str, int | str], processes: int) -> int:
+    taken = 1
+    for name in MESH_DIMENSIONS:
+        taken *= int(values.get(name, 1))
+    if processes < 1 or processes % taken:
+        raise LayoutError(
+            f'layout "{text}": {processes} processes are not divisible by the {taken} that its other parts take'
+        )
+    return processes // taken

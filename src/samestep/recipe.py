@@ -1,0 +1,108 @@
+"""Recipe: what is trained. Everything that decides the result, and nothing about how it is spread."""
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+Positive = Annotated[int, Gt(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Gt(0)] = 3e-4
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+    eps: Annotated[float, Gt(0)] = 1e-8
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    decay_all: bool = False  # also biases and norms, which take no decay otherwise
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SGD:
+    """Stochastic gradient descent with momentum (Sutskever et al. 2013)."""
+
+    name: Literal["sgd"] = "sgd"
+    lr: Annotated[float, Gt(0)] = 0.1
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+    nesterov: bool = False
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    decay_all: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> "SGD":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+
+def _name_or_adamw(value: Any) -> Any:
+    return {"name": "adamw", **value} if isinstance(value, dict) else value
+
+
+Optimizer = Annotated[AdamW | SGD, Field(discriminator="name"), BeforeValidator(_name_or_adamw)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Schedule:
+    """Learning rate by step: a linear warm-up, then a decay to `final` times the optimizer's rate."""
+
+    warmup: Annotated[float, Ge(0)] = 0.0  # below 1: a fraction of all steps; else a number of steps
+    decay: Literal["none", "linear", "cosine"] = "none"
+    final: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _whole_warmup(self) -> "Schedule":
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise ValueError(f"warmup is {self.warmup}; below 1 it is a fraction of the steps, else a whole number")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Evaluation:
+    """When and how the held-out samples are looked at."""
+
+    batch: Positive = 64  # samples of one forward; part of the recipe, so that scores are the same everywhere
+    every: Positive | None = None  # steps; None: once, at the end
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Recipe:
+    """What is trained: task, data, seed, global batch, length, optimizer, schedule, clipping, precision.
+
+    `task` is the name of a shipped task, "path/to/file.py:ClassName", or a task object. `data`, `model` and
+    `args` are handed to the task's class.
+    """
+
+    task: Any
+    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
+    seed: Annotated[int, Ge(0)] = 0
+    batch: Positive = 64  # global: samples of one step, over all ranks and micro-batches
+    steps: Positive | None = None
+    epochs: Positive | None = None
+    optimizer: Optimizer = field(default_factory=AdamW)
+    schedule: Schedule = field(default_factory=Schedule)
+    clip: Annotated[float, Gt(0)] | None = None  # largest norm of the whole gradient
+    precision: Precision = "fp32"
+    dropout: bool = True  # False switches every dropout of the model off
+    evaluation: Evaluation = field(default_factory=Evaluation)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Recipe":
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs are both given; give one of them")
+        return self
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole training; one epoch where neither steps nor epochs are given."""
+        return self.steps if self.steps is not None else steps_per_epoch * (self.epochs or 1)

@@ -1,0 +1,92 @@
+"""Task: what can be trained. A model, its data, and a loss given as a sum and a count."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from samestep.layout import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torchmetrics import Metric
+
+
+class Batch(NamedTuple):
+    """Some samples, collated.
+
+    `inputs` is what the model is called with: a mapping becomes keywords, a tuple positions, anything else
+    the one argument. `targets` is for the loss and the metrics; the model doesn't see it.
+    """
+
+    inputs: Any
+    targets: Any
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """A data set with a length; a sample is found by its index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Task(ABC):
+    """What is trained. A task says nothing of ranks, devices or layouts.
+
+    Every rank builds the task for itself, so everything here must be a function of the arguments alone.
+    """
+
+    @abstractmethod
+    def model(self) -> "nn.Module":
+        """Build the model. It is called under the recipe's seed, on the CPU, in float32."""
+
+    @abstractmethod
+    def train_set(self) -> Samples:
+        """The samples to learn from, in an order that never changes."""
+
+    @abstractmethod
+    def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor | int]":
+        """The loss summed over a batch's terms, and how many terms (samples, or unmasked tokens) those are.
+
+        Never a mean: the step divides the sum over all ranks and micro-batches by the count over all.
+        """
+
+    def eval_set(self) -> Samples | None:
+        """The held-out samples; None where there are none."""
+        return None
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """Put samples together. The default stacks (input, target) pairs."""
+        from torch.utils.data import default_collate
+
+        inputs, targets = default_collate(list(samples))
+        return Batch(inputs, targets)
+
+    def metrics(self) -> "Mapping[str, Metric]":
+        """New torchmetrics objects by name; each is updated with what `scores` gives."""
+        return {}
+
+    def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
+        """The predictions and the targets that the metrics are updated with."""
+        return output, batch.targets
+
+    def class_names(self) -> Sequence[str] | None:
+        """Names for the rows of per-class metrics, where there are classes."""
+        return None
+
+    def shape(self) -> ModelShape:
+        """The model's sizes that a layout must divide, known without building it."""
+        return ModelShape()
+
+    def check(self) -> None:
+        """Raise UserError for what is wrong with the data, before any process starts."""
+
+
+def call(model: Any, inputs: Any) -> Any:
+    """Call a model with a batch's inputs."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    return model(inputs)
