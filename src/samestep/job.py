@@ -2,12 +2,12 @@
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic.dataclasses import dataclass
 
-from samestep.recipe import STRICT, Positive, Recipe
+from samestep.recipe import STRICT, Positive, Recipe, Whole
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -18,8 +18,9 @@ class Run:
     processes: Positive | None = None  # None: as many as the layout's sizes say
     engine: Any = "native"  # the name of a shipped engine, or an engine object
     micro_batch: Positive | None = None  # samples of one forward on one rank; None: the whole slice
+    device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one
     threads: Positive | None = None  # a process; None: cores / local ranks
-    workers: Annotated[int, Ge(0)] = 0  # processes that load data, a rank
+    workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
     folder: Path | None = None  # None: runs/<name of the job file>
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
@@ -27,5 +28,8 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Job:
+    """A recipe and how it is run."""
+
     recipe: Recipe
     run: Run = field(default_factory=Run)
+    name: str | None = None  # of the run's folder; None: the job file's name, or the task's

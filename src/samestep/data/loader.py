@@ -1,7 +1,7 @@
 """Loader: a rank's micro-batches, step after step, on its device."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,8 +132,59 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Move the tensors in a nest of mappings and sequences; floating ones also take the parameters' dtype."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):  # also what tokenizers give, which is no dict
         return {key: to_device(inner, device, dtype) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(inner, device, dtype) for inner in value)
+        parts = [to_device(inner, device, dtype) for inner in value]
+        return (
+            type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        )  # a named tuple takes them apart
     return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Consecutive samples of a data set, for one forward without gradients."""
+
+    batch: Batch
+    lent: bool  # another rank has this chunk; the forward is for company alone
+
+
+class Chunks:
+    """A rank's chunks of a data set: every `place.of`-th one, as many as every other rank has.
+
+    A chunk holds the same samples whatever the number of ranks, so that its outputs are the same too.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        collate: Collate,
+        *,
+        size: int,
+        place: Place,
+        device: torch.device,
+        dtype: torch.dtype,
+        workers: int = 0,
+    ) -> None:
+        count = -(-len(samples) // size)
+        self._mine = [round_ * place.of + place.index for round_ in range(-(-count // place.of))]
+        self._count = count
+        self._device = device
+        self._dtype = dtype
+        wanted = [number if number < count else 0 for number in self._mine]
+        self._loader = DataLoader(
+            samples,  # pyright: ignore[reportArgumentType]
+            batch_sampler=[list(range(n * size, min(len(samples), (n + 1) * size))) for n in wanted],
+            collate_fn=_CollateBatch(collate),
+            num_workers=workers,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def __len__(self) -> int:
+        return len(self._mine)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for number, batch in zip(self._mine, self._loader, strict=True):
+            parts = (to_device(part, self._device, self._dtype) for part in batch)
+            yield Chunk(batch=Batch(*parts), lent=number >= self._count)

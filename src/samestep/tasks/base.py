@@ -61,7 +61,8 @@ class Task(ABC):
         from torch.utils.data import default_collate
 
         inputs, targets = default_collate(list(samples))
-        return Batch(inputs, targets)
+        # default_collate turns tuples into lists, but a tuple is called as positions and a list as one argument.
+        return Batch(tuple(inputs) if isinstance(samples[0][0], tuple) else inputs, targets)
 
     def metrics(self) -> "Mapping[str, Metric]":
         """New torchmetrics objects by name; each is updated with what `scores` gives."""
@@ -69,7 +70,7 @@ class Task(ABC):
 
     def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
         """The predictions and the targets that the metrics are updated with."""
-        return output, batch.targets
+        return default_scores(output, batch)
 
     def class_names(self) -> Sequence[str] | None:
         """Names for the rows of per-class metrics, where there are classes."""
@@ -81,6 +82,11 @@ class Task(ABC):
 
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, before any process starts."""
+
+
+def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
+    """What the model gave, and what it should have given."""
+    return output, batch.targets
 
 
 def call(model: Any, inputs: Any) -> Any:

@@ -1,0 +1,69 @@
+"""Options that every command with a job file has, laid over what the file says."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from samestep.jobfile import LoadedJob
+
+# Flag -> the key of the job that it sets.
+_FLAGS = {
+    "layout": ("run.layout", 'how to split it: "dp2", "ddp", "single", ...'),
+    "processes": ("run.processes", "number of processes, for a layout without a size"),
+    "engine": ("run.engine", "who takes the step"),
+    "micro-batch": ("run.micro_batch", "most samples of one forward on one rank"),
+    "threads": ("run.threads", "threads a process (default: cores / processes)"),
+    "device": ("run.device", "auto or cpu"),
+    "folder": ("run.folder", "where the run's files go (default: a new folder under runs/)"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="the job file")
+    for flag, (_, text) in _FLAGS.items():
+        parser.add_argument(f"--{flag}", metavar=flag.replace("-", "_").upper(), help=text)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set any key of the job, such as recipe.optimizer.lr=1e-3; may stand many times",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the whole job and where each value came from, and stop"
+    )
+
+
+def load(options: argparse.Namespace) -> "LoadedJob":
+    """The job file with the command line's values over it. Raises UserError."""
+    from samestep import jobfile
+    from samestep.errors import UserError
+
+    overrides = []
+    for text in options.set:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise UserError(f"--set {text}: write KEY=VALUE, such as recipe.optimizer.lr=1e-3")
+        overrides.append((key, value, f"--set {text}"))
+    for flag, (key, _) in _FLAGS.items():
+        value = getattr(options, flag.replace("-", "_"))
+        if value is not None:
+            overrides.append((key, value, f"--{flag}"))
+    return jobfile.load(options.job, overrides)
+
+
+def print_config(loaded: "LoadedJob") -> int:
+    from samestep import jobfile
+
+    sys.stdout.write(jobfile.dump(loaded) + "\n")
+    return 0
+
+
+def is_main() -> bool:
+    """Whether this process is the one that talks: rank 0, or one that no launcher started."""
+    from samestep import environment
+
+    ranks = environment.ranks()
+    return ranks is None or ranks.rank == 0

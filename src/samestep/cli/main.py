@@ -1,0 +1,46 @@
+"""`samestep`: find the command, run it, and turn what went wrong into one message and an exit code."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from samestep import __version__
+from samestep.cli import train, verify
+from samestep.errors import InterruptedJobError, RankFailedError, UserError
+
+COMMANDS = (train, verify)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except UserError as error:
+        print(f"samestep: {error}", file=sys.stderr)
+        return 2
+    except RankFailedError as error:
+        print(f"samestep: {error}", file=sys.stderr)
+        return 1
+    except InterruptedJobError as error:
+        print(f"samestep: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("samestep: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samestep",
+        description="Split the training of a PyTorch model any way you like; every way takes the same step.",
+    )
+    parser.add_argument("--version", action="version", version=f"samestep {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        name = command.__name__.rpartition(".")[2]
+        summary = (command.__doc__ or "").strip().partition("\n")[0]
+        subparser = commands.add_parser(name, help=summary, description=command.__doc__)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser

@@ -1,0 +1,29 @@
+"""Prove that a layout takes the steps of one process: both run, in float64, and are compared."""
+
+import argparse
+import json
+from pathlib import Path
+
+from samestep.cli import job_options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    job_options.add_arguments(parser)
+    parser.add_argument("--steps", type=int, default=5, help="how many steps are compared (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences to a file")
+
+
+def run(options: argparse.Namespace) -> int:
+    loaded = job_options.load(options)
+    if options.print_config:
+        return job_options.print_config(loaded)
+
+    from samestep.api import verify_job
+    from samestep.report.tables import print_proof
+
+    proof = verify_job(loaded.job, steps=options.steps)
+    if job_options.is_main():
+        if options.json is not None:
+            options.json.write_text(json.dumps(proof.to_json(), indent=2) + "\n", encoding="utf-8")
+        print_proof(proof)
+    return 0 if proof.same_step else 1

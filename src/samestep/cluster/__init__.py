@@ -1,0 +1,1 @@
+"""Where a job runs: its devices, its ranks, and how they are started."""

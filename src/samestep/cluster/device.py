@@ -1,0 +1,57 @@
+"""Which device a rank computes on, and the back end that its messages take. No other module names a device."""
+
+import os
+import resource
+import sys
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from samestep.errors import UserError
+
+DeviceChoice = Literal["auto", "cpu"]
+
+
+def accelerators() -> int:
+    """Accelerators of this host that PyTorch can use; 0 where it has none."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def device_of(local_rank: int, choice: DeviceChoice = "auto") -> torch.device:
+    """The accelerator of a local rank, or the CPU where there is none or it was asked for."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if choice == "cpu" or accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, local_rank)
+
+
+def check_devices(local_ranks: int, choice: DeviceChoice = "auto") -> None:
+    """Raise UserError where this host has accelerators, but fewer than ranks."""
+    there = accelerators()
+    if choice == "auto" and 0 < there < local_ranks:
+        raise UserError(
+            f"{local_ranks} processes on this host, which has {there} accelerator{'s' if there > 1 else ''}; "
+            f"ask for {there} or fewer, or for --device cpu"
+        )
+
+
+def backend_of(device: torch.device) -> str:
+    """The process group's back end: the device's own, and gloo for what stays on the CPU."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this rank held: on its accelerator, or of main memory where it computes on the CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

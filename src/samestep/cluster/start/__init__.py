@@ -1,0 +1,1 @@
+"""Ways to turn a command into ranks, one file each."""

@@ -1,0 +1,73 @@
+"""World: who this rank is, on which device it computes, and the process group that it has joined."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from samestep import environment
+from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
+from samestep.environment import Ranks
+
+_ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This rank among all. A process that works alone is rank 0 of 1, with a process group like any other."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    threads: int
+
+
+def threads_of(local_ranks: int, asked: int | None) -> int:
+    """Threads a rank: as asked, else the cores shared out."""
+    return asked or environment.asked_threads() or max(1, cores() // local_ranks)
+
+
+@contextmanager
+def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | None = None) -> Iterator[World]:
+    """Take this process's place among the ranks that a launcher started; alone where none did.
+
+    With `alone` the process works by itself, even as one of many. A process group that is there already is used
+    and left as it is.
+    """
+    ranks = (None if alone else environment.ranks()) or _ALONE
+    check_devices(ranks.local_world_size, device)
+    world = World(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=device_of(ranks.local_rank, device),
+        threads=threads_of(ranks.local_world_size, threads),
+    )
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(world.threads)
+    if world.device.type != "cpu":
+        torch.accelerator.set_device_index(ranks.local_rank)
+    ours = not dist.is_initialized()
+    if ours:
+        _join_process_group(world)
+    try:
+        yield world
+    except BaseException:
+        # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
+        ours = ours and world.world_size == 1
+        raise
+    finally:
+        if ours:
+            dist.destroy_process_group()
+        torch.set_num_threads(threads_before)
+
+
+def _join_process_group(world: World) -> None:
+    backend = backend_of(world.device)
+    bound = world.device if world.device.type != "cpu" else None
+    if world.world_size == 1:
+        store = dist.HashStore()  # no port, nobody to meet
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound)
+    else:
+        dist.init_process_group(backend, device_id=bound)

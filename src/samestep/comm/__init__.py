@@ -1,0 +1,1 @@
+"""Who talks to whom, and how."""

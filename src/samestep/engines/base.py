@@ -1,0 +1,83 @@
+"""Engine and Trainer: what takes an optimizer step, and what it declares that it can do."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.comm.mesh import Mesh
+from samestep.data.loader import StepBatch
+from samestep.layout import Layout
+from samestep.tasks.base import Batch
+
+# The loss summed over a batch's terms, and how many terms those are.
+Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
+OptimizerOf = Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]
+ScheduleOf = Callable[[Optimizer], LRScheduler | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What an engine can do. A job that asks for more is refused before any process starts."""
+
+    dimensions: frozenset[str]  # mesh dimensions that it can split
+    precisions: frozenset[str]
+    recompute: frozenset[str] = frozenset({"none"})
+    offload: frozenset[str] = frozenset({"none"})
+    packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a step did, seen over all ranks. Tensors, so that nothing waits for an accelerator."""
+
+    loss: Tensor  # sum over the global batch / global count
+    grad_norm: Tensor  # before clipping
+    lr: float
+
+
+class Trainer(ABC):
+    """A model and its optimizer on one rank, spread as the layout says."""
+
+    @abstractmethod
+    def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """Forward, backward, clip, update, advance the schedule: one step of the global batch."""
+
+    @abstractmethod
+    def predict(self, inputs: Any) -> Any:
+        """The model's output in evaluation mode, without gradients."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, by its name in the model; the same on every rank."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """The whole model's parameters and buffers, on the CPU."""
+
+
+class Engine(ABC):
+    """Makes a Trainer of a model."""
+
+    name: ClassVar[str]
+    abilities: ClassVar[Abilities]
+
+    @abstractmethod
+    def prepare(
+        self,
+        model: nn.Module,
+        *,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        precision: str,
+        clip: float | None,
+        optimizer_of: OptimizerOf,
+        schedule_of: ScheduleOf,
+    ) -> Trainer:
+        """Spread the model, then make the optimizer of the parameters that this rank holds."""

@@ -1,0 +1,41 @@
+"""Precision: in which dtype parameters are held and forward is computed, and how losses are scaled for it."""
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from samestep.errors import UserError
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parameter_dtype(precision: str) -> torch.dtype:
+    """The dtype of parameters and optimizer state; autocast keeps both in float32."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+class Precision:
+    """Autocast for bf16 and fp16, and for fp16 a loss scaled so that small gradients don't vanish."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name == "fp16" and device.type == "cpu":
+            raise UserError("recipe.precision is fp16, which needs an accelerator; bf16 or fp32 would do on a CPU")
+        self._device_type = device.type
+        self._dtype = _AUTOCAST.get(name)
+        self._scaler = GradScaler(device.type, enabled=name == "fp16")
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
+
+    def backward(self, loss: Tensor) -> None:
+        self._scaler.scale(loss).backward()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring gradients back to their true size, before they are measured and clipped."""
+        self._scaler.unscale_(optimizer)
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Step the optimizer, unless a scaled gradient overflowed (on any rank, since they are averaged)."""
+        self._scaler.step(optimizer)
+        self._scaler.update()

@@ -1,0 +1,44 @@
+"""From an engine's name to the engine, and whether it can do what a job asks for."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+from samestep.engines import ENGINES
+from samestep.engines.base import Engine
+from samestep.errors import LayoutError, UserError
+from samestep.layout import Layout
+from samestep.validation import closest
+
+
+def resolve(engine: Any) -> Engine:
+    """The engine of that name, or the engine object itself. Raises UserError where there is none."""
+    if isinstance(engine, Engine):
+        return engine
+    if engine not in ENGINES:
+        raise UserError(f'run.engine is "{engine}"; {closest(str(engine), ENGINES)}')
+    module_name, _, class_name = ENGINES[engine].partition(":")
+    return getattr(importlib.import_module(module_name), class_name)()
+
+
+def check(engine: Engine, layout: Layout, precision: str) -> None:
+    """Raise UserError for what this engine can't do, or can't do with what is installed."""
+    able = engine.abilities
+    for module, command in able.packages.items():
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f'engine "{engine.name}" needs {module}, which is not installed; {command}')
+    for name in layout.split_dimensions():
+        if name not in able.dimensions:
+            raise LayoutError(
+                f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
+                f"it splits {', '.join(sorted(able.dimensions))}"
+            )
+    for option in ("recompute", "offload"):
+        value = getattr(layout, option)
+        if value not in getattr(able, option):
+            raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
+    if precision not in able.precisions:
+        would_do = ", ".join(sorted(able.precisions))
+        raise UserError(
+            f'recipe.precision is {precision}, which engine "{engine.name}" does not have; {would_do} would do'
+        )

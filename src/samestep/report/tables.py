@@ -1,0 +1,72 @@
+"""Tables in the terminal: the result of a training, and a proof."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from samestep.proof import Proof
+from samestep.training.evaluation import scalars
+from samestep.training.result import TrainResult, is_curve
+
+
+def print_result(result: TrainResult, console: Console | None = None) -> None:
+    """The classification report where there are classes, then every single number."""
+    console = console or Console()
+    per_class = {name: value for name, value in result.metrics.items() if _is_per_class(value)}
+    if per_class:
+        console.print(_class_table(per_class))
+    for name, value in result.metrics.items():
+        if isinstance(value, Mapping) and not is_curve(value) and not _is_per_class(value):
+            console.print(_matrix_table(name, value))
+    numbers = {name.replace("_", " "): f"{value:.4f}" for name, value in scalars(result.metrics).items()}
+    numbers |= {
+        "steps": f"{result.steps:,}",
+        "final loss": f"{result.losses[-1]:.4f}",
+        "seconds": f"{result.seconds:.1f}",
+        "samples/s": f"{result.samples_per_second:,.1f}",
+        "files": str(result.folder),
+    }
+    table = Table(show_header=False)
+    for name, value in numbers.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def print_proof(proof: Proof, console: Console | None = None) -> None:
+    """The largest differences, and the verdict."""
+    console = console or Console()
+    table = Table(title=f"{proof.layout} beside one process, {proof.steps} steps in {proof.dtype}")
+    table.add_column("largest relative difference of")
+    table.add_column("", justify="right")
+    for name, value in proof.max_relative_difference.items():
+        table.add_row(name.replace("_", " "), f"{value:.2e}")
+    console.print(table)
+    verdict = "the same step" if proof.same_step else "NOT the same step"
+    console.print(f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}")
+
+
+def _is_per_class(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(number, (int, float)) for number in value.values())
+
+
+def _class_table(metrics: Mapping[str, Mapping[str, float]]) -> Table:
+    table = Table(title="held-out samples by class")
+    table.add_column("class")
+    for name in metrics:
+        table.add_column(name, justify="right")
+    for label in next(iter(metrics.values())):
+        numbers = [values[label] for values in metrics.values()]
+        table.add_row(label, *(f"{n:,}" if isinstance(n, int) else f"{n:.3f}" for n in numbers))
+    return table
+
+
+def _matrix_table(name: str, rows: Mapping[str, Sequence[Any]]) -> Table:
+    table = Table(title=f"{name.replace('_', ' ')} (rows: true, columns: predicted)")
+    table.add_column("")
+    for label in rows:
+        table.add_column(label, justify="right")
+    for label, numbers in rows.items():
+        table.add_row(label, *map(str, numbers))
+    return table

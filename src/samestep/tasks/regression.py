@@ -1,0 +1,58 @@
+"""The smallest job: one dense layer learns a line through random samples."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
+
+from samestep.recipe import Positive
+from samestep.tasks.base import Batch, Samples, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torchmetrics import Metric
+
+
+class Regression(Task):
+    """y = w x + b + noise, with w and b drawn once; the mean of squared errors is learned."""
+
+    def __init__(
+        self,
+        *,
+        samples: Positive = 4096,
+        held_out: Annotated[int, Ge(0)] = 512,
+        features: Positive = 20,
+        noise: Annotated[float, Ge(0)] = 0.1,
+    ) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(features, 1, generator=generator)
+        inputs = torch.randn(samples + held_out, features, generator=generator)  # [samples, features]
+        errors = noise * torch.randn(samples + held_out, 1, generator=generator)
+        targets = inputs @ weight + 1 + errors  # [samples, 1]
+        pairs = list(zip(inputs, targets, strict=True))
+        self._features = features
+        self._train, self._held_out = pairs[:samples], pairs[samples:]
+
+    def model(self) -> "nn.Module":
+        from torch import nn
+
+        return nn.Linear(self._features, 1)
+
+    def train_set(self) -> Samples:
+        return self._train
+
+    def eval_set(self) -> Samples | None:
+        return self._held_out or None
+
+    def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, int]":
+        from torch.nn.functional import mse_loss
+
+        return mse_loss(output, batch.targets, reduction="sum"), len(output)
+
+    def metrics(self) -> "Mapping[str, Metric]":
+        import torch
+        from torchmetrics import MeanSquaredError
+
+        return {"mean_squared_error": MeanSquaredError().set_dtype(torch.float64)}

@@ -1,0 +1,1 @@
+"""The loop around the step: optimizers and schedules, evaluation, progress, records."""

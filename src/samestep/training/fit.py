@@ -1,0 +1,170 @@
+"""A whole training on one rank: build, step, evaluate, record."""
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from samestep.cluster.world import World
+from samestep.data.loader import StepBatch
+from samestep.engines.base import StepReport
+from samestep.engines.resolve import resolve as resolve_engine
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.tasks.base import Task
+from samestep.training import result as results
+from samestep.training.dropout import switch_off
+from samestep.training.optimizer import make_optimizer, make_schedule
+from samestep.training.progress import Bar
+from samestep.training.records import Records
+from samestep.training.result import TrainResult
+from samestep.training.session import Session
+from samestep.training.tally import Tally
+
+
+class Training:
+    """A recipe's task, model and batches in a session. `verify` takes a few steps of it, `train` all."""
+
+    def __init__(self, job: Job, task: Task, world: World, layout: Layout) -> None:
+        recipe = job.recipe
+        self.recipe = recipe
+        self.task = task
+        self.session = Session(
+            world=world,
+            layout=layout,
+            engine=resolve_engine(job.run.engine),
+            precision=recipe.precision,
+            clip=recipe.clip,
+            seed=recipe.seed,
+            micro_batch=job.run.micro_batch,
+            workers=job.run.workers,
+        )
+        self.samples = task.train_set()
+        steps_per_epoch = -(-len(self.samples) // recipe.batch)
+        self.total_steps = recipe.total_steps(steps_per_epoch)
+        model = build_model(task, recipe.seed)
+        if not recipe.dropout:
+            switch_off(model)
+        self.session.prepare_with(
+            model,
+            optimizer_of=partial(make_optimizer, recipe.optimizer),
+            schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
+        )
+
+    def steps(self, stop: int | None = None) -> Iterator[tuple[StepBatch, StepReport]]:
+        """Take steps up to `stop` or the end, one for each that is asked for."""
+        batches = self.session.batches(
+            self.samples,
+            batch=self.recipe.batch,
+            collate=self.task.collate,
+            steps=min(stop or self.total_steps, self.total_steps),
+        )
+        for batch in batches:
+            yield batch, self.session.step(batch, self.task.loss)
+
+    def evaluate(self) -> dict[str, Any]:
+        """The task's metrics over its held-out samples; nothing where it has none."""
+        samples = self.task.eval_set()
+        if samples is None or len(samples) == 0:
+            return {}
+        return self.session.evaluate(
+            samples,
+            collate=self.task.collate,
+            metrics=self.task.metrics(),
+            scores=self.task.scores,
+            batch=self.recipe.evaluation.batch,
+            class_names=self.task.class_names(),
+        )
+
+
+def build_model(task: Task, seed: int) -> torch.nn.Module:
+    """The task's model with the initial weights of this seed: the same in every process and for every layout."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return task.model()
+
+
+def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
+    """Train to the end on this rank; every rank returns the same result."""
+    training = Training(job, task, world, layout)
+    session = training.session
+    folder = results.folder_of(job)
+    bar = Bar(f"train {layout}", training.total_steps, shown=session.is_main)
+    with Records(folder if session.is_main else None, tensorboard=job.run.tensorboard) as records, bar:
+        log = StepLog(records, bar, Tally(len(training.samples)))
+        take_all_steps(training, log)
+        metrics = training.evaluate()
+        records.evaluation(len(log.losses), metrics)
+    if job.run.rank_lines:
+        lines = log.tally.gather()
+        if session.is_main:
+            print("\n".join(lines), flush=True)
+    result = TrainResult(
+        metrics=metrics,
+        losses=tuple(log.losses),
+        steps=len(log.losses),
+        seconds=log.seconds,
+        samples_per_second=log.samples / log.seconds,
+        folder=folder,
+    )
+    peaks = results.gather_peak_memory(session)
+    state = session.trainer.state()
+    if session.is_main:
+        results.write(result, session, peaks=peaks, state=state)
+    return result
+
+
+class StepLog:
+    """Where a step's values go once they are known: the records, the bar, the sums of the final report."""
+
+    def __init__(self, records: Records, bar: Bar, tally: Tally) -> None:
+        self.records = records
+        self.tally = tally
+        self.losses: list[float] = []
+        self.samples = 0
+        self.seconds = 0.0
+        self._bar = bar
+
+    def add(self, batch: StepBatch, report: StepReport, seconds: float) -> None:
+        """Read a step's values, which waits until an accelerator has computed them."""
+        loss = report.loss.item()
+        self.losses.append(loss)
+        self.samples += batch.global_samples
+        self.seconds += seconds + batch.data_seconds
+        self.tally.add(batch)
+        self._bar.step(loss=loss, lr=report.lr, samples=batch.global_samples)
+        self.records.step(
+            {
+                "step": batch.step,
+                "epoch": batch.epoch,
+                "loss": loss,
+                "grad_norm": report.grad_norm.item(),
+                "lr": report.lr,
+                "samples": batch.global_samples,
+                "step_seconds": seconds,
+                "data_seconds": batch.data_seconds,
+            }
+        )
+
+
+def take_all_steps(training: Training, log: StepLog) -> None:
+    """Take every step, each logged while the next one is computed, and evaluate in between where asked."""
+    every = training.recipe.evaluation.every
+    before: tuple[StepBatch, StepReport, float] | None = None
+    began = time.perf_counter()
+    for batch, report in training.steps():
+        if before is not None:
+            log.add(*before)
+        now = time.perf_counter()
+        before = (batch, report, now - began - batch.data_seconds)
+        began = now
+        done = batch.step + 1
+        if every and done % every == 0 and done < training.total_steps:
+            log.add(*before)
+            before = None
+            log.records.evaluation(done, training.evaluate())
+            began = time.perf_counter()
+    if before is not None:
+        log.add(*before)

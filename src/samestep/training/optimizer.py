@@ -1,0 +1,70 @@
+"""Optimizers and learning-rate schedules from a recipe."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from samestep.recipe import SGD, AdamW, Schedule
+
+
+def make_optimizer(spec: AdamW | SGD, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """An optimizer over named parameters, fused where PyTorch has a fused one for them."""
+    make = _MAKERS[type(spec)](spec)
+    groups = parameter_groups(parameters, weight_decay=spec.weight_decay, decay_all=spec.decay_all)
+    try:
+        return make(groups, fused=True)
+    except RuntimeError:  # no fused kernel for this device or dtype
+        return make(groups)
+
+
+def _adamw(spec: AdamW) -> Callable[..., Optimizer]:
+    return partial(torch.optim.AdamW, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+
+
+def _sgd(spec: SGD) -> Callable[..., Optimizer]:
+    return partial(torch.optim.SGD, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov)
+
+
+_MAKERS: dict[type, Callable[[Any], Callable[..., Optimizer]]] = {AdamW: _adamw, SGD: _sgd}
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, decay_all: bool
+) -> list[dict[str, Any]]:
+    """Two groups: matrices and tables, which decay, and vectors (biases, norms), which don't.
+
+    Decay pulls a weight towards zero to keep a product small; a norm's scale and a bias are no products.
+    """
+    trained = [parameter for _, parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if decay_all or p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if not decay_all and p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_schedule(spec: Schedule, total_steps: int, optimizer: Optimizer) -> LambdaLR:
+    """The learning rate of each step: step `s` of warm-up W has (s + 1) / W of it, so that no step is lost."""
+    return LambdaLR(optimizer, partial(rate, spec, total_steps))
+
+
+def rate(spec: Schedule, total_steps: int, step: int) -> float:
+    """The fraction of the full learning rate at a step, counted from 0."""
+    warmup = int(spec.warmup if spec.warmup >= 1 else spec.warmup * total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return spec.final + (1 - spec.final) * _DECAYS[spec.decay](done)
+
+
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "none": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+}

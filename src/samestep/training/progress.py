@@ -1,0 +1,57 @@
+"""The one progress bar: loss, learning rate, samples/s and time left; nothing where nobody looks."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+class Bar:
+    """A bar over `total` things. Quiet unless `shown` and standard error is a terminal."""
+
+    def __init__(self, title: str, total: int, *, shown: bool = True) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not (shown and sys.stderr.isatty()),
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task(title, total=total, note="")
+        self._samples = 0
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, note: str = "") -> None:
+        self._progress.update(self._task, advance=1, note=note)
+
+    def step(self, *, loss: float, lr: float, samples: int) -> None:
+        """Advance by a training step of so many samples."""
+        self._samples += samples
+        speed = self._samples / (time.perf_counter() - self._began)
+        self.advance(f"loss {loss:.4f}  lr {lr:.2e}  {speed:,.0f} samples/s")

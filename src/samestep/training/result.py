@@ -1,0 +1,107 @@
+"""What a training ends in: the result in Python, and the files that it leaves in the run's folder."""
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.cluster.device import peak_memory
+from samestep.job import Job
+from samestep.training.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """A finished training. `metrics` are those of the held-out samples after the last step."""
+
+    metrics: Mapping[str, Any]
+    losses: tuple[float, ...]  # one a step
+    steps: int
+    seconds: float  # of the steps; without start-up and evaluation
+    samples_per_second: float
+    folder: Path
+
+    @property
+    def model_file(self) -> Path:
+        """The trained model's weights, as safetensors."""
+        return self.folder / MODEL_FILE
+
+
+MODEL_FILE = "model.safetensors"
+CURVES_FILE = "curves.json"
+REPORT_FILE = "report.json"
+
+
+def free_folder(wanted: Path) -> Path:
+    """`wanted`, or the first of wanted-2, wanted-3, ... that holds no run yet, so that no run is overwritten."""
+    folder, number = wanted, 1
+    while folder.exists() and any(folder.iterdir()):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+def folder_of(job: Job) -> Path:
+    """The run's folder, the same on every rank: as the job says, or a new one under runs/."""
+    name = job.name or str(job.recipe.task if isinstance(job.recipe.task, str) else type(job.recipe.task).__name__)
+    chosen: list[Any] = [job.run.folder or free_folder(Path("runs") / name.rpartition(":")[2])]
+    dist.broadcast_object_list(chosen)
+    return chosen[0]
+
+
+def gather_peak_memory(session: Session) -> list[int]:
+    """Peak bytes of every rank, in the order of the ranks."""
+    peaks: list[Any] = [None] * session.world.world_size
+    dist.all_gather_object(peaks, peak_memory(session.world.device))
+    return peaks
+
+
+def write(result: TrainResult, session: Session, *, peaks: list[int], state: dict[str, Tensor]) -> None:
+    """Write report.json, the curves, and the model's weights into the run's folder."""
+    report = {
+        "metrics": {name: value for name, value in result.metrics.items() if not is_curve(value)},
+        "final_loss": result.losses[-1],
+        "steps": result.steps,
+        "seconds": result.seconds,
+        "samples_per_second": result.samples_per_second,
+        "peak_memory_bytes": peaks,
+        "layout": str(session.layout),
+        "engine": session.engine.name,
+        "processes": session.world.world_size,
+        "threads": session.world.threads,
+        "device": session.world.device.type,
+        "versions": versions(),
+    }
+    _write_json(result.folder / REPORT_FILE, report)
+    curves = {name: value for name, value in result.metrics.items() if is_curve(value)}
+    if curves:
+        _write_json(result.folder / CURVES_FILE, curves)
+    _write_weights(result.folder / MODEL_FILE, state)
+
+
+def is_curve(value: Any) -> bool:
+    """Whether a metric is a curve, with a point for each distinct score: too long for a report."""
+    return isinstance(value, Mapping) and "thresholds" in value
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    packages = ("samestep", "torch", "numpy", "transformers", "tokenizers", "torchmetrics")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def _write_json(file: Path, values: Any) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_weights(file: Path, state: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    # safetensors refuses two names for one tensor; tied weights are written under each of theirs.
+    save_file({name: value.clone().contiguous() for name, value in state.items()}, file)

@@ -1,0 +1,222 @@
+"""Session: one rank's part in a training, for `samestep.train` and for loops of one's own alike."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from samestep import environment
+from samestep.cluster.device import DeviceChoice
+from samestep.cluster.world import World, join
+from samestep.comm.mesh import build_mesh
+from samestep.data.loader import Chunks, Collate, Loader, StepBatch
+from samestep.data.order import SampleOrder
+from samestep.engines.base import Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
+from samestep.engines.precision import parameter_dtype
+from samestep.engines.resolve import check, resolve
+from samestep.errors import LayoutError, UserError
+from samestep.layout import Layout, unsized
+from samestep.recipe import Precision
+from samestep.tasks.base import Samples, default_scores
+from samestep.training import evaluation
+from samestep.training.evaluation import Scores
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+class Session:
+    """One rank of a training: spreads a model, deals out samples, takes steps, evaluates."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        layout: Layout,
+        engine: Engine,
+        precision: Precision = "fp32",
+        clip: float | None = None,
+        seed: int = 0,
+        micro_batch: int | None = None,
+        workers: int = 0,
+    ) -> None:
+        layout.check_processes(world.world_size)
+        check(engine, layout, precision)
+        self.world = world
+        self.layout = layout
+        self.engine = engine
+        self.mesh = build_mesh(layout, world.device.type)
+        self._precision = precision
+        self._dtype = parameter_dtype(precision)
+        self._clip = clip
+        self._seed = seed
+        self._micro_batch = micro_batch
+        self._workers = workers
+        self._trainer: Trainer | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one rank that talks to the user and writes files."""
+        return self.world.rank == 0
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise UserError("session.prepare(model, optimizer) must come before the first step")
+        return self._trainer
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Spread a model and its optimizer, which must not have stepped yet, and return both.
+
+        The model must be the same on every rank: build it under `torch.manual_seed(...)`.
+        """
+        if optimizer.state:
+            raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.prepare_with(model, optimizer_of=partial(_point_to, optimizer, names), schedule_of=_no_schedule)
+        return model, optimizer
+
+    def prepare_with(self, model: nn.Module, *, optimizer_of: OptimizerOf, schedule_of: ScheduleOf) -> Trainer:
+        """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds."""
+        model.to(self.world.device, self._dtype)
+        self._trainer = self.engine.prepare(
+            model,
+            layout=self.layout,
+            mesh=self.mesh,
+            device=self.world.device,
+            precision=self._precision,
+            clip=self._clip,
+            optimizer_of=optimizer_of,
+            schedule_of=schedule_of,
+        )
+        # Dropout differs by data rank, since every rank has other samples.
+        torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
+        return self._trainer
+
+    def batches(
+        self,
+        samples: Samples,
+        *,
+        batch: int,
+        collate: Collate,
+        steps: int | None = None,
+        epochs: int = 1,
+        start: int = 0,
+        shuffle: bool = True,
+    ) -> Loader:
+        """This rank's part of each global batch of `batch` samples, for `steps` steps or else `epochs` epochs."""
+        if len(samples) == 0:
+            raise UserError("the data set is empty")
+        self.layout.check_batch(batch, self._micro_batch)
+        order = SampleOrder(size=len(samples), batch=batch, seed=self._seed, shuffle=shuffle)
+        return Loader(
+            samples,
+            collate,
+            order,
+            place=self.mesh.data_place,
+            device=self.world.device,
+            dtype=self._dtype,
+            start=start,
+            stop=steps if steps is not None else epochs * order.steps_per_epoch,
+            micro_batch=self._micro_batch,
+            workers=self._workers,
+        )
+
+    def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """Forward, backward, clip, update. `loss(output, batch)` gives a sum and a count, never a mean."""
+        return self.trainer.step(batch, loss)
+
+    def evaluate(
+        self,
+        samples: Samples,
+        *,
+        collate: Collate,
+        metrics: "Mapping[str, Metric]",
+        scores: Scores = default_scores,
+        batch: int = 64,
+        class_names: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """Metrics over all ranks, each sample seen once; the same values on every rank."""
+        chunks = Chunks(
+            samples,
+            collate,
+            size=batch,
+            place=self.mesh.data_place,
+            device=self.world.device,
+            dtype=self._dtype,
+            workers=self._workers,
+        )
+        return evaluation.evaluate(
+            self.trainer,
+            chunks,
+            metrics=metrics,
+            scores=scores,
+            group=self.mesh.data_group,
+            class_names=class_names,
+        )
+
+
+@contextmanager
+def session(
+    layout: str | Layout = "ddp",
+    *,
+    engine: str | Engine = "native",
+    precision: Precision = "fp32",
+    clip: float | None = None,
+    seed: int = 0,
+    micro_batch: int | None = None,
+    threads: int | None = None,
+    workers: int = 0,
+    device: DeviceChoice = "auto",
+) -> Iterator[Session]:
+    """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
+
+    Without torchrun the process is alone, and a layout without a size ("ddp") is one process.
+    Raises LayoutError where the layout doesn't fit the number of processes.
+    """
+    ranks = environment.ranks()
+    processes = ranks.world_size if ranks else 1
+    parsed = _parse(layout, processes, started=ranks is not None)
+    with join(device=device, threads=threads) as world:
+        yield Session(
+            world=world,
+            layout=parsed,
+            engine=resolve(engine),
+            precision=precision,
+            clip=clip,
+            seed=seed,
+            micro_batch=micro_batch,
+            workers=workers,
+        )
+
+
+def _parse(layout: str | Layout, processes: int, *, started: bool) -> Layout:
+    if isinstance(layout, str):
+        layout = Layout.parse(layout, processes if unsized(layout) else None)
+    if layout.size > 1 and not started:
+        raise LayoutError(
+            f'layout "{layout}" needs {layout.size} processes and this is one alone; start the script by '
+            f"torchrun --nproc-per-node={layout.size} script.py"
+        )
+    layout.check_processes(processes)
+    return layout
+
+
+def _point_to(
+    optimizer: Optimizer, names: Mapping[int, str], parameters: Iterator[tuple[str, nn.Parameter]]
+) -> Optimizer:
+    """Point an optimizer's groups to the parameters that now stand under the same names."""
+    now = dict(parameters)
+    for group in optimizer.param_groups:
+        if unknown := [p for p in group["params"] if id(p) not in names]:
+            raise UserError(f"session.prepare: the optimizer has {len(unknown)} parameters that the model has not")
+        group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
+    return optimizer
+
+
+def _no_schedule(optimizer: Optimizer) -> None:
+    """A loop of one's own advances its schedule itself."""
