@@ -8,9 +8,11 @@ if TYPE_CHECKING:
     from samestep.errors import InterruptedJobError, LayoutError, RankFailedError, UserError
     from samestep.job import Job, Run
     from samestep.layout import Layout
+    from samestep.proof import Proof
     from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
-    from samestep.tasks.base import Batch, Task
-    from samestep.training.session import session
+    from samestep.tasks.base import Batch, Samples, Task
+    from samestep.training.result import TrainResult
+    from samestep.training.session import Session, session
 
 __version__ = "0.1.0"
 
@@ -20,6 +22,9 @@ _HOME = {
     "train": "samestep.api",
     "verify": "samestep.api",
     "session": "samestep.training.session",
+    "Session": "samestep.training.session",
+    "TrainResult": "samestep.training.result",
+    "Proof": "samestep.proof",
     "Recipe": "samestep.recipe",
     "AdamW": "samestep.recipe",
     "SGD": "samestep.recipe",
@@ -30,6 +35,7 @@ _HOME = {
     "Layout": "samestep.layout",
     "Task": "samestep.tasks.base",
     "Batch": "samestep.tasks.base",
+    "Samples": "samestep.tasks.base",
     "UserError": "samestep.errors",
     "LayoutError": "samestep.errors",
     "RankFailedError": "samestep.errors",
@@ -45,11 +51,15 @@ __all__ = [
     "Job",
     "Layout",
     "LayoutError",
+    "Proof",
     "RankFailedError",
     "Recipe",
     "Run",
+    "Samples",
     "Schedule",
+    "Session",
     "Task",
+    "TrainResult",
     "UserError",
     "session",
     "train",

@@ -1,8 +1,10 @@
 """Job files: YAML to a Job and back, with the line or the flag that each value came from."""
 
 import re
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from samestep.errors import UserError
 from samestep.job import Job
-from samestep.validation import closest, explain
+from samestep.validation import explain, shown
 
 Keys = tuple[str, ...]
 
@@ -43,6 +45,9 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
         job = TypeAdapter(Job).validate_python(values)
     except ValidationError as error:
         raise UserError(explain(error, values, Job, place=place)) from None
+    if job.name is None:
+        job = replace(job, name=file.stem)
+        sources[("name",)] = "the file's name"
     return LoadedJob(_resolve_paths(job, file), file, sources)
 
 
@@ -62,48 +67,93 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     except IsADirectoryError:
         raise UserError(f"{file} is a folder; a job file is wanted") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}") from None
+        raise UserError(
+            f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}; save it as UTF-8"
+        ) from None
     except OSError as error:
         raise UserError(f"{file} can't be read: {error.strerror}") from None
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = f":{mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{file}{at}: not YAML: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: not a job file; it must have a recipe: section")
     sources: dict[Keys, str] = {}
-    _find_lines(node, (), file, sources)
+    try:
+        reader = _Reader(text)
+        node = reader.get_single_node()
+        _find_lines(reader, node, (), file, sources)
+        values = reader.construct_document(node) if node is not None else None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(f"{file}:{line}: not YAML: character {error.character:#x} can't stand in it") from None
+    except yaml.MarkedYAMLError as error:
+        at = f":{error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise UserError(f"{file}{at}: not YAML: {_complaint(error)}") from None
+    except RecursionError:
+        raise UserError(f"{file}: not a job file; its sections are nested without end") from None
+    if node is None or values is None:
+        raise UserError(f"{file} is empty; a job file has a recipe: section")
+    if not isinstance(values, dict):
+        raise UserError(f"{file}:{node.start_mark.line + 1}: not a job file; it must have a recipe: section")
     return values, sources
 
 
-def _find_lines(node: yaml.Node | None, path: Keys, file: Path, sources: dict[Keys, str]) -> None:
+def _complaint(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or str(error)
+    if problem.startswith("but "):
+        return f"{error.context}, {problem}"
+    return problem + ("; indent with spaces" if "'\\t'" in problem else "")
+
+
+class _Reader(yaml.SafeLoader):
+    """YAML's reader, which also says in which line a value stands that it can't make sense of, such as a date."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, f"{node.value}: {error}", node.start_mark) from None
+
+
+def _find_lines(reader: _Reader, node: yaml.Node | None, path: Keys, file: Path, sources: dict[Keys, str]) -> None:
+    """Note the line of every key and every item of a list."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            sources[*path, str(index)] = f"{file}:{item.start_mark.line + 1}"
+            _find_lines(reader, item, (*path, str(index)), file, sources)
     if not isinstance(node, yaml.MappingNode):
         return
+    merged: list[yaml.Node] = []
     for key, value in node.value:
-        here = (*path, str(key.value))
+        if key.tag == "tag:yaml.org,2002:merge":
+            merged += value.value if isinstance(value, yaml.SequenceNode) else [value]
+            continue
+        here = (*path, str(reader.construct_object(key, deep=True)))
         line = f"{file}:{key.start_mark.line + 1}"
         if here in sources:
-            raise UserError(f'{line}: key "{".".join(here)}" stands twice, first in {sources[here]}')
+            raise UserError(
+                f'{line}: key "{".".join(here)}" stands twice, first in {sources[here]}; keep one of them'
+            )
         sources[here] = line
-        _find_lines(value, here, file, sources)
+        _find_lines(reader, value, here, file, sources)
+    for other in merged:  # what the section's own keys and those merged before don't say
+        theirs: dict[Keys, str] = {}
+        _find_lines(reader, other, path, file, theirs)
+        taken = {known[: len(path) + 1] for known in sources}
+        sources |= {known: line for known, line in theirs.items() if known[: len(path) + 1] not in taken}
 
 
 def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: str, source: str) -> None:
     path = tuple(key.split("."))
-    if len(path) < 2 or path[0] not in ("recipe", "run"):
-        raise UserError(f'{source}: "{key}" must start with recipe. or run., such as recipe.optimizer.lr')
+    if len(path) < 2 or path[0] not in ("recipe", "run") or not all(path):
+        raise UserError(f'{source}: "{key}" must be a dotted key below recipe or run, such as recipe.optimizer.lr')
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         value = text
     here = values
-    for part in path[:-1]:
-        inner = here.setdefault(part, {})
+    for depth, part in enumerate(path[:-1], start=1):
+        if here.get(part) is None:
+            here[part] = {}
+            sources[path[:depth]] = source
+        inner = here[part]
         if not isinstance(inner, dict):
-            raise UserError(f'{source}: "{part}" in "{key}" is {inner!r}, not a section; {closest(part, here)}')
+            raise UserError(f'{source}: "{part}" in "{key}" is {shown(inner)}, which has no keys of its own')
         here = inner
     if isinstance(value, dict) and isinstance(here.get(path[-1]), dict):
         here[path[-1]] = {**here[path[-1]], **value}
@@ -112,9 +162,14 @@ def _override(values: dict[str, Any], sources: dict[Keys, str], key: str, text: 
     for deeper in [known for known in sources if known[: len(path)] == path and known != path]:
         if not isinstance(value, dict) or deeper[len(path)] in value:
             del sources[deeper]
+    _set_source(value, path, source, sources)
+
+
+def _set_source(value: Any, path: Keys, source: str, sources: dict[Keys, str]) -> None:
     sources[path] = source
     if isinstance(value, dict):
-        sources |= {(*path, str(name)): source for name in value}
+        for name, inner in value.items():
+            _set_source(inner, (*path, str(name)), source, sources)
 
 
 # Keys of shipped tasks that name a file or a folder.
@@ -124,7 +179,8 @@ _PATH_KEYS = ("source", "eval_source", "folder", "tokenizer")
 def _resolve_paths(job: Job, file: Path) -> Job:
     """Turn relative paths that exist beside the job file into absolute ones.
 
-    A path is looked for beside the job file, then in the current folder (where it is left as it is).
+    A path is looked for beside the job file, then in the current folder (where it is left as it is). A word
+    without a dot or a slash is a name, not a path.
     """
     recipe = job.recipe
     base = file.resolve().parent
@@ -134,7 +190,7 @@ def _resolve_paths(job: Job, file: Path) -> Job:
             return text
         path, colon, rest = text.partition(".py:")
         candidate = base / (path + (".py" if colon else ""))
-        if not candidate.exists() or not re.search(r"[./]", text):
+        if not re.search(r"[./]", text) or not _exists(candidate):
             return text
         return str(candidate) + (":" + rest if colon else "")
 
@@ -144,14 +200,41 @@ def _resolve_paths(job: Job, file: Path) -> Job:
     return replace(job, recipe=replace(recipe, task=task, data=data, model=model))
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # such as a text that is too long for a path
+        return False
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    return value if value is None or isinstance(value, (str, int, float, date, bytes, set)) else str(value)
+
+
+class _Writer(yaml.SafeDumper):
+    """YAML's writer, with every value written out in full and in one line."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _write_text(writer: _Writer, text: str) -> yaml.Node:
+    one_line = text.splitlines() in ([], [text])
+    return writer.represent_scalar("tag:yaml.org,2002:str", text, style=None if one_line else '"')
+
+
+_Writer.add_representer(str, _write_text)
+
+
+def _one_line(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Writer, default_flow_style=True, allow_unicode=True, width=sys.maxsize)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _dump(
@@ -160,14 +243,10 @@ def _dump(
     indent = "  " * len(path)
     for key, value in values.items():
         here = (*path, str(key))
+        start = f"{indent}{_one_line(key)}:"
         if isinstance(value, dict) and value:
-            lines.append((f"{indent}{key}:", ""))
+            lines.append((start, ""))
             _dump(value, here, sources, lines)
         else:
-            text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
-            lines.append((f"{indent}{key}: {text.removesuffix('...' + chr(10)).strip()}", _source(here, sources)))
-
-
-def _source(path: Keys, sources: Mapping[Keys, str]) -> str:
-    """A value's own source, or that of the section in which it was given whole."""
-    return sources.get(path, "default")
+            source = " ".join(sources.get(here, "default").split())  # in one line, whatever a flag held
+            lines.append((f"{start} {_one_line(value)}", source))

@@ -1,5 +1,6 @@
 """Layout: how a training is spread over processes. Its text form, its sizes, and every rule about them."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,6 +17,7 @@ MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 
 # How a dimension is written in a layout's text.
 _LETTERS = {"pp": "pipeline", "dp": "replicate", "fsdp": "shard", "cp": "context", "tp": "tensor"}
+_SHORT = {name: letters for letters, name in _LETTERS.items()}
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "schedule": get_args(Schedule),
     "recompute": get_args(Recompute),
@@ -34,8 +36,8 @@ PRESETS: Mapping[str, str] = {
     "3d": "pp2 dp tp2",
 }
 
-_SIZED = re.compile(r"(pp|dp|fsdp|cp|tp)(\d*)$")
-_ZERO = re.compile(r"zero([123])x(\d*)$")
+_SIZED = re.compile(r"(pp|dp|fsdp|cp|tp)(\d{0,9})")
+_ZERO = re.compile(r"zero([123])x(\d{0,9})")
 _EXAMPLES = "write parts such as pp2 dp2 fsdp2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)
 
 
@@ -68,8 +70,13 @@ class Layout:
         for name in (*MESH_DIMENSIONS, "stages"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"layout: {name} is {getattr(self, name)}; it must be 1 or more")
-        if self.shard > 1 and self.zero not in (1, 2, 3):
-            raise LayoutError(f"layout: shard is {self.shard} and zero is {self.zero}; zero must be 1, 2 or 3")
+        for name, choices in _OPTIONS.items():
+            if getattr(self, name) not in choices:
+                raise LayoutError(f"layout: {name} is {getattr(self, name)!r}; it can be {', '.join(choices)}")
+        if self.zero not in (0, 1, 2, 3):
+            raise LayoutError(f"layout: zero is {self.zero}; it can be 0, 1, 2 or 3")
+        if self.shard > 1 and not self.zero:
+            raise LayoutError(f"layout: shard is {self.shard} and zero is 0; zero must be 1, 2 or 3")
         if self.shard == 1 and self.zero:
             object.__setattr__(self, "zero", 0)  # nothing to shard over: the same as no sharding
 
@@ -83,7 +90,10 @@ class Layout:
         values, unsized = _read(text)
         if unsized is not None:
             if processes is None:
-                raise LayoutError(f'layout "{text}": {unsized} has no size and the number of processes is unknown')
+                raise LayoutError(
+                    f'layout "{text}": {_named(unsized)} has no size and the number of processes is not known; '
+                    f"write a size, such as {_SHORT[unsized]}2, or give the number of processes"
+                )
             values[unsized] = _left_over(text, values, processes)
         layout = cls(**values)  # type: ignore[arg-type]
         if processes is not None:
@@ -124,14 +134,13 @@ class Layout:
         """Raise LayoutError unless the layout needs exactly this many processes."""
         if self.size == processes:
             return
-        wanted = f'layout "{text or self}" needs {self.size} process{"es" if self.size > 1 else ""}, not {processes}'
+        wanted = f'layout "{text or self}" needs {_processes(self.size)}, not {processes}'
         rest = self.size // self.replicate
-        fix = (
-            f"; {replace(self, replicate=processes // rest)} would use all {processes}"
-            if processes % rest == 0
-            else f"; ask for {self.size} processes"
-        )
-        raise LayoutError(wanted + fix)
+        if processes >= 1 and processes % rest == 0:
+            fix = f'"{replace(self, replicate=processes // rest)}" would use {_processes(processes)}'
+        else:
+            fix = f"ask for {_processes(self.size)}"
+        raise LayoutError(f"{wanted}; {fix}")
 
     def check_batch(self, batch: int, micro_batch: int | None) -> None:
         """Raise LayoutError where a global batch of `batch` samples can't be cut as the layout needs.
@@ -148,17 +157,23 @@ class Layout:
             per_rank = -(-batch // self.data_ranks)
             count = -(-per_rank // micro_batch)
             if count < self.pipeline:
+                largest = -(-per_rank // (self.pipeline - 1)) - 1  # of which a rank's samples fill every stage
+                fix = (
+                    f"a micro_batch of {largest} or less would do"
+                    if largest
+                    else f"a batch of {self.pipeline * self.data_ranks} or more in micro-batches of 1 would do"
+                )
                 raise LayoutError(
-                    f'layout "{self}": {per_rank} samples a rank in micro-batches of {micro_batch} are {count}, '
-                    f"fewer than the {self.pipeline} stages; a micro_batch of {max(1, per_rank // self.pipeline)} "
-                    f"or less would do"
+                    f'layout "{self}": {per_rank} samples a rank in micro-batches of {micro_batch} make {count}, '
+                    f"fewer than the {self.pipeline} pipeline ranks; {fix}"
                 )
 
     def check_model(self, shape: ModelShape) -> None:
         """Raise LayoutError where the model's sizes are not divisible as the layout needs."""
-        self._check_divides("tensor", "tp", shape.heads, "attention heads")
-        self._check_divides("tensor", "tp", shape.key_value_heads, "key-value heads")
-        self._check_divides("context", "cp", shape.sequence_length, "tokens of a sequence")
+        heads = math.gcd(shape.heads or 0, shape.key_value_heads or 0)  # what divides this divides both
+        self._check_divides("tensor", shape.heads, "attention heads", heads)
+        self._check_divides("tensor", shape.key_value_heads, "key-value heads", heads)
+        self._check_divides("context", shape.sequence_length, "tokens of a sequence", shape.sequence_length)
         stages = self.pipeline * self.stages
         if shape.layers is not None and self.pipeline > 1 and shape.layers < stages:
             raise LayoutError(
@@ -166,15 +181,29 @@ class Layout:
                 f"{shape.layers} stages or fewer would do"
             )
 
-    def _check_divides(self, dimension: str, letters: str, total: int | None, what: str) -> None:
-        parts = getattr(self, dimension)
-        if total is None or total % parts == 0:
+    def _check_divides(self, dimension: str, total: int | None, what: str, divisible: int | None) -> None:
+        """Refuse a dimension that doesn't divide `total`; parts that divide `divisible` would do."""
+        parts, letters = getattr(self, dimension), _SHORT[dimension]
+        if total is None or divisible is None or total % parts == 0:
             return
-        divisors = [f"{letters}{n}" for n in range(1, total + 1) if total % n == 0]
-        would_do = divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + f" or {divisors[-1]}"
+        divisors = [n for n in range(1, divisible + 1) if divisible % n == 0]
+        nearest = sorted(sorted(divisors, key=lambda n: abs(n - parts))[:6])
+        would_do = _either([f"{letters}{n}" for n in nearest])
         raise LayoutError(
             f'layout "{letters}{parts}": {total} {what} are not divisible by {parts}; {would_do} would do'
         )
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
+
+
+def _either(choices: Sequence[str]) -> str:
+    return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)
+
+
+def _named(dimension: str) -> str:
+    return f"{_SHORT[dimension]} ({dimension})"
 
 
 def unsized(text: str) -> bool:
@@ -191,13 +220,17 @@ def _read(text: str) -> tuple[dict[str, int | str], str | None]:
         if dimension is None:
             continue
         if dimension in values or dimension == without_size:
-            raise LayoutError(f'layout "{text}": {dimension} is given twice')
+            also = " (zero and fsdp are two ways to write it)" if dimension == "shard" else ""
+            raise LayoutError(f'layout "{text}": {_named(dimension)} is given twice; give it once{also}')
         if size is not None:
             values[dimension] = size
         elif without_size is None:
             without_size = dimension
         else:
-            raise LayoutError(f'layout "{text}": {without_size} and {dimension} have no size; give one of them')
+            raise LayoutError(
+                f'layout "{text}": {_named(without_size)} and {_named(dimension)} both have no size; '
+                f"give one of them a size, such as {_SHORT[dimension]}2"
+            )
     return values, without_size
 
 
@@ -210,12 +243,14 @@ def _read_part(text: str, part: str, values: dict[str, int | str]) -> tuple[str 
     """The dimension and size of one part; an option goes into `values` and gives (None, None)."""
     if "=" in part:
         name, _, value = part.partition("=")
+        if name in values:
+            raise LayoutError(f'layout "{text}": {name}= is given twice; give it once')
         values[name] = _read_option(text, name, value)
         return None, None
-    if match := _ZERO.match(part):
+    if match := _ZERO.fullmatch(part):
         values["zero"] = int(match[1])
         dimension, digits = "shard", match[2]
-    elif match := _SIZED.match(part):
+    elif match := _SIZED.fullmatch(part):
         dimension, digits = _LETTERS[match[1]], match[2]
         if dimension == "shard":
             values["zero"] = 3
@@ -228,9 +263,9 @@ def _read_part(text: str, part: str, values: dict[str, int | str]) -> tuple[str 
 
 def _read_option(text: str, name: str, value: str) -> int | str:
     if name == "stages":
-        if value.isdecimal() and int(value) > 0:
+        if re.fullmatch(r"\d{1,9}", value) and int(value) > 0:
             return int(value)
-        raise LayoutError(f'layout "{text}": stages={value} is not a whole number of 1 or more')
+        raise LayoutError(f'layout "{text}": stages={value}; it must be a whole number of 1 or more')
     if name not in _OPTIONS:
         raise LayoutError(f'layout "{text}": no option "{name}"; there are stages, {", ".join(_OPTIONS)}')
     if value not in _OPTIONS[name]:
@@ -243,7 +278,9 @@ def _left_over(text: str, values: Mapping[str, int | str], processes: int) -> in
     for name in MESH_DIMENSIONS:
         taken *= int(values.get(name, 1))
     if processes < 1 or processes % taken:
+        why = "" if taken == 1 else f", which is no multiple of the {taken} that its sized parts take"
         raise LayoutError(
-            f'layout "{text}": {processes} processes are not divisible by the {taken} that its other parts take'
+            f'layout "{text}" was given {_processes(processes)}{why}; '
+            f"{_either([str(taken * n) for n in (1, 2, 3)])} would do"
         )
     return processes // taken

@@ -6,11 +6,28 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
-STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
-Positive = Annotated[int, Gt(0)]
-Fraction = Annotated[float, Ge(0), Le(1)]
+
+def _no_switch(value: Any) -> Any:
+    """Refuse true and false (in YAML also yes, no, on, off) where a number is wanted: they'd count as 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_wanted", "Input should be a number")
+    return value
+
+
+def broken_rule(key: str, message: str) -> PydanticCustomError:
+    """What a validator raises where values that are right by themselves don't go together; `key` is one of them."""
+    return PydanticCustomError("broken_rule", "{message}", {"key": key, "message": message})
+
+
+Whole = Annotated[int, BeforeValidator(_no_switch)]
+Real = Annotated[float, BeforeValidator(_no_switch)]
+Positive = Annotated[Whole, Gt(0)]
+Fraction = Annotated[Real, Ge(0), Le(1)]
+Beta = Annotated[Real, Ge(0), Lt(1)]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
@@ -19,10 +36,10 @@ class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2)."""
 
     name: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Gt(0)] = 3e-4
-    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
-    eps: Annotated[float, Gt(0)] = 1e-8
-    weight_decay: Annotated[float, Ge(0)] = 0.01
+    lr: Annotated[Real, Gt(0)] = 3e-4
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Annotated[Real, Gt(0)] = 1e-8
+    weight_decay: Annotated[Real, Ge(0)] = 0.01
     decay_all: bool = False  # also biases and norms, which take no decay otherwise
 
 
@@ -31,16 +48,16 @@ class SGD:
     """Stochastic gradient descent with momentum (Sutskever et al. 2013)."""
 
     name: Literal["sgd"] = "sgd"
-    lr: Annotated[float, Gt(0)] = 0.1
-    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+    lr: Annotated[Real, Gt(0)] = 0.1
+    momentum: Beta = 0.0
     nesterov: bool = False
-    weight_decay: Annotated[float, Ge(0)] = 0.0
+    weight_decay: Annotated[Real, Ge(0)] = 0.0
     decay_all: bool = False
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> "SGD":
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0")
+            raise broken_rule("nesterov", "nesterov needs a momentum above 0")
         return self
 
 
@@ -55,14 +72,17 @@ Optimizer = Annotated[AdamW | SGD, Field(discriminator="name"), BeforeValidator(
 class Schedule:
     """Learning rate by step: a linear warm-up, then a decay to `final` times the optimizer's rate."""
 
-    warmup: Annotated[float, Ge(0)] = 0.0  # below 1: a fraction of all steps; else a number of steps
+    warmup: Annotated[Real, Ge(0)] = 0.0  # below 1: a fraction of all steps; else a number of steps
     decay: Literal["none", "linear", "cosine"] = "none"
     final: Fraction = 0.0
 
     @model_validator(mode="after")
     def _whole_warmup(self) -> "Schedule":
         if self.warmup >= 1 and self.warmup != int(self.warmup):
-            raise ValueError(f"warmup is {self.warmup}; below 1 it is a fraction of the steps, else a whole number")
+            raise broken_rule(
+                "warmup",
+                f"warmup is {self.warmup}; below 1 it is a fraction of all steps, else a whole number of them",
+            )
         return self
 
 
@@ -86,13 +106,13 @@ class Recipe:
     data: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[Whole, Ge(0), Lt(2**32)] = 0
     batch: Positive = 64  # global: samples of one step, over all ranks and micro-batches
     steps: Positive | None = None
     epochs: Positive | None = None
     optimizer: Optimizer = field(default_factory=AdamW)
     schedule: Schedule = field(default_factory=Schedule)
-    clip: Annotated[float, Gt(0)] | None = None  # largest norm of the whole gradient
+    clip: Annotated[Real, Gt(0)] | None = None  # largest norm of the whole gradient
     precision: Precision = "fp32"
     dropout: bool = True  # False switches every dropout of the model off
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -100,7 +120,9 @@ class Recipe:
     @model_validator(mode="after")
     def _one_length(self) -> "Recipe":
         if self.steps is not None and self.epochs is not None:
-            raise ValueError("steps and epochs are both given; give one of them")
+            raise broken_rule(
+                "epochs", "steps and epochs are both given; give one of them, and leave the other out or make it null"
+            )
         return self
 
     def total_steps(self, steps_per_epoch: int) -> int:

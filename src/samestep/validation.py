@@ -4,11 +4,36 @@ import difflib
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import is_pydantic_dataclass
+
+from samestep.errors import UserError
 
 Path = tuple[str, ...]
+
+
+# What would do, by pydantic's name of the mistake, in the words of somebody who writes YAML.
+_WANTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "number_wanted": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a section of keys and values",
+    "dataclass_type": "a section of keys and values",
+    "model_attributes_type": "a section of keys and values",
+}
 
 
 def explain(
@@ -25,10 +50,17 @@ def explain(
     """
     lines = []
     for detail in error.errors(include_url=False):
-        path = _path_in(given, detail["loc"])
-        name = ".".join(prefix + path)
-        lines.append(f"{place(prefix + path)}{_sentence(detail, name, path, given, schema)}")
+        path = _path_in(given, detail)
+        lines.append(f"{place(prefix + path)}{_sentence(detail, prefix + path, _keys_at(schema, path[:-1], given))}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def checked(schema: Any, values: Mapping[str, Any], *, prefix: Path = ()) -> Any:
+    """A dataclass made from values. Raises UserError with a line for each mistake."""
+    try:
+        return TypeAdapter(schema).validate_python(values)
+    except ValidationError as error:
+        raise UserError(explain(error, values, schema, prefix=prefix)) from None
 
 
 def closest(word: str, known: Iterable[str]) -> str:
@@ -39,61 +71,91 @@ def closest(word: str, known: Iterable[str]) -> str:
     return f"{hint}known: {', '.join(names) or 'nothing'}"
 
 
-def _sentence(detail: Any, name: str, path: Path, given: Any, schema: Any) -> str:
-    kind = detail["type"]
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f'unknown key "{name}"; {closest(path[-1], _keys_at(schema, path[:-1], given))}'
+def check_keys(given: Any, schema: Any, name: str) -> None:
+    """Raise UserError for a key that a plain dataclass doesn't have; pydantic would pass over it in silence."""
+    found = _dataclasses(schema, given)
+    if not isinstance(given, Mapping) or len(found) != 1 or is_pydantic_dataclass(found[0]):
+        return
+    hints = get_type_hints(found[0], include_extras=True)
+    known = [field.name for field in fields(found[0]) if field.init]
+    for key, value in given.items():
+        if key not in known:
+            raise UserError(f'unknown key "{name}.{key}"; {closest(str(key), known)}')
+        check_keys(value, hints[key], f"{name}.{key}")
+
+
+def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
+    kind, context, name = detail["type"], detail.get("ctx", {}), ".".join(path)
+    if kind in ("unexpected_keyword_argument", "extra_forbidden", "invalid_key"):
+        return f'unknown key "{name}"' + (f"; {closest(path[-1], known)}" if known else "")
+    if detail["loc"] and detail["loc"][-1] == "[key]":
+        return f'{name}: the key {path[-1]} should be text; write it as "{path[-1]}"'
+    if kind == "missing" and isinstance(detail["input"], Sequence):
+        return f"{'.'.join(path[:-1])} is {shown(detail['input'])}; its item {int(path[-1]) + 1} is missing"
     if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{name} is missing"
-    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if kind == "union_tag_invalid":
-        tags = detail["ctx"]["expected_tags"].replace("'", "")
-        return f'{name}.name is "{detail["ctx"]["tag"]}"; it can be {tags}'
-    if kind in ("value_error", "assertion_error"):
+        tag = detail["input"].get("name") if isinstance(detail["input"], Mapping) else context["tag"]
+        tags = context["expected_tags"].replace("'", "").split(", ")
+        return f"{name}.name is {shown(tag)}; {closest(str(tag), tags)}"
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").removeprefix("Input ")
+    if kind in ("value_error", "assertion_error", "broken_rule"):
         return f"{name}: {message}"
-    shown = repr(detail["input"])
-    return f"{name} is {shown if len(shown) < 80 else shown[:77] + '...'}; it {message}"
+    if kind in ("too_short", "too_long"):
+        limit = context.get("min_length", context.get("max_length"))
+        message = f"should have {'at least' if kind == 'too_short' else 'at most'} {limit} items"
+    elif kind in _WANTED:
+        message = f"should be {_WANTED[kind]}"
+    return f"{name} is {shown(detail['input'])}; it {message}"
 
 
-def _path_in(given: Any, location: Sequence[int | str]) -> Path:
+def shown(value: Any) -> str:
+    """A value as it stands in a message: as YAML writes it, and never long."""
+    words = {None: "empty", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def _path_in(given: Any, detail: Any) -> Path:
     """pydantic's location without the tags of unions, which the user never wrote."""
     path: list[str] = []
     here = given
+    location = detail["loc"]
     for index, part in enumerate(location):
-        last = index == len(location) - 1
+        absent = detail["type"].startswith("missing") and index == len(location) - 1
         if isinstance(here, Mapping):
-            tag = part == here.get("name", "adamw") and part not in here
-            if tag and not last:
+            if part not in here and not absent:
                 continue
             here = here.get(part)
         elif isinstance(here, Sequence) and not isinstance(here, str) and isinstance(part, int):
             here = here[part] if part < len(here) else None
-        elif not last:
-            here = None
+        else:
+            continue
         path.append(str(part))
+    if detail["type"] == "broken_rule":
+        path.append(detail["ctx"]["key"])
     return tuple(path)
 
 
 def _keys_at(schema: Any, path: Path, given: Any) -> list[str]:
     """The keys that may stand at `path` below a dataclass."""
-    here, value = _dataclass_of(schema, given), given
+    here, value = _dataclasses(schema, given), given
     for part in path:
-        if here is None:
+        if not here:
             return []
         value = value.get(part) if isinstance(value, Mapping) else None
-        here = _dataclass_of(get_type_hints(here, include_extras=True).get(part), value)
-    return [field.name for field in fields(here)] if here is not None else []
+        here = _dataclasses(get_type_hints(here[0], include_extras=True).get(part), value)
+    return [field.name for field in fields(here[0])] if here else []
 
 
-def _dataclass_of(hint: Any, value: Any) -> Any:
-    """The dataclass that a type hint means for this value; None if it means none."""
+def _dataclasses(hint: Any, value: Any) -> list[Any]:
+    """The dataclasses that a type hint may mean for this value; one alone where the value's `name` says which."""
     if isinstance(hint, type) and is_dataclass(hint):
-        return hint
+        return [hint]
     if get_origin(hint) is Annotated:
-        return _dataclass_of(get_args(hint)[0], value)
-    if get_origin(hint) in (typing.Union, type(int | str)):
-        found = [cls for cls in (_dataclass_of(arg, value) for arg in get_args(hint)) if cls is not None]
+        return _dataclasses(get_args(hint)[0], value)
+    if get_origin(hint) in (typing.Union, UnionType):
+        found = [cls for argument in get_args(hint) for cls in _dataclasses(argument, value)]
         wanted = value.get("name") if isinstance(value, Mapping) else None
-        named = [cls for cls in found if any(f.name == "name" and f.default == wanted for f in fields(cls))]
-        return (named or found or [None])[0]
-    return None
+        return [cls for cls in found if any(f.name == "name" and f.default == wanted for f in fields(cls))] or found
+    return []

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from samestep import __version__
-from samestep.cli import train, verify
+from samestep.cli import job_options, train, verify
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
 
 COMMANDS = (train, verify)
@@ -17,7 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except UserError as error:
-        print(f"samestep: {error}", file=sys.stderr)
+        # A launcher's ranks make the same mistake together, before they meet; one of them tells it.
+        if job_options.is_main():
+            print(f"samestep: {error}", file=sys.stderr)
         return 2
     except RankFailedError as error:
         print(f"samestep: {error}", file=sys.stderr)

@@ -11,6 +11,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.errors import UserError
+
 Indices = NDArray[np.int64]
 
 
@@ -42,6 +44,10 @@ class SampleOrder:
     batch: int
     seed: int
     shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError("the data set is empty; at least one sample is needed")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -88,8 +94,12 @@ def bounds(total: int, index: int, parts: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, size: int) -> Indices:
-    """The order of an epoch: a permutation drawn from the seed and the epoch."""
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
-    order = generator.permutation(size).astype(np.int64)
+    """The order of an epoch: a permutation drawn from the seed and the epoch.
+
+    NumPy keeps the raw numbers of a bit generator the same in all its versions, but not Generator.permutation.
+    A training that goes on under another version must find the rest of its epoch.
+    """
+    drawn = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(size)
+    order = np.argsort(drawn, kind="stable").astype(np.int64)
     order.setflags(write=False)
     return order

@@ -4,20 +4,22 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task
-from samestep.validation import closest, explain
+from samestep.validation import check_keys, closest, explain
 
 # Sections of a recipe that are handed over whole, where the class takes an argument of that name.
 _SECTIONS = ("data", "model")
@@ -54,9 +56,16 @@ def _find_class(name: str) -> type[Task]:
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = "is not a subclass of samestep.Task" if found is not None else "is not in that file"
-        there = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
+        there = [key for key, value in vars(module).items() if _is_whole_task(value)]
         raise UserError(f'recipe.task is "{name}": {class_name} {what}; tasks there: {", ".join(there) or "none"}')
+    if inspect.isabstract(found):
+        lacking = ", ".join(f"{method}()" for method in sorted(found.__abstractmethods__))
+        raise UserError(f'recipe.task is "{name}": {class_name} must also have {lacking}')
     return found
+
+
+def _is_whole_task(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Task) and not inspect.isabstract(value)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -64,7 +73,8 @@ def _import_file(path: Path) -> ModuleType:
         raise UserError(f"recipe.task: no file {path}")
     # A name of its own for every path, so that two files called task.py don't meet; and the same name in
     # every process, so that objects of its classes can be sent between processes.
-    name = f"samestep_task_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"samestep_task_{re.sub(r'[^0-9A-Za-z]', '_', path.stem)}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -73,27 +83,52 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with _folder_on_path(path):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        at = f"{last.filename}:{last.lineno}"
-        if isinstance(error, SyntaxError):
-            at = f"{error.filename}:{error.lineno}"
-        raise UserError(f"recipe.task: {path} fails to import: {type(error).__name__}: {error}\n  at {at}") from error
+        what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+        raise UserError(f"recipe.task: {path} fails to import: {what}, at {_line_of(error, path)}") from error
     return module
 
 
+@contextmanager
+def _folder_on_path(path: Path) -> Iterator[None]:
+    """A task's file imports its neighbours as a script does."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """The line of the user's file in which an import failed, and where the error was raised if that is elsewhere."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        frames.append((str(error.filename), error.lineno))
+    own = [frame for frame in frames if frame[0] == str(path)] or frames
+    (file, line), (raised_in, raised_at) = own[-1], frames[-1]
+    return f"{file}:{line}" + ("" if own[-1] == frames[-1] else f", raised at {raised_in}:{raised_at}")
+
+
 def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
-    """The arguments that a recipe gives a task's class, each checked against its type hint."""
+    """The arguments that a recipe gives a task's class, each checked against its type hint.
+
+    An argument without a type hint, or with one that only type checkers see, is handed over as it is.
+    """
     parameters = {} if task_class.__init__ is object.__init__ else dict(inspect.signature(task_class).parameters)
-    hints = {} if task_class.__init__ is object.__init__ else get_type_hints(task_class.__init__, include_extras=True)
+    hints = _hints_of(task_class.__init__)
     given: dict[str, tuple[str, Any]] = {}  # argument -> where it stands, value
     for section in _SECTIONS:
         value = getattr(recipe, section)
-        if section in parameters:
+        if section in recipe.args:
+            raise UserError(f"recipe.args.{section} must stand one level higher, as recipe.{section}")
+        if section in parameters and (value or parameters[section].default is inspect.Parameter.empty):
             given[section] = (f"recipe.{section}", value)
-        elif value:
+        elif value and section not in parameters:
             raise UserError(f'recipe.{section} is given, but task "{recipe.task}" takes no {section}')
     given |= {name: (f"recipe.args.{name}", value) for name, value in recipe.args.items()}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -110,15 +145,27 @@ def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
     return {name: _checked(value, hints.get(name), where) for name, (where, value) in given.items()}
 
 
+def _hints_of(function: Any) -> dict[str, Any]:
+    if function is object.__init__:
+        return {}
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError:  # a name that is imported under `if TYPE_CHECKING`
+        return {}
+
+
 def _checked(value: Any, hint: Any, where: str) -> Any:
     if hint is None:
         return value
+    check_keys(value, hint, where)
     try:
         adapter = TypeAdapter(hint)
     except PydanticSchemaGenerationError:
-        adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        try:
+            adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        except PydanticUserError:  # a class of the user's own that pydantic can't look into
+            return value
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        plain = value if isinstance(value, Mapping) else {}
-        raise UserError(explain(error, plain, hint, prefix=tuple(where.split(".")))) from None
+        raise UserError(explain(error, value, hint, prefix=tuple(where.split(".")))) from None

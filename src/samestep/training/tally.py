@@ -30,5 +30,6 @@ class Tally:
     def _line(self, samples: Sequence[int], ranks: int) -> str:
         steps, sizes = len(samples), sorted(set(samples), reverse=True)
         if len(sizes) == 1:
-            return f"{steps} steps x {sizes[0]} samples x {ranks} {'ranks' if ranks > 1 else 'rank'} = {steps * sizes[0] * ranks:,}"
+            together = "1 rank" if ranks == 1 else f"{ranks} ranks"
+            return f"{steps} steps x {sizes[0]} samples x {together} = {steps * sizes[0] * ranks:,}"
         return f"{steps} steps of {' or '.join(map(str, sizes))} samples = {sum(samples):,}"

@@ -94,7 +94,8 @@ def _write_failure(folder: Path, error: BaseException) -> None:
     failure = {
         "rank": rank,
         "time": time.time(),
-        "user_error": str(error) if isinstance(error, UserError) else None,
+        "user_error": type(error).__name__ if isinstance(error, UserError) else None,
+        "message": str(error),
         "reason": traceback.format_exc(),
     }
     (folder / f"failure-{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
@@ -108,7 +109,8 @@ def _first_failure(folder: Path, error: ChildFailedError) -> Exception:
         return RankFailedError(rank, _exit_reason(failure.exitcode))
     first = min(written, key=lambda reason: reason["time"])
     if first["user_error"] is not None:
-        return UserError(first["user_error"])
+        kinds = {kind.__name__: kind for kind in (UserError, *UserError.__subclasses__())}
+        return kinds.get(first["user_error"], UserError)(first["message"])
     return RankFailedError(first["rank"], first["reason"])
 
 

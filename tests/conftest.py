@@ -1,0 +1,38 @@
+"""What every test runs under: few threads, quick hypothesis, and an environment left as it was found."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Slow machines share these tests: a budget of examples, and no deadline for one of them.
+settings.register_profile("samestep", deadline=None, max_examples=50)
+settings.load_profile("samestep")
+
+# Several test processes may run beside each other; more threads than cores make each of them slower.
+torch.set_num_threads(1)
+
+# pytest's own (which test runs now), and what torch sets when its compiler is first imported.
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+@pytest.fixture(autouse=True)
+def environment_is_left_as_found() -> Iterator[None]:
+    """Fail a test that leaves a variable set, changed or removed, and put it back for the tests after it."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    leaked = {
+        name: (before.get(name), after.get(name))
+        for name in sorted(before.keys() | after.keys())
+        if name not in NOT_OURS and before.get(name) != after.get(name)
+    }
+    for name, (value, _) in leaked.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    if leaked:
+        pytest.fail(f"the test changed environment variables (before, after): {leaked}")

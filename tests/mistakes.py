@@ -1,0 +1,75 @@
+"""The classic mistakes of distributed training, each planted in the native engine."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from samestep.data.loader import StepBatch
+from samestep.engines.base import Loss, StepReport
+from samestep.engines.native import Native, NativeTrainer
+from samestep.tasks.base import Batch
+
+
+class SummedTrainer(NativeTrainer):
+    def gradient_scale(self, batch: StepBatch) -> float:
+        return super().gradient_scale(batch) * dist.get_world_size()
+
+
+class MeanOfMeansTrainer(NativeTrainer):
+    def gradient_scale(self, batch: StepBatch) -> float:
+        return 1 / batch.local_samples
+
+
+class PaddedTrainer(NativeTrainer):
+    """Ranks with a sample less than others repeat one of theirs, as a padded sampler does."""
+
+    def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        ranks = dist.get_world_size()
+        padded = -(-batch.global_samples // ranks)
+        (micro_batch,) = batch.micro_batches
+        if batch.local_samples < padded:
+            repeated = Batch(*(torch.cat([part, part[:1]]) for part in micro_batch.batch))
+            micro_batch = replace(micro_batch, batch=repeated, samples=padded)
+        return super().step(replace(batch, micro_batches=[micro_batch], global_samples=padded * ranks), loss)
+
+
+class ForgottenScheduleTrainer(NativeTrainer):
+    def update(self) -> None:
+        self.optimizer.step()
+
+
+class Summed(Native):
+    """Gradients summed over ranks instead of averaged."""
+
+    trainer_class = SummedTrainer
+
+
+class MeanOfMeans(Native):
+    """Each rank's mean loss, averaged over ranks with unequal slices."""
+
+    trainer_class = MeanOfMeansTrainer
+
+
+class Padded(Native):
+    trainer_class = PaddedTrainer
+
+
+class ForgottenSchedule(Native):
+    trainer_class = ForgottenScheduleTrainer
+
+
+class OtherWeights(Native):
+    """Rank 1 goes on from other weights than rank 0."""
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        trainer = super().prepare(model, **settings)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                next(model.parameters()).add_(1e-6)
+        return trainer
+
+
+CLASSIC = (Summed, MeanOfMeans, Padded, ForgottenSchedule, OtherWeights)

@@ -1,0 +1,112 @@
+"""Small tasks for tests: a net with matrices, biases and norms on points of a few classes; and tasks that fail."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+import samestep
+
+
+class Points(samestep.Task):
+    """Random points in `classes` overlapping classes."""
+
+    def __init__(self, *, samples: int = 200, held_out: int = 50, classes: int = 3, dropout: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(7)
+        labels = torch.randint(classes, (samples + held_out,), generator=generator)
+        points = torch.randn(samples + held_out, 4, generator=generator)
+        points[:, 0] += labels
+        pairs = list(zip(points, labels, strict=True))
+        self.pairs, self.held_out = pairs[:samples], pairs[samples:]
+        self.classes, self.dropout = classes, dropout
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(4, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(self.dropout), nn.Linear(16, self.classes)
+        )
+
+    def train_set(self) -> samestep.Samples:
+        return self.pairs
+
+    def eval_set(self) -> samestep.Samples:
+        return self.held_out
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
+        return nn.functional.cross_entropy(output, batch.targets, reduction="sum"), len(output)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return {
+            "accuracy": MulticlassAccuracy(self.classes, average="micro"),
+            "confusion_matrix": MulticlassConfusionMatrix(self.classes),
+        }
+
+    def class_names(self) -> list[str]:
+        return [f"class {number}" for number in range(self.classes)]
+
+
+class Words(Points):
+    """A loss over words, not samples: sample i counts for 1 + i % 3 words, as unmasked tokens do."""
+
+    def train_set(self) -> samestep.Samples:
+        return [(point, torch.stack([label, torch.tensor(1 + i % 3)])) for i, (point, label) in enumerate(self.pairs)]
+
+    def eval_set(self) -> None:
+        return None
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        labels, words = batch.targets.unbind(dim=1)
+        return (nn.functional.cross_entropy(output, labels, reduction="none") * words).sum(), words.sum()
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return {}
+
+
+class Failing(Points):
+    """Fails in its third loss on rank 1 of several, in the way it is told."""
+
+    def __init__(self, *, way: str, marker: str = "") -> None:
+        super().__init__()
+        self.way, self.marker = way, marker
+        self.calls = 0
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
+        self.calls += 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            _FAILURES[self.way]()
+        if self.calls == 3 and self.marker:
+            Path(self.marker).write_text("training", encoding="utf-8")
+        return super().loss(output, batch)
+
+
+def _raise() -> None:
+    raise ArithmeticError("planted in rank 1")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _user_error() -> None:
+    raise samestep.UserError("the user's fault, seen late")
+
+
+def _slow() -> None:
+    time.sleep(60)
+
+
+_FAILURES: dict[str, Any] = {"raise": _raise, "kill": _kill, "user error": _user_error, "slow": _slow}
+
+
+class BatchNorm(Points):
+    """A model whose statistics depend on the samples of one rank."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, self.classes))

@@ -1,0 +1,196 @@
+"""The rules of the house: who may import whom, what stands in one place only, and what isn't loaded at the start."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import samestep
+
+SOURCE = Path(samestep.__file__).parent
+
+# From the ground up: a module may import from its own row and from the rows above it here.
+HOUSE = (
+    ("errors",),
+    ("environment",),
+    ("layout",),
+    ("recipe",),
+    ("job",),
+    ("validation",),
+    ("jobfile",),
+    ("tasks", "data"),
+    ("comm",),
+    ("cluster",),
+    ("parallel",),
+    ("engines",),
+    ("training",),
+    ("proof",),
+    ("report",),
+    ("api",),
+    ("cli",),
+)
+RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}
+
+# They gather the others' public names and start the command line.
+EXEMPT = {"__init__.py", "__main__.py"}
+
+MODULES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+
+
+def package_of(module: str) -> str:
+    """The row of a module: the first part of its path, such as tasks or layout."""
+    return module.partition("/")[0].removesuffix(".py")
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs: not what stands under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(tree):
+        if is_for_type_checkers(child):
+            assert isinstance(child, ast.If)
+            for other in child.orelse:
+                yield from (other, *nodes(other))
+            continue
+        yield child
+        yield from nodes(child)
+
+
+def imported(module: str, text: str) -> Iterator[tuple[int, str]]:
+    """The line and the package of samestep of each import in a module, also of those inside functions."""
+    inside = ["samestep", *module.split("/")[:-1]]
+    for node in nodes(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = inside[: len(inside) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{start}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            root, _, rest = name.partition(".")
+            if root == "samestep" and rest != "__version__":
+                public = samestep._HOME.get(rest, name)  # samestep.train is samestep.api
+                yield node.lineno, public.split(".")[1] if "." in public else "the whole of samestep"
+
+
+def wrong_imports(module: str, text: str) -> list[str]:
+    own = RANK[package_of(module)]
+    return [
+        f"{module}:{line} imports {package}"
+        for line, package in imported(module, text)
+        if package not in RANK or RANK[package] > own
+    ]
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module not in EXEMPT])
+def test_a_module_has_its_place_and_imports_only_from_below(module: str) -> None:
+    assert package_of(module) in RANK, f"{module} has no place in HOUSE"
+    assert wrong_imports(module, (SOURCE / module).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import samestep.cli.main",
+        "import samestep",
+        "from samestep import cli",
+        "from samestep import train",
+        "from samestep.engines.native import step",
+        "from ..engines import native",
+        "from .. import engines",
+        "def f():\n    import samestep.training.step",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import samestep.api",
+        "import samestep.elsewhere",
+    ],
+)
+def test_an_import_from_above_is_found(text: str) -> None:
+    assert len(wrong_imports("parallel/tensor.py", text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch",
+        "import samestep.layout",
+        "from samestep import Layout, __version__",
+        "from samestep.comm.groups import world",
+        "from . import pipeline",
+        "from .pipeline import cut",
+        "from ..errors import UserError",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from samestep.engines.native import Engine",
+    ],
+)
+def test_an_import_from_below_or_for_type_checkers_is_allowed(text: str) -> None:
+    assert wrong_imports("parallel/tensor.py", text) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_is_one_thing(module: str) -> None:
+    assert len((SOURCE / module).read_text(encoding="utf-8").splitlines()) <= 350
+
+
+def test_only_the_device_module_knows_the_kind_of_accelerator() -> None:
+    said = {module for module in MODULES if "cuda" in (SOURCE / module).read_text(encoding="utf-8")}
+    assert said <= {"cluster/device.py"}
+
+
+def touches_environment(text: str) -> list[int]:
+    """The lines that read or write environment variables."""
+    lines = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            names = {node.attr}
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+        else:
+            continue
+        if names & {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_environment_variables_are_touched_in_one_module_only() -> None:
+    found = {module: touches_environment((SOURCE / module).read_text(encoding="utf-8")) for module in MODULES}
+    assert {module for module, lines in found.items() if lines} == {"environment.py"}
+
+
+@pytest.mark.parametrize(
+    "text", ["import os\nos.environ['A']", "import os\nos.getenv('A')", "from os import environ"]
+)
+def test_a_touched_environment_variable_is_found(text: str) -> None:
+    assert touches_environment(text) == [text.count("\n") + 1]
+
+
+HEAVY = {"torch", "numpy", "transformers", "tokenizers", "torchmetrics", "tensorboard", "tensorflow", "deepspeed"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The packages that a fresh Python has loaded after a statement."""
+    program = f"import json, sys; {statement}; print(json.dumps(sorted(m.partition('.')[0] for m in sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+START = [
+    "import samestep",
+    "import samestep; samestep.Recipe, samestep.Layout, samestep.Task",
+    "import samestep.jobfile",
+    *(["import samestep.cli.main"] if "cli/main.py" in MODULES else []),
+]
+
+
+@pytest.mark.parametrize("statement", START)
+def test_nothing_heavy_is_loaded_at_the_start(statement: str) -> None:
+    assert loaded_by(statement) & HEAVY == set()
+
+
+def test_a_heavy_import_is_found() -> None:
+    assert "numpy" in loaded_by("import samestep.data.order") & HEAVY

@@ -1,0 +1,213 @@
+"""Starting ranks on this machine: results come back, failures are named once, and nothing is left running."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from small_tasks import Failing, Points
+
+import samestep
+
+TESTS = Path(__file__).parent
+
+
+def recipe(task: samestep.Task, **values: object) -> samestep.Recipe:
+    return samestep.Recipe(task=task, batch=16, steps=6, **values)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _ranks_alive()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def _ranks_alive() -> list[psutil.Process]:
+    """Processes of this test's jobs: children, and orphans that a killed job left to another parent.
+
+    Python's own tracker of semaphores is not one of them; it lives as long as this process.
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = process.environ().get("SAMESTEP_TEST") == str(os.getpid())
+            if ours and process.pid != os.getpid() and "resource_tracker" not in " ".join(process.cmdline()):
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process that a test starts inherits this mark."""
+    monkeypatch.setenv("SAMESTEP_TEST", str(os.getpid()))
+
+
+def test_one_and_several_processes_reach_the_same_weights(tmp_path: Path) -> None:
+    losses = {
+        layout: samestep.train(recipe(Points(), precision="fp64"), layout=layout, folder=tmp_path / layout).losses
+        for layout in ("single", "dp2", "dp3")
+    }
+    assert losses["dp2"] == pytest.approx(losses["single"], rel=1e-12)
+    assert losses["dp3"] == pytest.approx(losses["single"], rel=1e-12)
+
+
+def test_a_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(samestep.RankFailedError, match="planted in rank 1") as caught:
+        samestep.train(recipe(Failing(way="raise")), layout="dp3", folder=tmp_path)
+    assert caught.value.rank == 1
+    assert caught.value.reason.count("Traceback") == 1
+    assert "small_tasks.py" in caught.value.reason
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    with pytest.raises(samestep.RankFailedError, match="SIGKILL") as caught:
+        samestep.train(recipe(Failing(way="kill")), layout="dp2", folder=tmp_path)
+    assert caught.value.rank == 1
+
+
+def test_a_users_mistake_seen_in_a_rank_stays_a_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(samestep.UserError, match=r"^the user's fault, seen late$"):
+        samestep.train(recipe(Failing(way="user error")), layout="dp2", folder=tmp_path)
+
+
+def test_a_task_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+    task = Points()
+    task.class_names = lambda: ["a"]  # type: ignore[method-assign]
+    with pytest.raises(samestep.UserError, match="can't be sent to the ranks"):
+        samestep.train(recipe(task), layout="dp2", folder=tmp_path)
+
+
+JOB_FILE = """
+recipe:
+  task: {tests}/small_tasks.py:Failing
+  args: {{way: slow, marker: {marker}}}
+  batch: 16
+  steps: 50
+run: {{layout: dp2, folder: {folder}}}
+"""
+
+
+def start_job(tmp_path: Path) -> subprocess.Popen[str]:
+    """Start a job by the command line, in a process group of its own, and wait until its ranks train."""
+    marker = tmp_path / "marker"
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB_FILE.format(tests=TESTS, marker=marker, folder=tmp_path / "run"), encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "samestep", "train", str(job)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 90
+    while not marker.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"the job did not get to its third step: {process.communicate()}")
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "to_the_group", "exit_code"),
+    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
+    ids=["Ctrl-C", "SIGINT to the parent", "SIGTERM to the parent"],
+)
+def test_a_signal_stops_all_ranks_within_seconds(
+    tmp_path: Path, number: signal.Signals, to_the_group: bool, exit_code: int
+) -> None:
+    process = start_job(tmp_path)
+    began = time.monotonic()
+    if to_the_group:
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == exit_code
+    assert time.monotonic() - began < 5
+    assert "Traceback" not in errors
+
+
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    process = start_job(tmp_path)
+    assert len(_ranks_alive()) >= 3
+    process.kill()
+    process.communicate(timeout=15)  # until the ranks' ends of the pipes are closed too
+
+
+def test_two_jobs_side_by_side_do_not_meet(tmp_path: Path) -> None:
+    script = "import sys; from samestep.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    jobs = []
+    for seed in (1, 2):
+        command = ["train", str(TESTS.parent / "examples" / "regression.yaml"), "--layout", "dp2"]
+        command += ["--set", f"recipe.seed={seed}", "--folder", str(tmp_path / str(seed))]
+        jobs.append(subprocess.Popen([sys.executable, "-c", script, *command], stdout=subprocess.PIPE, text=True))
+    for job in jobs:
+        output, _ = job.communicate(timeout=120)
+        assert job.returncode == 0
+        assert "all ranks: 4,096 of 4,096 samples" in output
+
+
+def test_the_same_file_runs_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = str(TESTS.parent / "examples" / "regression.yaml")
+    command = [*torchrun, "-m", "samestep", "train", job, "--layout", "dp2", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert lines == [f"rank {rank}: 64 steps x 32 samples x 2 ranks = 4,096" for rank in (0, 1)]
+    assert done.stdout.count("mean squared error") == 1
+
+
+def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = str(TESTS.parent / "examples" / "regression.yaml")
+    command = [*torchrun, "-m", "samestep", "train", job, "--layout", "dp3", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count('samestep: layout "dp3" needs 3 processes, not 2') == 1
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import samestep\n"
+        "recipe = samestep.Recipe(task='regression', batch=64, steps=2)\n"
+        f"samestep.train(recipe, layout='dp2', folder={str(tmp_path / 'run')!r})\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+
+
+@pytest.mark.parametrize("example", ["train_in_python.py", "own_loop.py"])
+def test_an_example_runs(tmp_path: Path, example: str) -> None:
+    script = TESTS.parent / "examples" / example
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "accuracy 0.9" in done.stdout
+
+
+def test_the_example_loop_takes_the_same_steps_under_torchrun(tmp_path: Path) -> None:
+    script = str(TESTS.parent / "examples" / "own_loop.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    outputs = [
+        subprocess.run([*start, script], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path).stdout
+        for start in ([sys.executable], torchrun)
+    ]
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,91 @@
+"""`samestep.verify`: every layout takes one process's steps, and every classic mistake is seen."""
+
+import json
+import math
+
+import mistakes
+import pytest
+from small_tasks import BatchNorm, Points, Words
+
+import samestep
+from samestep.proof import TOLERANCE, difference
+
+
+def recipe(task: samestep.Task | str, batch: int = 32) -> samestep.Recipe:
+    return samestep.Recipe(
+        task=task,
+        batch=batch,
+        epochs=2,
+        clip=0.5,
+        optimizer=samestep.AdamW(lr=1e-2),
+        schedule=samestep.Schedule(warmup=4, decay="cosine"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "micro_batch"),
+    [("single", 32, 5), ("dp2", 32, None), ("dp3", 32, 4), ("dp4", 7, None)],
+)
+def test_a_layout_takes_the_step_of_one_process(layout: str, batch: int, micro_batch: int | None) -> None:
+    # 200 samples: with batches of 32 the seventh step, the last of its epoch, has 8 samples.
+    proof = samestep.verify(recipe(Points(dropout=0.5), batch), layout=layout, steps=8, micro_batch=micro_batch)
+    assert proof.same_step, proof
+    assert (proof.layout, proof.dtype, proof.steps) == (layout, "float64", 8)
+    assert set(proof.max_relative_difference) == {"loss", "grad_norm", "parameters", "metrics"}
+
+
+def test_a_last_batch_smaller_than_the_ranks_takes_the_same_step() -> None:
+    # 65 samples in batches of 32: the third step has one sample, for three ranks.
+    proof = samestep.verify(recipe(Points(samples=65)), layout="dp3", steps=4)
+    assert proof.same_step, proof
+
+
+def test_a_loss_over_words_takes_the_same_step() -> None:
+    proof = samestep.verify(recipe(Words()), layout="dp2", steps=5, micro_batch=3)
+    assert proof.same_step, proof
+
+
+@pytest.mark.parametrize("mistake", mistakes.CLASSIC, ids=lambda mistake: mistake.__name__)
+def test_a_classic_mistake_is_seen(mistake: type[mistakes.Native]) -> None:
+    proof = samestep.verify(recipe(Points(), batch=33), layout="dp2", engine=mistake())
+    assert not proof.same_step
+    assert max(proof.max_relative_difference.values()) > 100 * TOLERANCE
+
+
+def test_the_planted_engine_without_a_mistake_takes_the_same_step() -> None:
+    proof = samestep.verify(recipe(Points(), batch=33), layout="dp2", engine=mistakes.Native())
+    assert proof.same_step, proof
+
+
+def test_batch_norm_over_replicas_is_refused() -> None:
+    with pytest.raises(samestep.LayoutError, match=r'layout "dp2": 1 \(BatchNorm1d\) would take its statistics'):
+        samestep.verify(recipe(BatchNorm()), layout="dp2")
+
+
+def test_steps_must_be_positive() -> None:
+    with pytest.raises(samestep.UserError, match="steps is 0; it must be 1 or more"):
+        samestep.verify(recipe("regression"), steps=0)
+
+
+def test_differences_of_nested_values() -> None:
+    assert difference({"a": [1.0, 2.0]}, {"a": [1.0, 2.0]}) == 0
+    assert difference({"a": [1.0, 2.2]}, {"a": [1.0, 2.0]}) == pytest.approx(0.1)
+    assert difference({"a": [1.0]}, {"a": [1.0, 2.0]}) == math.inf
+    assert difference({"b": 1.0}, {"a": 1.0}) == math.inf
+    assert difference(math.nan, 1.0) == math.inf
+    assert difference({"thresholds": [0.1], "recall": [1.0]}, {"thresholds": [0.2], "recall": [1.0]}) == 0
+
+
+def test_a_proof_becomes_json_even_where_a_value_is_no_number() -> None:
+    differences = {"loss": math.inf, "grad_norm": 0.0, "parameters": 0.0, "metrics": 0.0}
+    proof = samestep.Proof(
+        layout="dp2",
+        dtype="float64",
+        steps=5,
+        max_relative_difference=differences,
+        tolerance=TOLERANCE,
+        worst_parameter="weight",
+    )
+    written = json.loads(json.dumps(proof.to_json(), allow_nan=False))
+    assert written["same_step"] is False
+    assert written["max_relative_difference"]["loss"] is None
