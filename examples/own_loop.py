@@ -15,6 +15,8 @@ with samestep.session(layout="ddp", clip=1.0) as session:
     model, optimizer = session.prepare(model, optimizer)
     for batch in session.batches(task.train_set(), batch=64, epochs=10, collate=task.collate):
         report = session.step(batch, task.loss)
+        if session.is_main and batch.step % 100 == 0:
+            print(f"step {batch.step}: loss {report.loss:.4f}")
     metrics = session.evaluate(task.eval_set(), collate=task.collate, metrics=task.metrics())
     if session.is_main:
-        print(f"loss {report.loss:.4f}, accuracy {metrics['accuracy']:.3f}")
+        print(f"accuracy {metrics['accuracy']:.3f}")

@@ -36,10 +36,10 @@ class Points(samestep.Task):
     def train_set(self) -> samestep.Samples:
         return self.pairs
 
-    def eval_set(self) -> samestep.Samples:
+    def eval_set(self) -> samestep.Samples | None:
         return self.held_out
 
-    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
         return nn.functional.cross_entropy(output, batch.targets, reduction="sum"), len(output)
 
     def metrics(self) -> Mapping[str, Metric]:
@@ -77,7 +77,7 @@ class Failing(Points):
         self.way, self.marker = way, marker
         self.calls = 0
 
-    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
         self.calls += 1
         if self.calls == 3 and dist.get_rank() == 1:
             _FAILURES[self.way]()
