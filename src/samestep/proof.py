@@ -17,6 +17,7 @@ from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.tasks.base import Task
 from samestep.training.fit import Training
+from samestep.training.progress import Bar
 
 TOLERANCE = 1e-10
 
@@ -69,14 +70,14 @@ def reference(job: Job, task: Task, steps: int, folder: Path) -> Reference:
     alone = Run(device=job.run.device, threads=job.run.threads, workers=job.run.workers)
     with join(alone=True, device=alone.device, threads=alone.threads) as world:
         training = Training(replace(proof_job(job), run=alone), task, world, Layout())
-        losses, grad_norms = _take(training, steps)
+        losses, grad_norms, metrics = _take(training, steps, "one process")
         parameters = {name: value.cpu().clone() for name, value in training.session.trainer.parameters()}
         save_file(parameters, folder / "parameters.safetensors")
         return Reference(
             losses=losses,
             grad_norms=grad_norms,
             parameters=folder / "parameters.safetensors",
-            metrics=training.evaluate(),
+            metrics=metrics,
         )
 
 
@@ -86,8 +87,7 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     Every rank compares the parameters that it holds, and the largest difference over all ranks counts.
     """
     training = Training(proof_job(job), task, world, layout)
-    losses, grad_norms = _take(training, steps)
-    metrics = training.evaluate()
+    losses, grad_norms, metrics = _take(training, steps, str(layout))
     parts: list[Any] = [known]
     dist.broadcast_object_list(parts)
     expected: Reference = parts[0]
@@ -113,9 +113,15 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     )
 
 
-def _take(training: Training, steps: int) -> tuple[list[float], list[float]]:
-    reports = [report for _, report in training.steps(stop=steps)]
-    return [r.loss.item() for r in reports], [r.grad_norm.item() for r in reports]
+def _take(training: Training, steps: int, title: str) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Losses and gradient norms of the first steps, and the metrics after them."""
+    losses, grad_norms = [], []
+    with Bar(f"verify: {title}", min(steps, training.total_steps), shown=training.session.is_main) as bar:
+        for _, report in training.steps(stop=steps):
+            losses.append(report.loss.item())
+            grad_norms.append(report.grad_norm.item())
+            bar.advance()
+        return losses, grad_norms, training.evaluate(bar)
 
 
 def _compare_parameters(

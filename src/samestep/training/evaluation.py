@@ -25,6 +25,7 @@ def evaluate(
     scores: Scores,
     group: dist.ProcessGroup,
     class_names: Sequence[str] | None = None,
+    advance: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Update metrics with every rank's chunks in the order of the data set, and return their values.
 
@@ -38,6 +39,8 @@ def evaluate(
         for predictions, targets in _gather(None if chunk.lent else scores(output, chunk.batch), group):
             for metric in metrics.values():
                 metric.update(predictions, targets)
+        if advance is not None:
+            advance()
     return {name: plain(metric.compute(), class_names) for name, metric in metrics.items()}
 
 

@@ -64,7 +64,7 @@ class Training:
         for batch in batches:
             yield batch, self.session.step(batch, self.task.loss)
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self, bar: Bar | None = None) -> dict[str, Any]:
         """The task's metrics over its held-out samples; nothing where it has none."""
         samples = self.task.eval_set()
         if samples is None or len(samples) == 0:
@@ -76,6 +76,7 @@ class Training:
             scores=self.task.scores,
             batch=self.recipe.evaluation.batch,
             class_names=self.task.class_names(),
+            bar=bar,
         )
 
 
@@ -95,7 +96,7 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
     with Records(folder if session.is_main else None, tensorboard=job.run.tensorboard) as records, bar:
         log = StepLog(records, bar, Tally(len(training.samples)))
         take_all_steps(training, log)
-        metrics = training.evaluate()
+        metrics = training.evaluate(bar)
         records.evaluation(len(log.losses), metrics)
     if job.run.rank_lines:
         lines = log.tally.gather()
@@ -125,7 +126,7 @@ class StepLog:
         self.losses: list[float] = []
         self.samples = 0
         self.seconds = 0.0
-        self._bar = bar
+        self.bar = bar
 
     def add(self, batch: StepBatch, report: StepReport, seconds: float) -> None:
         """Read a step's values, which waits until an accelerator has computed them."""
@@ -134,7 +135,7 @@ class StepLog:
         self.samples += batch.global_samples
         self.seconds += seconds + batch.data_seconds
         self.tally.add(batch)
-        self._bar.step(loss=loss, lr=report.lr, samples=batch.global_samples)
+        self.bar.step(loss=loss, lr=report.lr, samples=batch.global_samples)
         self.records.step(
             {
                 "step": batch.step,
@@ -164,7 +165,7 @@ def take_all_steps(training: Training, log: StepLog) -> None:
         if every and done % every == 0 and done < training.total_steps:
             log.add(*before)
             before = None
-            log.records.evaluation(done, training.evaluate())
+            log.records.evaluation(done, training.evaluate(log.bar))
             began = time.perf_counter()
     if before is not None:
         log.add(*before)

@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -10,9 +12,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -22,14 +22,12 @@ class Bar:
 
     def __init__(self, title: str, total: int, *, shown: bool = True) -> None:
         self._progress = Progress(
-            SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=Console(stderr=True),
             disable=not (shown and sys.stderr.isatty()),
             refresh_per_second=4,
@@ -50,8 +48,17 @@ class Bar:
     def advance(self, note: str = "") -> None:
         self._progress.update(self._task, advance=1, note=note)
 
+    @contextmanager
+    def part(self, title: str, total: int) -> Iterator[Callable[[], None]]:
+        """A second bar below the first, for a work within the work; gives what advances it."""
+        task = self._progress.add_task(title, total=total, note="")
+        try:
+            yield lambda: self._progress.advance(task)
+        finally:
+            self._progress.remove_task(task)
+
     def step(self, *, loss: float, lr: float, samples: int) -> None:
         """Advance by a training step of so many samples."""
         self._samples += samples
         speed = self._samples / (time.perf_counter() - self._began)
-        self.advance(f"loss {loss:.4f}  lr {lr:.2e}  {speed:,.0f} samples/s")
+        self.advance(f"loss {loss:.4f} lr {lr:.1e} {speed:,.0f} samples/s")

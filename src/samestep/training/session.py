@@ -1,7 +1,7 @@
 """Session: one rank's part in a training, for `samestep.train` and for loops of one's own alike."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
 from samestep.training import evaluation
 from samestep.training.evaluation import Scores
+from samestep.training.progress import Bar
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -139,6 +140,7 @@ class Session:
         scores: Scores = default_scores,
         batch: int = 64,
         class_names: Sequence[str] | None = None,
+        bar: Bar | None = None,
     ) -> dict[str, Any]:
         """Metrics over all ranks, each sample seen once; the same values on every rank."""
         chunks = Chunks(
@@ -150,14 +152,16 @@ class Session:
             dtype=self._dtype,
             workers=self._workers,
         )
-        return evaluation.evaluate(
-            self.trainer,
-            chunks,
-            metrics=metrics,
-            scores=scores,
-            group=self.mesh.data_group,
-            class_names=class_names,
-        )
+        with bar.part("evaluate", len(chunks)) if bar is not None else nullcontext() as advance:
+            return evaluation.evaluate(
+                self.trainer,
+                chunks,
+                metrics=metrics,
+                scores=scores,
+                group=self.mesh.data_group,
+                class_names=class_names,
+                advance=advance,
+            )
 
 
 @contextmanager
