@@ -184,11 +184,16 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import samestep\n"
-        "recipe = samestep.Recipe(task='regression', batch=64, steps=2)\n"
+        "from small_tasks import Points\n"
+        # A task of more bytes than a pipe takes: starting a rank that dies at once must not wait for it.
+        "recipe = samestep.Recipe(task=Points(samples=5000), batch=64, steps=2)\n"
         f"samestep.train(recipe, layout='dp2', folder={str(tmp_path / 'run')!r})\n",
         encoding="utf-8",
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
     assert done.returncode == 1
     assert 'put the call under `if __name__ == "__main__":`' in done.stderr
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from samestep import __version__
 from samestep.cli import job_options, train, verify
@@ -13,8 +14,8 @@ COMMANDS = (train, verify)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         return options.run(options)
     except UserError as error:
         # A launcher's ranks make the same mistake together, before they meet; one of them tells it.
@@ -32,8 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake as every other one is told: in one message, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` says what there is")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="samestep",
         description="Split the training of a PyTorch model any way you like; every way takes the same step.",
     )

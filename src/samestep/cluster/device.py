@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -52,6 +53,10 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes that this rank held: on its accelerator, or of main memory where it computes on the CPU."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
-    # Linux counts in KiB, macOS in bytes.
+    if sys.platform == "linux":
+        # Not getrusage: its maximum begins with what the process that started this one held.
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    # macOS counts in bytes, others in KiB.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -13,7 +13,7 @@ from samestep.training.result import TrainResult, is_curve
 
 def print_result(result: TrainResult, console: Console | None = None) -> None:
     """The classification report where there are classes, then every single number."""
-    console = console or Console()
+    console = console or _console()
     per_class = {name: value for name, value in result.metrics.items() if _is_per_class(value)}
     if per_class:
         console.print(_class_table(per_class))
@@ -26,17 +26,17 @@ def print_result(result: TrainResult, console: Console | None = None) -> None:
         "final loss": f"{result.losses[-1]:.4f}",
         "seconds": f"{result.seconds:.1f}",
         "samples/s": f"{result.samples_per_second:,.1f}",
-        "files": str(result.folder),
     }
     table = Table(show_header=False)
     for name, value in numbers.items():
         table.add_row(name, value)
     console.print(table)
+    console.print(f"files: {result.folder}", soft_wrap=True)  # whole, so that it can be copied
 
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:
     """The largest differences, and the verdict."""
-    console = console or Console()
+    console = console or _console()
     table = Table(title=f"{proof.layout} beside one process, {proof.steps} steps in {proof.dtype}")
     table.add_column("largest relative difference of")
     table.add_column("", justify="right")
@@ -45,6 +45,11 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
     console.print(table)
     verdict = "the same step" if proof.same_step else "NOT the same step"
     console.print(f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}")
+
+
+def _console() -> Console:
+    """Standard output, with names as the user wrote them: a class called "[red]" is no colour."""
+    return Console(markup=False, emoji=False)
 
 
 def _is_per_class(value: Any) -> bool:

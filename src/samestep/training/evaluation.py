@@ -10,6 +10,7 @@ from torch import Tensor
 from samestep.data.loader import Chunk
 from samestep.engines.base import Trainer
 from samestep.tasks.base import Batch
+from samestep.training.curves import named_parts
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -41,7 +42,7 @@ def evaluate(
                 metric.update(predictions, targets)
         if advance is not None:
             advance()
-    return {name: plain(metric.compute(), class_names) for name, metric in metrics.items()}
+    return {name: plain(named_parts(metric, metric.compute()), class_names) for name, metric in metrics.items()}
 
 
 def _alone() -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.cluster.device import peak_memory
+from samestep.errors import UserError
 from samestep.job import Job
 from samestep.training.session import Session
 
@@ -47,8 +48,18 @@ def free_folder(wanted: Path) -> Path:
     return folder
 
 
+def check_folder(folder: Path | None) -> None:
+    """Raise UserError where a file stands in the way of a run's folder."""
+    if folder is None:
+        return
+    there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if not there.is_dir():
+        raise UserError(f"run.folder is {folder}: {there} is a file; a folder, or a new path, would do")
+
+
 def folder_of(job: Job) -> Path:
     """The run's folder, the same on every rank: as the job says, or a new one under runs/."""
+    check_folder(job.run.folder)
     name = job.name or str(job.recipe.task if isinstance(job.recipe.task, str) else type(job.recipe.task).__name__)
     chosen: list[Any] = [job.run.folder or free_folder(Path("runs") / name.rpartition(":")[2])]
     dist.broadcast_object_list(chosen)

@@ -28,6 +28,8 @@ from samestep.errors import InterruptedJobError, RankFailedError, UserError
 # ends itself, so that the agent meets the death that was first.
 _AFTER_YOU = 0.5
 
+_CALL = "call.pickle"
+
 
 def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int) -> Any:
     """Call `function(*arguments)` in each of `processes` new ranks, and return what rank 0 returned.
@@ -36,7 +38,7 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
     InterruptedJobError where a signal stopped the job. No process is left running, whatever happens.
     """
     _check_main_guard()
-    _check_pickles(function, arguments)
+    call = _pickled(function, arguments)
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, _signal_handlers_kept(), _silent_agent():
         config = LaunchConfig(
             min_nodes=1,
@@ -50,9 +52,12 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        # A file, not the pipe that starts a process: a rank that dies before it has read a large call from the
+        # pipe would leave this process writing for ever.
+        (Path(folder) / _CALL).write_bytes(call)
         try:
             with environment.agent_settings():
-                results = elastic_launch(config, _run_rank)(function, tuple(arguments), folder)
+                results = elastic_launch(config, _run_rank)(folder)
         except ChildFailedError as error:
             raise _first_failure(Path(folder), error) from None
         except SignalException as error:
@@ -64,12 +69,13 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
         return results[0]
 
 
-def _run_rank(function: Callable[..., Any], arguments: tuple[Any, ...], folder: str) -> Any:
+def _run_rank(folder: str) -> Any:
     """What each new process does."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the agent decides; a rank ends at once, wherever it is
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
+        function, arguments = pickle.loads((Path(folder) / _CALL).read_bytes())
         return function(*arguments)
     except BaseException as error:
         _write_failure(Path(folder), error)
@@ -131,9 +137,9 @@ def _check_main_guard() -> None:
         )
 
 
-def _check_pickles(function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     try:
-        pickle.dumps((function, tuple(arguments)))
+        return pickle.dumps((function, tuple(arguments)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"a task or engine object can't be sent to the ranks: {error}; "

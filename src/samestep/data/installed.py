@@ -1,0 +1,32 @@
+"""Files inside installed packages, found without importing the package."""
+
+import importlib.util
+from pathlib import Path
+
+from samestep.errors import UserError
+
+PREFIX = "package:"
+
+
+def locate(path: str, where: str) -> Path:
+    """The path itself, or for "package:NAME/REST" the path REST inside the installed package NAME.
+
+    `where` is the key that gives the path. Raises UserError where the package is not installed.
+    """
+    if not path.startswith(PREFIX):
+        return Path(path).expanduser()
+    name, _, rest = path.removeprefix(PREFIX).partition("/")
+    if not name.isidentifier():
+        raise UserError(f'{where} is "{path}"; {PREFIX}import_name/path/inside would do')
+    folder = package_folder(name)
+    if folder is None:
+        install = f"pip install --no-deps {name.replace('_', '-')}"
+        raise UserError(f'{where} is "{path}": package {name} is not installed; {install} would do')
+    return folder / rest
+
+
+def package_folder(name: str) -> Path | None:
+    """The folder of an installed package; None where it isn't installed."""
+    spec = importlib.util.find_spec(name)  # a name without dots imports nothing
+    locations = None if spec is None else spec.submodule_search_locations
+    return Path(next(iter(locations))) if locations else None

@@ -1,0 +1,25 @@
+"""Tokenised texts as a data set: all ids in one array, a sample is a slice of it."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TokenisedTexts:
+    """Samples are (token ids, class number)."""
+
+    def __init__(self, sequences: Sequence[NDArray[np.int32]], classes: Sequence[int]) -> None:
+        self._ids = np.concatenate(sequences)  # (all tokens,)
+        self._starts = np.array([0, *accumulate(map(len, sequences))], dtype=np.int64)  # (samples + 1,)
+        self._classes = np.array(classes, dtype=np.int64)  # (samples,)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.int32], int]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        return self._ids[self._starts[index] : self._starts[index + 1]], int(self._classes[index])

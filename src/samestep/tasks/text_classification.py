@@ -1,0 +1,132 @@
+"""Text classification: an encoder that tells classes of texts apart."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from samestep.data.tokenizer import TRAINED_PADDING, TextTokenizer, train
+from samestep.data.tokens import TokenisedTexts
+from samestep.layout import ModelShape
+from samestep.tasks import text_data, text_model
+from samestep.tasks.base import Batch, Task
+from samestep.tasks.text_data import Corpus, TextData
+from samestep.tasks.text_model import TextModel
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torchmetrics import Metric
+    from transformers import PreTrainedConfig
+
+
+class TextClassification(Task):
+    """Classify texts. Everything is read and tokenised once, at the first use."""
+
+    def __init__(self, *, data: TextData, model: TextModel) -> None:
+        self._data = data
+        self._model = model
+
+    def check(self) -> None:
+        """Raise UserError for what is wrong with the data, or where model and data don't fit."""
+        text_model.check(self._model, self._config, self._vocabulary, self._data.max_length)
+
+    def model(self) -> "nn.Module":
+        return text_model.build(self._model, self._config)
+
+    def train_set(self) -> TokenisedTexts:
+        return self._train_set
+
+    def eval_set(self) -> TokenisedTexts | None:
+        return self._eval_set
+
+    def collate(self, samples: Sequence[tuple[Any, int]]) -> Batch:
+        """Pad to the longest of these samples; the mask keeps padding out of the result."""
+        import torch
+
+        longest = max(len(ids) for ids, _ in samples)
+        padded = np.full((len(samples), longest), self._padding, dtype=np.int64)
+        mask = np.zeros_like(padded)
+        for row, (ids, _) in enumerate(samples):
+            padded[row, : len(ids)] = ids
+            mask[row, : len(ids)] = 1
+        inputs = {
+            "input_ids": torch.from_numpy(padded),  # (batch, longest)
+            "attention_mask": torch.from_numpy(mask),  # (batch, longest)
+        }
+        return Batch(inputs, torch.tensor([number for _, number in samples]))
+
+    def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, int]":
+        """Cross-entropy summed over the samples, and how many they are."""
+        from torch.nn import functional as F
+
+        return F.cross_entropy(_logits(output), batch.targets, reduction="sum"), len(batch.targets)
+
+    def metrics(self) -> "Mapping[str, Metric]":
+        """Accuracy over all samples, and by class; the rows of the confusion matrix sum to the support."""
+        from samestep.tasks.classification import classification_metrics
+
+        return classification_metrics(len(self._corpus.classes.names))
+
+    def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
+        """The probability of each class, (batch, classes), and the true classes."""
+        return _logits(output).softmax(dim=-1).float(), batch.targets
+
+    def class_names(self) -> Sequence[str]:
+        return self._corpus.classes.names
+
+    def shape(self) -> ModelShape:
+        """Heads and layers of the model, and the longest sequence that the data gives it."""
+        config = self._config
+        return ModelShape(
+            heads=config.num_attention_heads,
+            key_value_heads=getattr(config, "num_key_value_heads", None),
+            layers=config.num_hidden_layers,
+            sequence_length=self._data.max_length,
+        )
+
+    @cached_property
+    def _corpus(self) -> Corpus:
+        return text_data.read(self._data)
+
+    @cached_property
+    def _loaded_tokenizer(self) -> TextTokenizer | None:
+        return text_data.loaded_tokenizer(self._data, text_model.folder_of(self._model))
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer:
+        return self._loaded_tokenizer or train(self._corpus.train.texts, self._data.vocabulary)
+
+    @property
+    def _vocabulary(self) -> int:
+        """Rows of the embedding. A trained tokenizer may have fewer tokens; so the size is known without it."""
+        return self._loaded_tokenizer.size if self._loaded_tokenizer else self._data.vocabulary
+
+    @property
+    def _padding(self) -> int:
+        return self._loaded_tokenizer.padding if self._loaded_tokenizer else TRAINED_PADDING
+
+    @cached_property
+    def _train_set(self) -> TokenisedTexts:
+        return text_data.tokenised(self._corpus.train, self._tokenizer, self._data.max_length)
+
+    @cached_property
+    def _eval_set(self) -> TokenisedTexts | None:
+        held_out = self._corpus.held_out
+        return None if held_out is None else text_data.tokenised(held_out, self._tokenizer, self._data.max_length)
+
+    @cached_property
+    def _config(self) -> "PreTrainedConfig":
+        return text_model.configure(
+            self._model,
+            names=self._corpus.classes.names,
+            vocabulary=self._vocabulary,
+            padding=self._padding,
+            length=self._data.max_length,
+        )
+
+
+def _logits(output: Any) -> "Tensor":
+    """(batch, classes), in float32 at least; of a transformers output or a plain tensor."""
+    logits = getattr(output, "logits", output)
+    return logits.float() if logits.element_size() < 4 else logits
