@@ -20,7 +20,7 @@ from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.training.fit import fit
-from samestep.training.result import TrainResult
+from samestep.training.result import TrainResult, check_folder
 from samestep.validation import checked
 
 
@@ -45,6 +45,7 @@ def verify(recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, *
 def train_job(job: Job) -> TrainResult:
     """Train a job. Where this process is already one of many ranks, it takes its part; else it starts them."""
     layout = _layout_of(job)
+    check_folder(job.run.folder)
     _check(job, layout)
     return _on_ranks(_train_rank, job, layout)
 

@@ -53,9 +53,6 @@ def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 def agent_settings() -> Iterator[None]:
     """Settings that PyTorch's elastic agent reads from its own environment, for as long as it runs."""
     wanted = {
-        # A rendezvous of its own for every round: with the shared store, ranks of a new round can read the
-        # gloo addresses of the old one and never find each other.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # One thread while a rank imports; each rank sets its own number once it runs.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }

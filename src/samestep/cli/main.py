@@ -43,6 +43,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="samestep",
+        allow_abbrev=False,
         description="Split the training of a PyTorch model any way you like; every way takes the same step.",
     )
     parser.add_argument("--version", action="version", version=f"samestep {__version__}")
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]
         summary = (command.__doc__ or "").strip().partition("\n")[0]
-        subparser = commands.add_parser(name, help=summary, description=command.__doc__)
+        subparser = commands.add_parser(name, allow_abbrev=False, help=summary, description=command.__doc__)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     return parser

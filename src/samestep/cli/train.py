@@ -16,9 +16,7 @@ def run(options: argparse.Namespace) -> int:
 
     from samestep.api import train_job
     from samestep.report.tables import print_result
-    from samestep.training.result import check_folder
 
-    check_folder(loaded.job.run.folder)
     result = train_job(loaded.job)
     if job_options.is_main():
         print_result(result)

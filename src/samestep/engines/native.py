@@ -66,6 +66,8 @@ class NativeTrainer(Trainer):
         self._precision.backward(loss_sum * self.gradient_scale(batch))
         if pending is not None:
             pending.wait()
+        # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
+        totals[1].clamp_(min=1)
         return totals
 
     def _forward(self, micro_batch: MicroBatch, loss: Loss, totals: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from samestep.errors import UserError
 from samestep.layout import ModelShape
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class Task(ABC):
 
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, before any process starts."""
+        if len(self.train_set()) == 0:
+            raise UserError("the data set is empty; at least one sample is needed")
 
 
 def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":

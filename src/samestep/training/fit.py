@@ -11,7 +11,6 @@ from samestep.cluster.world import World
 from samestep.data.loader import StepBatch
 from samestep.engines.base import StepReport
 from samestep.engines.resolve import resolve as resolve_engine
-from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.tasks.base import Task
@@ -43,8 +42,6 @@ class Training:
             workers=job.run.workers,
         )
         self.samples = task.train_set()
-        if len(self.samples) == 0:  # before the run's folder is made
-            raise UserError("the data set is empty; at least one sample is needed")
         steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(steps_per_epoch)
         model = build_model(task, recipe.seed)

@@ -59,7 +59,6 @@ def check_folder(folder: Path | None) -> None:
 
 def folder_of(job: Job) -> Path:
     """The run's folder, the same on every rank: as the job says, or a new one under runs/."""
-    check_folder(job.run.folder)
     name = job.name or str(job.recipe.task if isinstance(job.recipe.task, str) else type(job.recipe.task).__name__)
     chosen: list[Any] = [job.run.folder or free_folder(Path("runs") / name.rpartition(":")[2])]
     dist.broadcast_object_list(chosen)

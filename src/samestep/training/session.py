@@ -110,8 +110,6 @@ class Session:
         shuffle: bool = True,
     ) -> Loader:
         """This rank's part of each global batch of `batch` samples, for `steps` steps or else `epochs` epochs."""
-        if len(samples) == 0:
-            raise UserError("the data set is empty")
         self.layout.check_batch(batch, self._micro_batch)
         order = SampleOrder(size=len(samples), batch=batch, seed=self._seed, shuffle=shuffle)
         return Loader(

@@ -1,0 +1,93 @@
+"""Training as a textbook has it: one process, the whole batch at once, float64, nothing of samestep's engine.
+
+Only the order of the samples is samestep's; test_order.py holds that.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.data.order import SampleOrder
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """What each step had, and the weights after the last one."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)  # before clipping
+    rates: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(recipe: samestep.Recipe, task: samestep.Task) -> Trained:
+    """Train a task whose model takes one tensor."""
+    trained = Trained()
+    torch.manual_seed(recipe.seed)
+    model = task.model().double()
+    parameters = list(model.parameters())
+    samples = task.train_set()
+    steps = recipe.steps or math.ceil(len(samples) / recipe.batch) * (recipe.epochs or 1)
+    order = SampleOrder(size=len(samples), batch=recipe.batch, seed=recipe.seed)
+    moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in parameters]
+    for step in range(steps):
+        inputs, targets = task.collate([samples[index] for index in order.global_batch(step).tolist()])
+        batch = samestep.Batch(inputs.double(), targets)
+        total, count = task.loss(model(batch.inputs), batch)
+        loss = total / count
+        model.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(parameters, recipe.clip or math.inf)
+        lr = recipe.optimizer.lr * rate(recipe.schedule, step, steps)
+        with torch.no_grad():
+            for parameter, state in zip(parameters, moments, strict=True):
+                _update(recipe.optimizer, parameter, state, lr, step)
+        trained.losses.append(loss.item())
+        trained.grad_norms.append(norm.item())
+        trained.rates.append(lr)
+    trained.weights = {name: value.detach() for name, value in model.state_dict().items()}
+    return trained
+
+
+def rate(schedule: samestep.Schedule, step: int, steps: int) -> float:
+    warmup = int(schedule.warmup if schedule.warmup >= 1 else schedule.warmup * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / (steps - warmup)
+    shape = {"none": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule.decay]
+    return schedule.final + (1 - schedule.final) * shape
+
+
+def _decay(spec: samestep.AdamW | samestep.SGD, parameter: Tensor) -> float:
+    return spec.weight_decay if spec.decay_all or parameter.ndim >= 2 else 0.0
+
+
+def _update(
+    spec: samestep.AdamW | samestep.SGD, parameter: nn.Parameter, moments: Sequence[Tensor], lr: float, step: int
+) -> None:
+    assert parameter.grad is not None
+    if isinstance(spec, samestep.AdamW):
+        _adamw(spec, parameter, parameter.grad, moments, lr, step)
+    else:
+        _sgd(spec, parameter, parameter.grad, moments[0], lr)
+
+
+def _adamw(
+    spec: samestep.AdamW, parameter: Tensor, gradient: Tensor, moments: Sequence[Tensor], lr: float, step: int
+) -> None:
+    first, second = moments
+    first.mul_(spec.betas[0]).add_((1 - spec.betas[0]) * gradient)
+    second.mul_(spec.betas[1]).add_((1 - spec.betas[1]) * gradient**2)
+    direction = first / (1 - spec.betas[0] ** (step + 1))
+    size = (second / (1 - spec.betas[1] ** (step + 1))).sqrt()
+    parameter.sub_(lr * _decay(spec, parameter) * parameter + lr * direction / (size + spec.eps))
+
+
+def _sgd(spec: samestep.SGD, parameter: Tensor, gradient: Tensor, velocity: Tensor, lr: float) -> None:
+    gradient = gradient + _decay(spec, parameter) * parameter
+    velocity.mul_(spec.momentum).add_(gradient)
+    parameter.sub_(lr * (gradient + spec.momentum * velocity if spec.nesterov else velocity))

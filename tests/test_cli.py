@@ -1,0 +1,317 @@
+"""The command line: quick help, one message for a mistake before any process starts, tables, files, exit codes."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mistakes
+import pytest
+
+from samestep.cli.main import main
+
+TESTS = Path(__file__).parent
+
+FILES = {
+    "good.yaml": "recipe: {task: regression, batch: 64, steps: 2}\nrun: {device: cpu}\n",
+    "texts.yaml": (
+        "recipe:\n"
+        "  task: text-classification\n"
+        "  data: {source: texts.csv, vocabulary: 64}\n"
+        "  model: {layers: 1, hidden: 8, heads: 2}\n"
+        "  batch: 4\n"
+        "run: {device: cpu}\n"
+    ),
+    "texts.csv": "text,label\n" + "".join(f"text number {number},{number % 2}\n" for number in range(40)),
+    "own.yaml": "recipe: {task: own_tasks.py:Nothing, batch: 4}\nrun: {device: cpu}\n",
+    "own_tasks.py": (
+        "import samestep\n"
+        "class Nothing(samestep.Task):\n"
+        "    def model(self):\n"
+        "        from torch import nn\n"
+        "        return nn.Linear(1, 1)\n"
+        "    def train_set(self):\n"
+        "        return []\n"
+        "    def loss(self, output, batch):\n"
+        "        return output.sum(), len(output)\n"
+    ),
+    "broken.yaml": "recipe: {task: broken_task.py:Task, batch: 4}\n",
+    "broken_task.py": "import samestep\n\nimport there_is_no_such_module\n",
+    "list.yaml": "recipe: [task\n",
+    "unknown_key.yaml": "recipe:\n  task: regression\n  bacth: 64\n",
+    "wrong_type.yaml": "recipe:\n  task: regression\n  batch: many\n",
+    "unknown_task.yaml": "recipe: {task: regresion}\n",
+    "empty.csv": "text,label\n",
+    "out_of_range.csv": "text,label\none,0\ntwo,1\nthree,7\n",
+    "held_out.csv": "text,label\none,0\ntwo,2\n",
+    "file": "something\n",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with job files, data and tasks, good ones and bad ones."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "latin.csv").write_bytes("text,label\ncaf\xe9,0\n".encode("latin-1"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class StartedError(Exception):
+    """A process was started."""
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*arguments: Any) -> None:
+        raise StartedError
+
+    monkeypatch.setattr("samestep.cluster.start.local.start", start)
+
+
+# The arguments, and what the one message says: what is wrong, and where that can be said, what would do.
+MISTAKES = {
+    "no job file": ("train no.yaml", r"no job file no\.yaml"),
+    "not YAML": ("train list.yaml", r"list\.yaml:2: not YAML: expected ',' or ']'"),
+    "unknown key": ("train unknown_key.yaml", r'_key\.yaml:3: unknown key "recipe\.bacth"; did you mean "batch"\?'),
+    "wrong type": ("train wrong_type.yaml", r"_type\.yaml:3: recipe\.batch is 'many'; it should be a whole number"),
+    "unknown task": ("train unknown_task.yaml", r'recipe\.task is "regresion"; did you mean "regression"\?'),
+    "unknown engine": ("train good.yaml --engine nativ", r'run\.engine is "nativ"; did you mean "native"\?'),
+    "layout that can't be read": ("train good.yaml --layout dq2", r'"dq2" is not a part of a layout; write parts'),
+    "more processes than asked": (
+        "train good.yaml --layout dp4 --processes 2",
+        r'layout "dp4" needs 4 processes, not 2; "dp2" would use 2 processes',
+    ),
+    "processes that don't divide": (
+        "train good.yaml --layout tp2|dp --processes 3",
+        r'layout "tp2 dp" was given 3 processes, .* no multiple of the 2 .*; 2, 4 or 6 would do',
+    ),
+    **{
+        f"{layout} is not there yet": (
+            f"train good.yaml --layout {layout}",
+            rf'layout "{layout}": engine "native" does not split {dimension} yet; it splits replicate',
+        )
+        for layout, dimension in {
+            "tp2": "tensor",
+            "pp2": "pipeline",
+            "fsdp2": "shard",
+            "cp2": "context",
+            "zero1x2": "shard",
+        }.items()
+    },
+    "recomputation is not there yet": (
+        "train good.yaml --layout dp2|recompute=full",
+        r'engine "native" has no recompute=full yet',
+    ),
+    "fewer samples than ranks": (
+        "train good.yaml --layout dp4 --set recipe.batch=3",
+        r"a batch of 3 leaves some of its 4 data ranks without a sample; a batch of 4 or more would do",
+    ),
+    "half precision on a CPU": (
+        "train good.yaml --layout dp2 --set recipe.precision=fp16",
+        r"recipe\.precision is fp16, .* bf16 or fp32 would do",
+    ),
+    "empty data file": (
+        "train texts.yaml --layout dp2 --set recipe.data.source=empty.csv",
+        r"empty\.csv has no samples",
+    ),
+    "empty data set of one's own": ("train own.yaml", r"the data set is empty"),
+    "label out of range": (
+        "train texts.yaml --layout dp2 --set recipe.data.source=out_of_range.csv",
+        r"out_of_range\.csv:4: label 7 would make 8 classes for 3 samples",
+    ),
+    "held-out label out of range": (
+        "train texts.yaml --layout dp2 --set recipe.data.eval_source=held_out.csv",
+        r"held_out\.csv:3: label 2 is out of range; .* 2 classes, so 0 to 1 would do",
+    ),
+    "data that isn't UTF-8": (
+        "train texts.yaml --layout dp2 --set recipe.data.source=latin.csv",
+        r"latin\.csv is not UTF-8: byte 14 is 0xe9; save it as UTF-8",
+    ),
+    "task file that fails": (
+        "train broken.yaml --layout dp2",
+        r"broken_task\.py fails to import: .*'there_is_no_such_module', at .*broken_task\.py:3",
+    ),
+    "--set without a value": ("train good.yaml --set recipe.batch", r"--set recipe\.batch: write KEY=VALUE"),
+    "no steps": ("verify good.yaml --layout dp2 --steps 0", r"steps is 0; it must be 1 or more"),
+    "steps that are no number": ("verify good.yaml --steps few", r"argument --steps: invalid int value: 'few'"),
+    "--json in no folder": (
+        "verify good.yaml --layout dp2 --json nowhere/proof.json",
+        r"--json nowhere/proof\.json: there is no folder nowhere",
+    ),
+    "--json that is a folder": ("verify good.yaml --layout dp2 --json .", r"--json \.: this is a folder"),
+    "--folder that is a file": (
+        "train good.yaml --layout dp2 --folder file",
+        r"run\.folder is file: file is a file; a folder, or a new path, would do",
+    ),
+    "--folder below a file": ("train good.yaml --layout dp2 --folder file/run", r"run\.folder is file/run: file is"),
+    "no threads": ("train good.yaml --threads 0", r"--threads: run\.threads is 0; it should be greater than 0"),
+    "unknown flag": ("train good.yaml --what", r"unrecognized arguments: --what; `samestep --help` says"),
+    "unknown command": ("trian good.yaml", r"invalid choice: 'trian'"),
+    "no command": ("", r"the following arguments are required: COMMAND"),
+    "no job": ("train", r"the following arguments are required: JOB\.yaml; `samestep train --help` says"),
+}
+
+
+def arguments_of(text: str) -> list[str]:
+    """The words of a command; a bar stands for a space inside one of them."""
+    return [word.replace("|", " ") for word in text.split()]
+
+
+def check_message(errors: str, message: str) -> None:
+    assert errors.startswith("samestep: ")
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+    assert re.search(message, errors), errors
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_message_before_any_process_starts(
+    mistake: str, place: Path, no_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, message = MISTAKES[mistake]
+    there = set(place.rglob("*"))
+    assert main(arguments_of(command)) == 2
+    told = capsys.readouterr()
+    check_message(told.err, message)
+    assert told.out == ""
+    assert {path for path in place.rglob("*") if "__pycache__" not in path.parts} == there
+
+
+@pytest.mark.parametrize("command", ["train good.yaml --layout dp2", "verify texts.yaml --layout dp2"])
+def test_a_good_job_would_start_processes(command: str, place: Path, no_process: None) -> None:
+    """What the test above watches is what starts them."""
+    with pytest.raises(StartedError):
+        main(arguments_of(command))
+
+
+def samestep(*arguments: str, place: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "samestep", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=place)
+
+
+@pytest.mark.parametrize("mistake", ["unknown flag", "tp2 is not there yet", "label out of range"])
+def test_a_mistake_ends_the_program_with_2(mistake: str, place: Path) -> None:
+    command, message = MISTAKES[mistake]
+    done = samestep(*arguments_of(command), place=place)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    check_message(done.stderr, message)
+
+
+def test_an_empty_data_set_is_told_before_anything_is_made(place: Path) -> None:
+    done = samestep("train", "own.yaml", "--layout", "dp2", place=place)
+    assert done.returncode == 2
+    check_message(done.stderr, "the data set is empty")
+    assert not (place / "runs").exists()
+
+
+def test_two_mistakes_in_a_file_are_told_together(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "two.yaml").write_text("recipe:\n  task: regression\n  batch: many\n  sed: 1\n", encoding="utf-8")
+    assert main(["train", "two.yaml"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("samestep: two.yaml:3: recipe.batch is 'many'")
+    assert second.startswith('two.yaml:4: unknown key "recipe.sed"')
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_is_there_at_once(arguments: Sequence[str]) -> None:
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "samestep", *arguments], capture_output=True, check=True)
+        best = min(best, time.perf_counter() - began)
+        if best < 0.3:
+            break
+    assert best < 0.3
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"]])
+def test_help_loads_nothing_heavy(arguments: Sequence[str]) -> None:
+    program = (
+        "import sys; from samestep.cli.main import main\n"
+        f"try: main({list(arguments)!r})\n"
+        "except SystemExit: print(*sys.modules, sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines())
+    assert "samestep.cli.verify" in loaded
+    assert loaded.isdisjoint({"torch", "transformers", "tokenizers", "numpy", "pydantic", "rich", "yaml"})
+
+
+def test_print_config_says_where_each_value_came_from(
+    place: Path, no_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = set(place.rglob("*"))
+    command = "train good.yaml --layout dp2 --set recipe.optimizer.lr=0.5 --threads 3 --print-config"
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "batch: 64 # good.yaml:1",
+        "device: cpu # good.yaml:2",
+        "layout: dp2 # --layout",
+        "threads: 3 # --threads",
+        "lr: 0.5 # --set recipe.optimizer.lr=0.5",
+        "seed: 0 # default",
+        "name: good # the file's name",
+    ):
+        assert line in [" ".join(written.split()) for written in printed.splitlines()]
+    assert set(place.rglob("*")) == there
+
+
+def test_verify_prints_and_writes_its_proof(place: Path) -> None:
+    done = samestep("verify", "good.yaml", "--layout", "dp2", "--steps", "3", "--json", "proof.json", place=place)
+    assert done.returncode == 0, done.stderr
+    proof = json.loads((place / "proof.json").read_text(encoding="utf-8"))
+    differences = proof.pop("max_relative_difference")
+    assert proof == {"layout": "dp2", "dtype": "float64", "steps": 2, "tolerance": 1e-10, "same_step": True}
+    assert differences.keys() == {"loss", "grad_norm", "parameters", "metrics"}
+    assert max(differences.values()) < 1e-10
+    assert "dp2 beside one process, 2 steps in float64" in done.stdout
+    assert "\nthe same step (tolerance 1e-10)" in done.stdout
+    assert done.stderr == ""
+
+
+def test_verify_ends_with_1_where_the_step_is_another(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(
+        sys.modules["samestep.engines"].ENGINES, "forgetful", f"{mistakes.__name__}:ForgottenSchedule"
+    )
+    command = "verify good.yaml --engine forgetful --set recipe.schedule.decay=linear --json proof.json"
+    assert main(command.split()) == 1
+    proof = json.loads((place / "proof.json").read_text(encoding="utf-8"))
+    assert proof["same_step"] is False
+    assert proof["max_relative_difference"]["parameters"] > 1e-10
+    assert "\nNOT the same step" in capsys.readouterr().out
+
+
+def test_train_prints_a_table_with_a_row_a_class(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = f"recipe: {{task: '{TESTS}/scored_task.py:Scored', batch: 16, epochs: 4}}\nrun: {{device: cpu}}\n"
+    (place / "scored.yaml").write_text(job, encoding="utf-8")
+    assert main(["train", "scored.yaml"]) == 0
+    printed = capsys.readouterr().out
+    metrics = json.loads((place / "runs/scored/report.json").read_text(encoding="utf-8"))["metrics"]
+    rows = [re.findall(r"[^│┃\s][^│┃]*[^│┃\s]|[^│┃\s]", line) for line in printed.splitlines()]
+    assert ["class", "precision", "recall", "f1"] in rows
+    for name in ("class 0", "class 1", "class 2"):
+        assert [name, *(f"{metrics[metric][name]:.3f}" for metric in ("precision", "recall", "f1"))] in rows
+        assert [name, *map(str, metrics["confusion_matrix"][name])] in rows
+    assert ["accuracy", f"{metrics['accuracy']:.4f}"] in rows
+    assert "files: runs/scored\n" in printed
+
+
+def test_names_are_printed_as_they_are(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Square brackets and colons mean colours and pictures to the library that draws tables."""
+    texts = [f"text number {number},{'[/red]' if number % 2 else ':bug:'}" for number in range(80)]
+    (place / "texts.csv").write_text("\n".join(["text,label", *texts]), encoding="utf-8")
+    assert main(["train", "texts.yaml", "--folder", f"long/{'x' * 100}"]) == 0
+    printed = capsys.readouterr().out
+    # A row of one table, a row and a column of the other.
+    assert printed.count("[/red]") == printed.count(":bug:") == 3
+    assert f"files: long/{'x' * 100}\n" in printed

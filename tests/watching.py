@@ -1,0 +1,38 @@
+"""An engine that writes down, rank by rank, what nobody sees from outside."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.engines.native import Native, NativeTrainer
+
+
+class Watching(Native):
+    """Writes each rank's first weights, its threads, and a dot for each message of gradients that it sends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        rank = dist.get_rank()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Before the model is spread, since DistributedDataParallel sends rank 0's weights to all.
+        save_file(model.state_dict(), self.folder / f"weights-{rank}.safetensors")
+        (self.folder / f"threads-{rank}").write_text(str(torch.get_num_threads()), encoding="utf-8")
+        trainer = super().prepare(model, **settings)
+        replicated = trainer._spread.module
+        if isinstance(replicated, DistributedDataParallel):
+            replicated.register_comm_hook(self.folder / f"messages-{rank}", _send)
+        return trainer
+
+
+def _send(file: Path, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    with file.open("a", encoding="utf-8") as messages:
+        messages.write(".")
+    return allreduce_hook(None, bucket)  # pyright: ignore[reportArgumentType]  (None: all ranks)
