@@ -29,6 +29,7 @@ SETTLE = 5  # steps until memory is allocated and caches are warm
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", type=Path, default=HERE.parent / "examples" / "reviews.yaml")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
@@ -37,8 +38,8 @@ def main() -> None:
     rows = []
     with TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
         job = shortened(options.job, options.steps, Path(folder))
-        bar = progress.add_task("runs", total=2 * 2 * options.pairs)
-        for processes in (1, 2):
+        bar = progress.add_task("runs", total=2 * len(options.processes) * options.pairs)
+        for processes in options.processes:
             pairs = []
             for number in range(options.pairs):
                 # Whoever runs second may find a warmer or a hotter machine: they take turns.
@@ -69,7 +70,7 @@ def shortened(job: Path, steps: int, folder: Path) -> Path:
 def handwritten(job: Path, processes: int, steps: int, folder: Path) -> float:
     log = folder / "handwritten.jsonl"
     script = [str(HERE / "handwritten" / "text_classification.py"), str(job), "--steps", str(steps)]
-    script += ["--threads", str(threads(processes)), "--log", str(log)]
+    script += ["--threads", str(threads(processes)), "--output", str(log)]
     alone = [sys.executable]
     together = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     run((alone if processes == 1 else together) + script)

@@ -110,3 +110,18 @@ class BatchNorm(Points):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, self.classes))
+
+
+class MeanLoss(Points):
+    """A loss as most loops have it: a mean, alone."""
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> Any:
+        return nn.functional.cross_entropy(output, batch.targets)
+
+
+class NoWords(Words):
+    """Every word is masked."""
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        loss_sum, count = super().loss(output, batch)
+        return loss_sum * 0, count * 0

@@ -11,7 +11,7 @@ import plain_loop
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_tasks import Points, Words
+from small_tasks import MeanLoss, NoWords, Points, Words
 from torch import nn
 from watching import Watching
 
@@ -312,3 +312,14 @@ def test_a_configuration_that_a_task_keeps_keeps_its_dropout() -> None:
     assert kept == {"dropout": 0.5}
     assert first.config == {"dropout": 0.0}
     assert first.config is second.config
+
+
+def test_a_loss_that_is_a_mean_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(samestep.UserError, match="the loss gave a Tensor alone; it must give a pair"):
+        samestep.train(samestep.Recipe(task=MeanLoss(), batch=16, steps=2), folder=tmp_path)
+
+
+def test_a_batch_without_a_term_does_no_harm(tmp_path: Path) -> None:
+    result = samestep.train(samestep.Recipe(task=NoWords(), batch=16, steps=2), folder=tmp_path)
+    assert result.losses == (0.0, 0.0)
+    assert all(torch.isfinite(value).all() for value in load_file(result.model_file).values())

@@ -1,6 +1,6 @@
 """The text job as an expert would write it by hand: plain PyTorch, one process or DistributedDataParallel.
 
-    python benchmarks/handwritten/text_classification.py JOB.yaml --steps 60 --log steps.jsonl
+    python benchmarks/handwritten/text_classification.py JOB.yaml --steps 60 --output steps.jsonl
     torchrun --nproc-per-node=2 benchmarks/handwritten/text_classification.py JOB.yaml ...
 
 It shares with samestep what is not compared: the job's texts, its tokenizer, its model, and the order of samples,
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("job", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--log", type=Path, required=True, help="one JSON line a step")
+    parser.add_argument("--output", type=Path, required=True, help="one JSON line a step")
     options = parser.parse_args()
 
     recipe = load(options.job).job.recipe
@@ -67,7 +67,7 @@ def main() -> None:
     loader = DataLoader(samples, batch_sampler=indices, collate_fn=task.collate)  # pyright: ignore[reportArgumentType]
 
     with ExitStack() as stack:
-        log = stack.enter_context(options.log.open("w", buffering=1)) if rank == 0 else None
+        log = stack.enter_context(options.output.open("w", buffering=1)) if rank == 0 else None
         began = time.perf_counter()
         for step, batch in enumerate(loader):
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, Schedule
 from samestep.engines.precision import Precision
 from samestep.layout import Layout
 from samestep.parallel.apply import Spread, spread
-from samestep.tasks.base import call
+from samestep.tasks.base import call, sum_and_count
 
 
 class NativeTrainer(Trainer):
@@ -73,7 +73,7 @@ class NativeTrainer(Trainer):
     def _forward(self, micro_batch: MicroBatch, loss: Loss, totals: Tensor) -> Tensor:
         with self._precision.autocast():
             output = call(self._spread.module, micro_batch.batch.inputs)
-            loss_sum, count = loss(output, micro_batch.batch)
+            loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
         totals[0] += loss_sum.detach() * micro_batch.weight
         totals[1] += count * micro_batch.weight
         return loss_sum * micro_batch.weight

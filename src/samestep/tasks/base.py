@@ -99,3 +99,13 @@ def call(model: Any, inputs: Any) -> Any:
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(inputs)
+
+
+def sum_and_count(loss: Any) -> "tuple[Tensor, Tensor | int]":
+    """What a loss gave, which must be a pair. Raises UserError where it is a mean, or anything else alone."""
+    if isinstance(loss, tuple) and len(loss) == 2:
+        return loss
+    raise UserError(
+        f"the loss gave a {type(loss).__name__} alone; it must give a pair: the sum over the batch's terms, "
+        "and how many terms those are"
+    )

@@ -23,13 +23,20 @@ class Tally:
         """A line a rank and one for all, from every rank's counts; the same lines on every rank."""
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, self._samples)
-        lines = [f"rank {rank}: {self._line(mine, len(counts))}" for rank, mine in enumerate(counts)]
+        like = len({size for mine in counts for size in mine}) == 1
+        lines = [
+            f"rank {rank}: {_product(mine, len(counts)) if like else _sum(mine)}" for rank, mine in enumerate(counts)
+        ]
         total = sum(sum(mine) for mine in counts)
         return [*lines, f"all ranks: {total:,} of {self._data_set:,} samples in the first epoch"]
 
-    def _line(self, samples: Sequence[int], ranks: int) -> str:
-        steps, sizes = len(samples), sorted(set(samples), reverse=True)
-        if len(sizes) == 1:
-            together = "1 rank" if ranks == 1 else f"{ranks} ranks"
-            return f"{steps} steps x {sizes[0]} samples x {together} = {steps * sizes[0] * ranks:,}"
-        return f"{steps} steps of {' or '.join(map(str, sizes))} samples = {sum(samples):,}"
+
+def _product(samples: Sequence[int], ranks: int) -> str:
+    """Where every rank takes the same number of samples in every step."""
+    together = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{len(samples)} steps x {samples[0]} samples x {together} = {len(samples) * samples[0] * ranks:,}"
+
+
+def _sum(samples: Sequence[int]) -> str:
+    sizes = sorted(set(samples), reverse=True)
+    return f"{len(samples)} steps of {' or '.join(map(str, sizes))} samples = {sum(samples):,}"

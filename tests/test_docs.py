@@ -1,0 +1,213 @@
+"""The documentation: links lead somewhere, commands are real ones, every key is described, both languages agree."""
+
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic.fields import FieldInfo
+
+from samestep import layout
+from samestep.cli.main import _parser
+from samestep.job import Run
+from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
+from samestep.tasks.regression import Regression
+from samestep.tasks.text_data import TextData
+from samestep.tasks.text_model import TextModel
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md")])
+PAIRS = [
+    (ROOT / "README.md", ROOT / "README.zh-CN.md"),
+    *(
+        (page, page.parent / "zh" / page.name)
+        for page in PAGES
+        if page.parent.name == "docs" and page.stem != "README"
+    ),
+]
+KEYS = [page for pair in PAIRS for page in pair if page.stem == "recipes-and-layouts"]
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """The language and the content of each fenced block."""
+    return BLOCK.findall(read(page))
+
+
+def prose(page: Path) -> str:
+    return BLOCK.sub("", read(page))
+
+
+def headings(page: Path) -> list[str]:
+    """The headings, each with its number signs."""
+    return re.findall(r"^#+ .*$", prose(page), re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading is called, as the usual viewers make it: small letters, dashes, no punctuation."""
+    texts = [heading.lstrip("#").strip().lower() for heading in headings(page)]
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
+
+
+def test_the_pages_are_there_in_both_languages() -> None:
+    assert {page.stem for page, _ in PAIRS} >= {"README", "promise", "recipes-and-layouts", "own-tasks"}
+    for page, other in PAIRS:
+        assert page.is_file()
+        assert other.is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in LINK.findall(prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+@pytest.mark.parametrize(("page", "other"), PAIRS, ids=lambda page: name_of(page))
+def test_both_languages_have_the_same_headings_tables_and_blocks(page: Path, other: Path) -> None:
+    depths = [[heading.partition(" ")[0] for heading in headings(each)] for each in (page, other)]
+    assert depths[0] == depths[1]
+    assert blocks(page) == blocks(other)
+    rows = [len(re.findall(r"^\|", prose(each), re.MULTILINE)) for each in (page, other)]
+    assert rows[0] == rows[1]
+    items = [len(re.findall(r"^(?:- |\d\. )", prose(each), re.MULTILINE)) for each in (page, other)]
+    assert items[0] == items[1]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words after `samestep` of each command shown, also of those that torchrun starts."""
+    for language, content in blocks(page):
+        if language != "sh":
+            continue
+        for line in content.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["samestep"]:
+                yield words[1:]
+            elif "samestep" in words and words[words.index("samestep") - 1] == "-m":
+                yield words[words.index("samestep") + 1 :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_parse_and_name_job_files_that_are_there(page: Path) -> None:
+    for words in commands(page):
+        options = _parser().parse_args(words)
+        if options.job.parts[0] == "examples":
+            assert (ROOT / options.job).is_file(), words
+
+
+def test_commands_are_found() -> None:
+    assert sum(1 for page in PAGES for _ in commands(page)) > 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_scripts_and_examples_that_are_shown_are_there(page: Path) -> None:
+    for path in re.findall(r"\b(?:examples|benchmarks)/[\w/.-]*\w", read(page)):
+        assert (ROOT / path).exists(), path
+
+
+EXAMPLES = {read(file).splitlines()[0]: file for file in sorted((ROOT / "examples").glob("*.*"))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_an_example_that_is_shown_whole_is_the_one_that_is_there(page: Path) -> None:
+    for _, content in blocks(page):
+        file = EXAMPLES.get(content.partition("\n")[0])
+        if file is not None:
+            assert content == read(file), file.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_and_yaml_that_is_shown_can_be_read(page: Path) -> None:
+    for language, content in blocks(page):
+        if language == "python":
+            compile(content, name_of(page), "exec")
+        if language == "yaml":
+            assert isinstance(yaml.safe_load(content), dict)
+
+
+def described(page: Path) -> list[tuple[str, str]]:
+    """Key and default of each row of the tables of keys."""
+    return re.findall(r"^\| `((?:recipe|run)\.[\w.]+)` \| .*? \| (.*?) \| .*\|$", read(page), re.MULTILINE)
+
+
+def keys_of(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """The keys of a section and their defaults, MISSING where a value must be given."""
+    for field in fields(schema):
+        if isinstance(field.default, FieldInfo):
+            default = field.default.get_default(call_default_factory=True)
+        elif field.default_factory is not MISSING:
+            default = field.default_factory()
+        else:
+            default = field.default
+        yield f"{prefix}.{field.name}", default
+
+
+def arguments_of(task: type) -> Iterator[tuple[str, Any]]:
+    for name, parameter in inspect.signature(task).parameters.items():
+        yield f"recipe.args.{name}", parameter.default
+
+
+SCHEMAS = (
+    (Recipe, "recipe"),
+    (AdamW, "recipe.optimizer"),
+    (SGD, "recipe.optimizer"),
+    (Schedule, "recipe.schedule"),
+    (Evaluation, "recipe.evaluation"),
+    (Run, "run"),
+    (TextData, "recipe.data"),
+    (TextModel, "recipe.model"),
+)
+
+
+@pytest.mark.parametrize("page", KEYS, ids=name_of)
+def test_every_key_is_described_with_its_default(page: Path) -> None:
+    wanted = [pair for schema, prefix in SCHEMAS for pair in keys_of(schema, prefix)] + list(arguments_of(Regression))
+    rows = described(page)
+    assert [key for key, _ in rows] == [key for key, _ in wanted]
+    for (key, text), (_, default) in zip(rows, wanted, strict=True):
+        if default is MISSING or is_dataclass(default):
+            assert "`" not in text, key  # said in words
+        else:
+            given = yaml.safe_load(text.strip("`"))
+            assert given == (list(default) if isinstance(default, tuple) else default), key
+
+
+@pytest.mark.parametrize("page", KEYS, ids=name_of)
+def test_every_option_of_a_layout_is_described(page: Path) -> None:
+    text = prose(page)
+    for field in fields(layout.Layout):
+        if field.name in layout._OPTIONS or field.name == "stages":
+            assert f"`{field.name}=`" in text
+        elif field.name != "zero":
+            assert f"| {field.name} |" in text
+    for choices in (layout.Schedule, layout.Recompute, layout.Offload):
+        for choice in get_args(choices):
+            assert f"`{choice}`" in text
+    for preset in layout.PRESETS:
+        assert f"`{preset}`" in text
+
+
+def test_the_readmes_have_a_place_for_the_overhead() -> None:
+    for page in PAIRS[0]:
+        assert "<!-- overhead -->" in read(page)
