@@ -1,18 +1,20 @@
-"""What samestep's step costs beside a hand-written PyTorch loop: the same job, side by side, in alternating pairs.
+"""What samestep's step costs beside a hand-written PyTorch loop: the same job, side by side, step by step in turns.
 
-    python benchmarks/overhead.py [--pairs 5] [--steps 40] [--json FILE]
+    python benchmarks/overhead.py [--pairs 5] [--steps 60] [--json FILE]
 
-Each run is a process (or two) of its own. Of each run the median step is taken, after the first five; of each pair
-the ratio; of all pairs the median ratio. Both wait for data, log every step, and compute the same batches.
+A pair is one start of one process (or two), in which the hand-written loop and samestep train a model each and take
+their steps in turns: whatever slows the machine for a second slows both. Of each pair the median step of either is
+taken, after the first five, and their ratio; of all pairs the median ratio. Both wait for data, log every step, and
+compute the same batches.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,73 +33,97 @@ def main() -> None:
     parser.add_argument("--job", type=Path, default=HERE.parent / "examples" / "reviews.yaml")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # the folder of the pair that this rank runs
     options = parser.parse_args()
+    if options.rank_of is not None:
+        take_turns(options.rank_of, options.steps)
+        return
 
     rows = []
     with TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
-        job = shortened(options.job, options.steps, Path(folder))
-        bar = progress.add_task("runs", total=2 * len(options.processes) * options.pairs)
+        shorten(options.job, options.steps, Path(folder))
+        bar = progress.add_task("pairs", total=len(options.processes) * options.pairs)
         for processes in options.processes:
             pairs = []
-            for number in range(options.pairs):
-                # Whoever runs second may find a warmer or a hotter machine: they take turns.
-                runners = [handwritten, samestep] if number % 2 == 0 else [samestep, handwritten]
-                seconds = {}
-                for runner in runners:
-                    seconds[runner] = runner(job, processes, options.steps, Path(folder))
-                    progress.advance(bar)
-                pairs.append((seconds[handwritten], seconds[samestep]))
+            for _ in range(options.pairs):
+                pairs.append(pair(processes, options.steps, Path(folder)))
+                progress.advance(bar)
             rows.append(summary(processes, pairs))
     print_table(rows, options)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
-def shortened(job: Path, steps: int, folder: Path) -> Path:
-    """The job with so many steps, and few held-out samples: evaluation is not what is timed."""
+def shorten(job: Path, steps: int, folder: Path) -> None:
+    """Write the job with so many steps, and few held-out samples: evaluation is not what is timed."""
     values = yaml.safe_load(job.read_text(encoding="utf-8"))
     recipe = values["recipe"]
     recipe.pop("epochs", None)
     recipe["steps"] = steps
     recipe.setdefault("data", {})["held_out"] = 0.005
-    file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump({"recipe": recipe}), encoding="utf-8")
-    return file
+    (folder / "job.yaml").write_text(yaml.safe_dump({"recipe": recipe}), encoding="utf-8")
 
 
-def handwritten(job: Path, processes: int, steps: int, folder: Path) -> float:
-    log = folder / "handwritten.jsonl"
-    script = [str(HERE / "handwritten" / "text_classification.py"), str(job), "--steps", str(steps)]
-    script += ["--threads", str(threads(processes)), "--output", str(log)]
-    alone = [sys.executable]
-    together = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    run((alone if processes == 1 else together) + script)
-    return median_step(log, lambda line: line["seconds"])
-
-
-def samestep(job: Path, processes: int, steps: int, folder: Path) -> float:
-    runs = folder / "samestep"
-    command = [sys.executable, "-m", "samestep", "train", str(job), "--folder", str(runs)]
-    run([*command, "--layout", f"dp{processes}", "--threads", str(threads(processes))])
-    return median_step(runs / "metrics.jsonl", lambda line: line["step_seconds"] + line["data_seconds"])
-
-
-def threads(processes: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // processes)
-
-
-def run(command: list[str]) -> None:
+def pair(processes: int, steps: int, folder: Path) -> tuple[float, float]:
+    """The median step of the hand-written loop and of samestep, in seconds, in one start of so many processes."""
+    start = [sys.executable]
+    if processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*start, str(HERE / "overhead.py"), "--rank-of", str(folder), "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    seconds = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
+    return statistics.median(seconds["handwritten"][SETTLE:]), statistics.median(seconds["samestep"][SETTLE:])
 
 
-def median_step(log: Path, seconds_of: Callable[[dict[str, float]], float]) -> float:
-    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    return statistics.median(seconds_of(line) for line in lines[SETTLE:])
+def take_turns(folder: Path, steps: int) -> None:
+    """One rank of a pair: both train, and take their steps in turns."""
+    from handwritten import text_classification as handwritten
+
+    from samestep.cluster.world import join
+    from samestep.jobfile import load
+    from samestep.layout import Layout
+    from samestep.tasks.resolve import resolve
+    from samestep.training.fit import Training
+
+    job = load(folder / "job.yaml").job
+    task = resolve(job.recipe)
+    with join() as world:
+        training = Training(job, task, world, Layout(replicate=world.world_size))
+        log = folder / "handwritten.jsonl"
+        runners = {
+            "handwritten": handwritten.train(job.recipe, task, steps, log, world.rank, world.world_size),
+            "samestep": samestep(training, folder if world.rank == 0 else None),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in runners}
+        for step in range(steps):
+            # Whoever comes second may find warmer caches: they take turns in that too.
+            for name in sorted(runners, reverse=step % 2 == 1):
+                began = time.perf_counter()
+                next(runners[name])
+                seconds[name].append(time.perf_counter() - began)
+        if world.rank == 0:
+            (folder / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
+
+
+def samestep(training: Any, folder: Path | None) -> Iterator[None]:
+    """What `samestep train` does in a step, with its records."""
+    from samestep.training.fit import StepLog
+    from samestep.training.progress import Bar
+    from samestep.training.records import Records
+    from samestep.training.tally import Tally
+
+    with Records(folder, tensorboard=True) as records, Bar("", training.total_steps, shown=False) as bar:
+        log = StepLog(records, bar, Tally(len(training.samples)))
+        before = None
+        for batch, report in training.steps():
+            if before is not None:
+                log.add(*before)
+            before = (batch, report, 0.0)
+            yield
 
 
 def summary(processes: int, pairs: list[tuple[float, float]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ so that both compute the same batches.
 import argparse
 import json
 import os
-import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,11 +24,13 @@ from torch.utils.data import DataLoader
 
 from samestep.data.order import Place, SampleOrder
 from samestep.jobfile import load
+from samestep.recipe import Recipe
+from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -40,8 +42,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if world_size > 1:
         dist.init_process_group("gloo")
+    for _ in train(recipe, resolve(recipe), options.steps, options.output, rank, world_size):
+        pass
+    if world_size > 1:
+        dist.destroy_process_group()
 
-    task = resolve(recipe)
+
+def train(recipe: Recipe, task: Task, steps: int, output: Path, rank: int, world_size: int) -> Iterator[None]:
+    """Take a step each time that one is asked for."""
     torch.manual_seed(recipe.seed)
     model = task.model()
     module = model if world_size == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -52,23 +60,22 @@ def main() -> None:
         {"params": others, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=recipe.optimizer.lr, fused=True)
-    warmup = int(recipe.schedule.warmup * options.steps)
+    warmup = int(recipe.schedule.warmup * steps)
 
     def rate(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        return 1 - (step - warmup) / max(1, options.steps - warmup)
+        return 1 - (step - warmup) / max(1, steps - warmup)
 
     schedule = LambdaLR(optimizer, rate)
     samples = task.train_set()
     order = SampleOrder(size=len(samples), batch=recipe.batch, seed=recipe.seed)
     place = Place(index=rank, of=world_size)
-    indices = [order.shares(step, place, None)[0].samples.tolist() for step in range(options.steps)]
+    indices = [order.shares(step, place, None)[0].samples.tolist() for step in range(steps)]
     loader = DataLoader(samples, batch_sampler=indices, collate_fn=task.collate)  # pyright: ignore[reportArgumentType]
 
     with ExitStack() as stack:
-        log = stack.enter_context(options.output.open("w", buffering=1)) if rank == 0 else None
-        began = time.perf_counter()
+        log = stack.enter_context(output.open("w", buffering=1)) if rank == 0 else None
         for step, batch in enumerate(loader):
             optimizer.zero_grad()
             loss = cross_entropy(module(**batch.inputs).logits, batch.targets)
@@ -76,13 +83,9 @@ def main() -> None:
             grad_norm = clip_grad_norm_(model.parameters(), recipe.clip or float("inf"))
             optimizer.step()
             schedule.step()
-            now = time.perf_counter()
             if log is not None:
-                values = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item(), "seconds": now - began}
-                log.write(json.dumps(values) + "\n")
-            began = now
-    if world_size > 1:
-        dist.destroy_process_group()
+                log.write(json.dumps({"step": step, "loss": loss.item(), "grad_norm": grad_norm.item()}) + "\n")
+            yield
 
 
 if __name__ == "__main__":
