@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,7 +16,7 @@ from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
 from samestep.engines.precision import Precision
 from samestep.layout import Layout
-from samestep.parallel.apply import Spread, spread
+from samestep.parallel.apply import Spread, spread, spread_optimizer
 from samestep.tasks.base import call, sum_and_count
 
 
@@ -90,13 +91,13 @@ class NativeTrainer(Trainer):
         self._precision.unscale(self.optimizer)
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         samples_to_terms = batch.global_samples / totals[1]
-        norm = get_total_norm(gradients).double() * samples_to_terms
+        norm = whole(get_total_norm(gradients)).double() * samples_to_terms
         coefficient = samples_to_terms
         if self._clip is not None:
             coefficient = coefficient * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         # Asking for the value would make an accelerator wait; on a CPU it saves a pass over the gradients.
         if self._device.type != "cpu" or coefficient != 1:
-            torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
+            torch._foreach_mul_([local(gradient) for gradient in gradients], coefficient.to(gradients[0].dtype))
         return norm
 
     def update(self) -> None:
@@ -113,10 +114,20 @@ class NativeTrainer(Trainer):
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            yield name, whole(parameter.detach())
 
     def state(self) -> dict[str, Tensor]:
-        return {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
+        return {name: whole(value.detach()).cpu() for name, value in self.model.state_dict().items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered from the ranks that hold its shards; every one of them must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Native(Engine):
@@ -124,8 +135,10 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate"}),
+        dimensions=frozenset({"replicate", "shard"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
+        recompute=frozenset({"none", "selective", "full"}),
+        offload=frozenset({"none", "parameters"}),
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
@@ -141,8 +154,8 @@ class Native(Engine):
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
     ) -> NativeTrainer:
-        spread_model = spread(model, layout, mesh, device)
-        optimizer = optimizer_of(model.named_parameters())
+        spread_model = spread(model, layout, mesh, device, precision)
+        optimizer = spread_optimizer(optimizer_of(model.named_parameters()), layout, mesh)
         return self.trainer_class(
             model=model,
             spread_model=spread_model,

@@ -1,0 +1,32 @@
+"""The blocks of a model: the repeated layers that are sharded, recomputed and cut one by one."""
+
+from torch import nn
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of the largest list of like layers in a model, or where there is none its parts with parameters.
+
+    Transformers, and most deep models, keep their repeated layers in one `nn.ModuleList` or `nn.Sequential`, all
+    of one class. An encoder-decoder keeps two: of lists that are no part of each other all are taken.
+    """
+    lists = [module for module in model.modules() if _is_list_of_blocks(module)]
+    outermost = [
+        module for module in lists if not any(module is not other and _holds(other, module) for other in lists)
+    ]
+    blocks = [block for module in outermost for block in module.children()]
+    return blocks or [part for part in model.children() if any(True for _ in part.parameters())]
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    children = list(module.children())
+    return (
+        isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(children) > 1
+        and len({type(child) for child in children}) == 1
+        and any(True for _ in children[0].children())  # a layer of parts, not a lone linear
+        and any(True for _ in children[0].parameters())
+    )
+
+
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())

@@ -1,0 +1,47 @@
+"""Recomputation: blocks forget their activations after forward and compute them again in backward.
+
+(Chen et al. 2016; selective: Korthikanti et al. 2022, section 5.)
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from samestep.layout import Recompute
+
+_aten = torch.ops.aten
+
+# What selective recomputation keeps: matrix products, which are dear to compute for what they weigh.
+_KEPT = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+    }
+)
+
+
+def recompute(blocks: Sequence[nn.Module], how: Recompute) -> None:
+    """Make each block recompute all of its activations ("full"), or all but matrix products ("selective")."""
+    contexts = _CONTEXTS[how]
+    for block in blocks:
+        forward = block.forward
+        # The forward is replaced rather than the module, so that every parameter keeps its name.
+        block.forward = partial(checkpoint, forward, use_reentrant=False, **contexts)
+
+
+def _keep_products(context: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_CONTEXTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "full": {},
+    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)},
+}

@@ -1,0 +1,56 @@
+"""Shards: each data rank keeps a part of every parameter, gradient and optimizer state (FSDP2).
+
+ZeRO-3 gathers a block's parameters for its forward and again for its backward; ZeRO-2 keeps what it gathered for
+the forward until the backward is done. (Rajbhandari et al. 2020, section 5; Zhao et al. 2023.)
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from samestep.layout import Layout
+
+
+def shard(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, grid: DeviceMesh, precision: str) -> None:
+    """Shard a model in place, block by block and then what is left, over the last dimension of `grid`.
+
+    With two dimensions, (replicate, shard), the shards are replicated over the first.
+    """
+    mixed = MixedPrecisionPolicy()
+    if precision == "bf16":
+        # Half the bytes to gather; gradients are summed over ranks in float32, where bf16 would lose digits.
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if layout.offload == "parameters":
+        offload = CPUOffloadPolicy(pin_memory=grid.device_type != "cpu")
+    for part in [*blocks, model]:
+        fully_shard(part, mesh=grid, reshard_after_forward=layout.zero == 3, mp_policy=mixed, offload_policy=offload)
+    _prefetch([block for block in blocks if isinstance(block, FSDPModule)])
+
+
+def _prefetch(blocks: Sequence[FSDPModule]) -> None:
+    """Gather the next block's parameters while this one computes, in forward and in backward."""
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+@contextmanager
+def without_messages(model: FSDPModule) -> Iterator[None]:
+    """Forward and backward that keep their gradients on this rank."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
