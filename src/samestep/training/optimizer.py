@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -17,6 +18,9 @@ def make_optimizer(spec: AdamW | SGD, parameters: Iterable[tuple[str, nn.Paramet
     """An optimizer over named parameters, fused where PyTorch has a fused one for them."""
     make = _MAKERS[type(spec)](spec)
     groups = parameter_groups(parameters, weight_decay=spec.weight_decay, decay_all=spec.decay_all)
+    sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+    if sharded and type(spec) not in _FUSED_ON_SHARDS:
+        return make(groups)
     try:
         return make(groups, fused=True)
     except RuntimeError:  # no fused kernel for this device or dtype
@@ -32,6 +36,9 @@ def _sgd(spec: SGD) -> Callable[..., Optimizer]:
 
 
 _MAKERS: dict[type, Callable[[Any], Callable[..., Optimizer]]] = {AdamW: _adamw, SGD: _sgd}
+
+# Of the others PyTorch's fused kernel does not know shards of parameters, which shows only when it is called.
+_FUSED_ON_SHARDS = {AdamW}
 
 
 def parameter_groups(
