@@ -74,7 +74,8 @@ class WatchedTrainer(NativeTrainer):
     folder: Path
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        with mock.patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as reduced:
+        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+        with mock.patch.object(dist, name, wraps=getattr(dist, name)) as reduced:
             report = super().step(batch, loss)
         state = self.optimizer.optim.state if hasattr(self.optimizer, "optim") else self.optimizer.state  # pyright: ignore
         held = {
