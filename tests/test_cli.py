@@ -94,19 +94,25 @@ MISTAKES = {
     **{
         f"{layout} is not there yet": (
             f"train good.yaml --layout {layout}",
-            rf'layout "{layout}": engine "native" does not split {dimension} yet; it splits replicate',
+            rf'layout "{layout}": engine "native" does not split {dimension} yet; it splits replicate, shard',
         )
         for layout, dimension in {
             "tp2": "tensor",
             "pp2": "pipeline",
-            "fsdp2": "shard",
             "cp2": "context",
-            "zero1x2": "shard",
         }.items()
     },
-    "recomputation is not there yet": (
-        "train good.yaml --layout dp2|recompute=full",
-        r'engine "native" has no recompute=full yet',
+    "an offload of what is not sharded": (
+        "train good.yaml --layout dp2|offload=parameters",
+        r"offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do",
+    ),
+    "half precision over shards": (
+        "train good.yaml --layout fsdp2 --set recipe.precision=fp16",
+        r"recipe.precision is fp16, which shards do not have yet; bf16 would do",
+    ),
+    "an offload that is not there yet": (
+        "train good.yaml --layout dp2|offload=optimizer",
+        r'engine "native" has no offload=optimizer yet',
     ),
     "fewer samples than ranks": (
         "train good.yaml --layout dp4 --set recipe.batch=3",

@@ -37,6 +37,13 @@ def check(engine: Engine, layout: Layout, precision: str) -> None:
         value = getattr(layout, option)
         if value not in getattr(able, option):
             raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
+    if layout.offload == "parameters" and layout.zero < 2:
+        raise LayoutError(
+            f'layout "{layout}": offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do'
+        )
+    if precision == "fp16" and layout.zero >= 2:
+        # Whether a gradient overflowed is seen by the rank that holds that part of it, and not by the others.
+        raise LayoutError(f'layout "{layout}": recipe.precision is fp16, which shards do not have yet; bf16 would do')
     if precision not in able.precisions:
         would_do = ", ".join(sorted(able.precisions))
         raise UserError(
