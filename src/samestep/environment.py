@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from samestep.errors import UserError
 
@@ -41,12 +40,6 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
         return None
     threads = _integer(environ, "OMP_NUM_THREADS")
     return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ else threads
-
-
-def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where PyTorch's elastic agent looks for the reason of this rank's failure."""
-    value = environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(value) if value else None
 
 
 @contextmanager
