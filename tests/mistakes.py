@@ -32,7 +32,9 @@ class PaddedTrainer(NativeTrainer):
         (micro_batch,) = batch.micro_batches
         if batch.local_samples < padded:
             repeated = Batch(*(torch.cat([part, part[:1]]) for part in micro_batch.batch))
-            micro_batch = replace(micro_batch, batch=repeated, samples=padded)
+            moment = micro_batch.moment
+            moment = replace(moment, samples=torch.cat([moment.samples, moment.samples[:1]]))
+            micro_batch = replace(micro_batch, batch=repeated, moment=moment)
         return super().step(replace(batch, micro_batches=[micro_batch], global_samples=padded * ranks), loss)
 
 

@@ -197,11 +197,11 @@ def test_every_key_is_described_with_its_default(page: Path) -> None:
 def test_every_option_of_a_layout_is_described(page: Path) -> None:
     text = prose(page)
     for field in fields(layout.Layout):
-        if field.name in layout._OPTIONS or field.name == "stages":
+        if field.name in layout._OPTIONS or field.name in ("stages", "order"):
             assert f"`{field.name}=`" in text
         elif field.name != "zero":
             assert f"| {field.name} |" in text
-    for choices in (layout.Schedule, layout.Recompute, layout.Offload):
+    for choices in (layout.Schedule, layout.Recompute, layout.Offload, layout.SequenceOption, layout.Balance):
         for choice in get_args(choices):
             assert f"`{choice}`" in text
     for preset in layout.PRESETS:

@@ -162,7 +162,12 @@ UNKNOWN = "write parts such as pp2 dp2 fsdp2 cp2 tp2 zero1x4, or one of " + ", "
         ),
         ("stages=0", None, 'layout "stages=0": stages=0; it must be a whole number of 1 or more'),
         ("stages=two", None, 'layout "stages=two": stages=two; it must be a whole number of 1 or more'),
-        ("zero=1", None, 'layout "zero=1": no option "zero"; there are stages, schedule, recompute, offload'),
+        (
+            "zero=1",
+            None,
+            'layout "zero=1": no option "zero"; '
+            "there are stages, order, schedule, recompute, offload, sequence, balance",
+        ),
         (
             "ddp",
             None,

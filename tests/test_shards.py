@@ -14,8 +14,9 @@ from torch import nn
 import samestep
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
-from samestep.engines.native import Native, NativeTrainer, local
+from samestep.engines.native import Native, NativeTrainer
 from samestep.parallel.blocks import find_blocks
+from samestep.parallel.parts import local
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:

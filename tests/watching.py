@@ -26,7 +26,7 @@ class Watching(Native):
         save_file(model.state_dict(), self.folder / f"weights-{rank}.safetensors")
         (self.folder / f"threads-{rank}").write_text(str(torch.get_num_threads()), encoding="utf-8")
         trainer = super().prepare(model, **settings)
-        replicated = trainer._spread.module
+        replicated = getattr(trainer._spread, "module", None)
         if isinstance(replicated, DistributedDataParallel):
             replicated.register_comm_hook(self.folder / f"messages-{rank}", _send)
         return trainer

@@ -11,6 +11,8 @@ from samestep.errors import LayoutError
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "parameters"]
+SequenceOption = Literal["whole", "split"]
+Balance = Literal["speed", "memory"]
 
 # Mesh dimensions, outermost first: the chattiest gets the nearest ranks.
 MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -22,7 +24,10 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "schedule": get_args(Schedule),
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
+    "sequence": get_args(SequenceOption),
+    "balance": get_args(Balance),
 }
+DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_DIMENSIONS)
 
 # A preset is a layout whose unsized dimension takes the processes that are left.
 PRESETS: Mapping[str, str] = {
@@ -65,6 +70,9 @@ class Layout:
     stages: int = 1  # pipeline stages a rank holds
     recompute: Recompute = "none"
     offload: Offload = "none"
+    sequence: SequenceOption = "whole"  # split: between its slices tensor parallel also splits the tokens
+    balance: Balance = "speed"  # what pipeline stages have alike: the time they take, or the memory they fill
+    order: str = DEFAULT_ORDER  # of the mesh dimensions over the ranks, outermost first
 
     def __post_init__(self) -> None:
         for name in (*MESH_DIMENSIONS, "stages"):
@@ -73,6 +81,11 @@ class Layout:
         for name, choices in _OPTIONS.items():
             if getattr(self, name) not in choices:
                 raise LayoutError(f"layout: {name} is {getattr(self, name)!r}; it can be {', '.join(choices)}")
+        if sorted(self.order.split(".")) != sorted(_LETTERS):
+            raise LayoutError(
+                f"layout: order is {self.order!r}; it names each of {', '.join(_LETTERS)} once, outermost first, "
+                f"such as {DEFAULT_ORDER}"
+            )
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"layout: zero is {self.zero}; it can be 0, 1, 2 or 3")
         if self.shard > 1 and not self.zero:
@@ -113,6 +126,11 @@ class Layout:
     def mesh_shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, name) for name in MESH_DIMENSIONS)
 
+    @property
+    def placement(self) -> tuple[str, ...]:
+        """The mesh dimensions in the order in which ranks are numbered, outermost first."""
+        return tuple(_LETTERS[letters] for letters in self.order.split("."))
+
     def split_dimensions(self) -> tuple[str, ...]:
         return tuple(name for name in MESH_DIMENSIONS if getattr(self, name) > 1)
 
@@ -125,7 +143,7 @@ class Layout:
         plain = {field.name: field.default for field in fields(self)}
         parts += [
             f"{name}={getattr(self, name)}"
-            for name in ("schedule", "stages", "recompute", "offload")
+            for name in ("schedule", "stages", "recompute", "offload", "sequence", "balance", "order")
             if getattr(self, name) != plain[name]
         ]
         return " ".join(parts) or "single"
@@ -266,8 +284,10 @@ def _read_option(text: str, name: str, value: str) -> int | str:
         if re.fullmatch(r"\d{1,9}", value) and int(value) > 0:
             return int(value)
         raise LayoutError(f'layout "{text}": stages={value}; it must be a whole number of 1 or more')
+    if name == "order":
+        return value
     if name not in _OPTIONS:
-        raise LayoutError(f'layout "{text}": no option "{name}"; there are stages, {", ".join(_OPTIONS)}')
+        raise LayoutError(f'layout "{text}": no option "{name}"; there are stages, order, {", ".join(_OPTIONS)}')
     if value not in _OPTIONS[name]:
         raise LayoutError(f'layout "{text}": {name}={value}; it can be {", ".join(_OPTIONS[name])}')
     return value

@@ -1,9 +1,11 @@
 """Mesh: the ranks of a layout as a grid, and the process group of each dimension."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.data.order import Place
 from samestep.layout import MESH_DIMENSIONS, Layout
@@ -16,14 +18,42 @@ class Mesh:
     grid: DeviceMesh  # [pipeline, replicate, shard, context, tensor]
     data_group: dist.ProcessGroup  # ranks that see other samples than this one, and itself
     data_place: Place  # which slice of a global batch this rank takes
+    loss_group: dist.ProcessGroup  # ranks whose losses add up: of all samples, and of all pipeline stages
+
+    def size(self, dimension: str) -> int:
+        return self.grid.size(MESH_DIMENSIONS.index(dimension))
+
+    def coordinate(self, dimension: str) -> int:
+        """This rank's position in a dimension."""
+        return self.grid.get_local_rank(dimension)
+
+    def group(self, *dimensions: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in these dimensions alone. Every rank asks for the same ones."""
+        split = [name for name in MESH_DIMENSIONS if name in dimensions and self.size(name) > 1]
+        if len(split) < 2:
+            return self.grid.get_group(split[0] if split else dimensions[0])
+        return self.grid[tuple(split)]._flatten("+".join(split)).get_group()
+
+    def ranks(self, dimension: str) -> list[int]:
+        """The global ranks of this rank's line along a dimension, in the order of their positions."""
+        return self.grid[dimension].mesh.tolist()
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Make the grid of the ranks of the process group, which must be as many as the layout's size."""
-    grid = init_device_mesh(device_type, layout.mesh_shape(), mesh_dim_names=MESH_DIMENSIONS)
+    grid = DeviceMesh(device_type, rank_grid(layout), mesh_dim_names=MESH_DIMENSIONS)
     data = grid["replicate", "shard"]._flatten("data")
     return Mesh(
         grid=grid,
         data_group=data.get_group(),
         data_place=Place(index=data.get_local_rank(), of=data.size()),
+        loss_group=grid["pipeline", "replicate", "shard"]._flatten("loss").get_group(),
     )
+
+
+def rank_grid(layout: Layout) -> torch.Tensor:
+    """Which rank stands where: numbered along the layout's order, the outermost dimension first."""
+    order: Sequence[str] = layout.placement
+    sizes = [getattr(layout, name) for name in order]
+    # The axes of the result are those of MESH_DIMENSIONS.
+    return torch.arange(layout.size).reshape(sizes).permute([order.index(name) for name in MESH_DIMENSIONS])

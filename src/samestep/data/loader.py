@@ -15,12 +15,29 @@ Collate = Callable[[Sequence[Any]], Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Which samples of which step a training forward works on."""
+
+    step: int
+    samples: torch.Tensor  # [samples] their numbers in the data set; int64, on the CPU
+    lent: bool  # they belong to another rank; this forward is for company alone
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Samples of one forward on one rank."""
 
     batch: Batch
-    samples: int  # 0 where the samples are only lent
-    weight: float  # 1, or 0 where the samples are only lent
+    moment: Moment
+
+    @property
+    def samples(self) -> int:
+        """How many count: none where they are only lent."""
+        return 0 if self.moment.lent else len(self.moment.samples)
+
+    @property
+    def weight(self) -> float:
+        return 0.0 if self.moment.lent else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +96,9 @@ class Loader:
             yield StepBatch(
                 step=step,
                 epoch=self.order.epoch_of(step),
-                micro_batches=[self._place_on_device(batch, s) for batch, s in zip(loaded, shares, strict=True)],
+                micro_batches=[
+                    self._place_on_device(step, batch, share) for batch, share in zip(loaded, shares, strict=True)
+                ],
                 global_samples=len(self.order.global_batch(step)),
                 data_seconds=waited,
             )
@@ -98,11 +117,10 @@ class Loader:
             generator=torch.Generator().manual_seed(0),
         )
 
-    def _place_on_device(self, batch: Batch, share: Share) -> MicroBatch:
+    def _place_on_device(self, step: int, batch: Batch, share: Share) -> MicroBatch:
         return MicroBatch(
             batch=Batch(*(to_device(part, self._device, self._dtype) for part in batch)),
-            samples=0 if share.lent else len(share.samples),
-            weight=0.0 if share.lent else 1.0,
+            moment=Moment(step=step, samples=torch.from_numpy(share.samples.copy()), lent=share.lent),
         )
 
 

@@ -50,7 +50,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
-        """The model's output in evaluation mode, without gradients."""
+        """The model's output in evaluation mode, without gradients; None where other ranks have it."""
 
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -79,5 +79,9 @@ class Engine(ABC):
         clip: float | None,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
+        example: Any = None,
     ) -> Trainer:
-        """Spread the model, then make the optimizer of the parameters that this rank holds."""
+        """Spread the model, then make the optimizer of the parameters that this rank holds.
+
+        `example` is what the model may be called with: a batch's inputs, a few samples.
+        """

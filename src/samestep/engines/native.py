@@ -1,13 +1,11 @@
 """The native engine: samestep's own step on torch.distributed, the same code for one rank and for many."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,8 +14,10 @@ from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
 from samestep.engines.precision import Precision
 from samestep.layout import Layout
-from samestep.parallel.apply import Spread, spread, spread_optimizer
-from samestep.tasks.base import call, sum_and_count
+from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.parts import local
+from samestep.parallel.spread import Spread
+from samestep.tasks.base import sum_and_count
 
 
 class NativeTrainer(Trainer):
@@ -57,27 +57,27 @@ class NativeTrainer(Trainer):
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
         """Leave sum over the global batch / its samples in the gradients; return [loss sum, count] over all ranks."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        *first, last = batch.micro_batches
-        for micro_batch in first:
-            with self._spread.accumulating():
-                self._precision.backward(self._forward(micro_batch, loss, totals) * self.gradient_scale(batch))
-        loss_sum = self._forward(last, loss, totals)
-        # Two numbers, on their way while backward runs.
-        pending = dist.all_reduce(totals, group=self._mesh.data_group, async_op=True)
-        self._precision.backward(loss_sum * self.gradient_scale(batch))
-        if pending is not None:
-            pending.wait()
+        pending: list[dist.Work | None] = []
+
+        def term(output: Any, micro_batch: MicroBatch) -> Tensor:
+            loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
+            totals[0] += loss_sum.detach() * micro_batch.weight
+            totals[1] += count * micro_batch.weight
+            return loss_sum * (micro_batch.weight * self.gradient_scale(batch))
+
+        def forwards_done() -> None:
+            # Two numbers, on their way while backward runs.
+            pending.append(dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True))
+
+        self._spread.take(
+            batch.micro_batches, term=term, backward=self._precision.backward, forwards_done=forwards_done
+        )
+        for work in pending:
+            if work is not None:
+                work.wait()
         # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
         totals[1].clamp_(min=1)
         return totals
-
-    def _forward(self, micro_batch: MicroBatch, loss: Loss, totals: Tensor) -> Tensor:
-        with self._precision.autocast():
-            output = call(self._spread.module, micro_batch.batch.inputs)
-            loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
-        totals[0] += loss_sum.detach() * micro_batch.weight
-        totals[1] += count * micro_batch.weight
-        return loss_sum * micro_batch.weight
 
     def gradient_scale(self, batch: StepBatch) -> float:
         """What a rank's loss sum is multiplied by, so that the average over the data ranks is sum / samples.
@@ -89,16 +89,33 @@ class NativeTrainer(Trainer):
     def scale_and_clip(self, batch: StepBatch, totals: Tensor) -> Tensor:
         """Turn sum / samples into sum / count, clip the whole gradient's norm, and return it as it was before."""
         self._precision.unscale(self.optimizer)
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         samples_to_terms = batch.global_samples / totals[1]
-        norm = whole(get_total_norm(gradients)).double() * samples_to_terms
+        norm = self._gradient_norm() * samples_to_terms
         coefficient = samples_to_terms
         if self._clip is not None:
             coefficient = coefficient * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         # Asking for the value would make an accelerator wait; on a CPU it saves a pass over the gradients.
         if self._device.type != "cpu" or coefficient != 1:
-            torch._foreach_mul_([local(gradient) for gradient in gradients], coefficient.to(gradients[0].dtype))
+            for gradients in _alike([local(p.grad) for p in self.model.parameters() if p.grad is not None]):
+                torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
         return norm
+
+    def _gradient_norm(self) -> Tensor:
+        """The norm of the whole gradient: each rank's squares over the number of ranks that hold them, summed."""
+        parts = self._spread.parts
+        by_copies: dict[int, list[Tensor]] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                by_copies.setdefault(parts.copies(name, parameter), []).append(local(parameter.grad))
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for copies, gradients in by_copies.items():
+            for same in _alike(gradients):
+                norms = torch.stack(torch._foreach_norm(same)).to(squares)
+                squares += norms.square().sum() / copies
+        group = parts.norm_group()
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        return squares.sqrt()
 
     def update(self) -> None:
         """Step the optimizer and the schedule."""
@@ -109,25 +126,21 @@ class NativeTrainer(Trainer):
     def predict(self, inputs: Any) -> Any:
         if self.model.training:
             self.model.eval()
-        with torch.no_grad(), self._precision.autocast():
-            return call(self.model, inputs)
+        return self._spread.predict(inputs)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, whole(parameter.detach())
+        return self._spread.parts.whole_parameters(self.model)
 
     def state(self) -> dict[str, Tensor]:
-        return {name: whole(value.detach()).cpu() for name, value in self.model.state_dict().items()}
+        return self._spread.parts.whole_state(self.model)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered from the ranks that hold its shards; every one of them must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one device and dtype together, as PyTorch's operators over lists want them."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    yield from kinds.values()
 
 
 class Native(Engine):
@@ -153,15 +166,19 @@ class Native(Engine):
         clip: float | None,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
+        example: Any = None,
     ) -> NativeTrainer:
-        spread_model = spread(model, layout, mesh, device, precision)
+        in_precision = Precision(precision, device)
+        spread_model = spread(
+            model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, example=example
+        )
         optimizer = spread_optimizer(optimizer_of(model.named_parameters()), layout, mesh)
         return self.trainer_class(
             model=model,
             spread_model=spread_model,
             optimizer=optimizer,
             schedule=schedule_of(optimizer),
-            precision=Precision(precision, device),
+            precision=in_precision,
             clip=clip,
             mesh=mesh,
             device=device,

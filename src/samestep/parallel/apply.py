@@ -1,9 +1,8 @@
 """A layout applied to a module, in this order: cut, slice, recompute, compile, shard or replicate."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,24 +13,35 @@ from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
+from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.moment import Now
+from samestep.parallel.parts import Parts
 from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
+from samestep.parallel.spread import Context, Spread, WholeModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """A module spread over ranks."""
+def spread(
+    model: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    precision: str,
+    autocast: Context,
+    example: Any = None,
+) -> Spread:
+    """Spread a model as its layout says. Raises LayoutError where it could not take the same step then.
 
-    module: nn.Module  # what forward calls
-    accumulating: Callable[[], AbstractContextManager[None]]  # forward and backward without messages
-
-
-def spread(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device, precision: str) -> Spread:
-    """Spread a model as its layout says. Raises LayoutError where it could not take the same step then."""
+    `example` is what the model may be called with (a batch's inputs, a few samples): layouts that cut the model
+    itself look with it at what its forward does.
+    """
+    keep_no_cache(model)
     if layout.data_ranks > 1:
         _check_batch_norm(model, layout)
+    common = {"model": model, "parts": Parts.of(model, layout, mesh), "now": Now(), "autocast": autocast}
     blocks = find_blocks(model)
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
@@ -39,11 +49,11 @@ def spread(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device, p
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)
         assert isinstance(model, FSDPModule)
-        return Spread(module=model, accumulating=partial(without_messages, model))
+        return WholeModel(module=model, accumulating=partial(without_messages, model), **common)
     if layout.data_ranks > 1:
         replicated = replicate(model, mesh.data_group, device)
-        return Spread(module=replicated, accumulating=replicated.no_sync)
-    return Spread(module=model, accumulating=nullcontext)
+        return WholeModel(module=replicated, accumulating=replicated.no_sync, **common)
+    return WholeModel(module=model, accumulating=nullcontext, **common)
 
 
 def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimizer:

@@ -13,7 +13,7 @@ from samestep.engines.base import StepReport
 from samestep.engines.resolve import resolve as resolve_engine
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.tasks.base import Task
+from samestep.tasks.base import Batch, Task
 from samestep.training import result as results
 from samestep.training.dropout import switch_off
 from samestep.training.optimizer import make_optimizer, make_schedule
@@ -51,7 +51,13 @@ class Training:
             model,
             optimizer_of=partial(make_optimizer, recipe.optimizer),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
+            example=self._example(),
         )
+
+    def _example(self) -> Any:
+        """What the model is called with: the inputs of the first samples."""
+        first = [self.samples[index] for index in range(min(2, len(self.samples)))]
+        return Batch(*self.task.collate(first)).inputs
 
     def steps(self, stop: int | None = None) -> Iterator[tuple[StepBatch, StepReport]]:
         """Take steps up to `stop` or the end, one for each that is asked for."""

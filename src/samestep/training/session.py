@@ -13,7 +13,7 @@ from samestep import environment
 from samestep.cluster.device import DeviceChoice
 from samestep.cluster.world import World, join
 from samestep.comm.mesh import build_mesh
-from samestep.data.loader import Chunks, Collate, Loader, StepBatch
+from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
 from samestep.engines.base import Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
 from samestep.engines.precision import parameter_dtype
@@ -70,18 +70,23 @@ class Session:
             raise UserError("session.prepare(model, optimizer) must come before the first step")
         return self._trainer
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, model: nn.Module, optimizer: Optimizer, example: Any = None) -> tuple[nn.Module, Optimizer]:
         """Spread a model and its optimizer, which must not have stepped yet, and return both.
 
-        The model must be the same on every rank: build it under `torch.manual_seed(...)`.
+        The model must be the same on every rank: build it under `torch.manual_seed(...)`. Tensor, pipeline and
+        context parallel layouts want an `example` too: what the model may be called with, a few samples.
         """
         if optimizer.state:
             raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.prepare_with(model, optimizer_of=partial(_point_to, optimizer, names), schedule_of=_no_schedule)
+        self.prepare_with(
+            model, optimizer_of=partial(_point_to, optimizer, names), schedule_of=_no_schedule, example=example
+        )
         return model, optimizer
 
-    def prepare_with(self, model: nn.Module, *, optimizer_of: OptimizerOf, schedule_of: ScheduleOf) -> Trainer:
+    def prepare_with(
+        self, model: nn.Module, *, optimizer_of: OptimizerOf, schedule_of: ScheduleOf, example: Any = None
+    ) -> Trainer:
         """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds."""
         model.to(self.world.device, self._dtype)
         self._trainer = self.engine.prepare(
@@ -93,6 +98,7 @@ class Session:
             clip=self._clip,
             optimizer_of=optimizer_of,
             schedule_of=schedule_of,
+            example=None if example is None else to_device(example, self.world.device, self._dtype),
         )
         # Dropout differs by data rank, since every rank has other samples.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)

@@ -1,0 +1,179 @@
+"""Parts: what of the whole model's parameters a rank holds, and how the ranks' parts belong together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.mesh import Mesh
+from samestep.layout import Layout
+
+Range = tuple[int, int]  # first, and one past the last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A parameter cut along one dimension over a group of ranks: each holds some ranges of its rows or columns."""
+
+    group: dist.ProcessGroup
+    dim: int
+    ranges: Sequence[Sequence[Range]]  # of each rank of the group; together they are the whole dimension
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole."""
+        mine = self.ranges[dist.get_rank(self.group)]
+        return torch.cat([whole.narrow(self.dim, first, last - first) for first, last in mine], self.dim)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole from every rank's part; every rank of the group must ask."""
+        lengths = [sum(last - first for first, last in ranges) for ranges in self.ranges]
+        # Padded to the longest: gathering takes parts of one size.
+        padded = part.new_zeros(*part.shape[: self.dim], max(lengths), *part.shape[self.dim + 1 :])
+        padded.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded, group=self.group)
+        whole = part.new_empty(*part.shape[: self.dim], sum(lengths), *part.shape[self.dim + 1 :])
+        for theirs, ranges in zip(gathered, self.ranges, strict=True):
+            start = 0
+            for first, last in ranges:
+                whole.narrow(self.dim, first, last - first).copy_(theirs.narrow(self.dim, start, last - first))
+                start += last - first
+        return whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """How this rank's tensor of a name relates to the whole model's."""
+
+    slice: Slice | None = None  # None: all of it
+    sum_over: tuple[dist.ProcessGroup, ...] = ()  # groups over which backward leaves its gradient in parts
+    stages: tuple[int, ...] | None = None  # pipeline ranks that hold it; None: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A parameter or buffer of the whole model."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """The table of a model's parts. Layouts that cut a parameter write down here how they did."""
+
+    layout: Layout
+    mesh: Mesh
+    parameters: Mapping[str, Entry]  # of the whole model, in its order
+    state: Mapping[str, Entry]  # of its state dict
+    table: dict[str, Part] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: Layout, mesh: Mesh) -> "Parts":
+        """The parts of a model that is still whole."""
+        return cls(
+            layout=layout,
+            mesh=mesh,
+            parameters={name: Entry(shape=p.shape, dtype=p.dtype) for name, p in model.named_parameters()},
+            state={name: Entry(shape=value.shape, dtype=value.dtype) for name, value in model.state_dict().items()},
+        )
+
+    def part(self, name: str) -> Part:
+        return self.table.get(name, _WHOLE)
+
+    def whole_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the whole model, on every rank; every rank must ask."""
+        mine = dict(model.named_parameters())
+        for name, entry in self.parameters.items():
+            yield name, self._whole(name, entry, mine.get(name))
+
+    def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole model's state dict, on the CPU of every rank; every rank must ask."""
+        mine = model.state_dict()
+        return {name: self._whole(name, entry, mine.get(name)).cpu() for name, entry in self.state.items()}
+
+    def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
+        part = self.part(name)
+        stages = part.stages
+        here = stages is None or self.mesh.coordinate("pipeline") in stages
+        if here:
+            assert mine is not None, name
+            value = whole(mine.detach())
+            if part.slice is not None:
+                value = part.slice.gather(value)
+        else:
+            value = torch.empty(entry.shape, dtype=entry.dtype, device=self.mesh.grid.device_type)
+        if stages is not None and self.mesh.size("pipeline") > 1:
+            owner = self.mesh.ranks("pipeline")[stages[0]]
+            value = value.contiguous()
+            dist.broadcast(value, src=owner, group=self.mesh.group("pipeline"))
+        return value
+
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Add up the gradients that backward left in parts; a parameter that no rank used keeps none."""
+        groups: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                for group in self.part(name).sum_over:
+                    groups.setdefault(group, []).append(parameter)
+        for group, parameters in groups.items():
+            _sum_over(group, parameters)
+
+    def norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold different parts of a gradient; None where every rank holds all of it."""
+        split = [name for name in self._splitting() if self.mesh.size(name) > 1]
+        return self.mesh.group(*split) if split else None
+
+    def copies(self, name: str, parameter: Tensor) -> int:
+        """How many ranks of `norm_group` hold the same numbers of a parameter as this one."""
+        part = self.part(name)
+        count = 1
+        if "tensor" in self._splitting() and part.slice is None:
+            count *= self.mesh.size("tensor")
+        if part.stages is None:
+            count *= self.mesh.size("pipeline")
+        else:
+            count *= len(part.stages)
+        if "shard" in self._splitting() and not isinstance(parameter, DTensor):
+            count *= self.mesh.size("shard")
+        return count
+
+    def _splitting(self) -> tuple[str, ...]:
+        """The dimensions along which ranks hold different parts of gradients."""
+        shard = ("shard",) if self.layout.zero >= 2 else ()
+        return ("pipeline", *shard, "tensor")
+
+
+_WHOLE = Part()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered from the ranks that hold its shards; every one of them must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
+    """Add up gradients over a group in one message a dtype, and with them whether any rank has one."""
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        some = [parameter for parameter in parameters if parameter.dtype == dtype]
+        used = torch.tensor([p.grad is not None for p in some], dtype=dtype, device=local(some[0].detach()).device)
+        for parameter in some:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local(p.grad) for p in some if p.grad is not None]
+        message = torch.cat([used, *(gradient.reshape(-1) for gradient in gradients)])
+        dist.all_reduce(message, group=group)
+        used, *sums = message.split([len(some), *(gradient.numel() for gradient in gradients)])
+        for parameter, gradient, summed, any_used in zip(some, gradients, sums, used.tolist(), strict=True):
+            if any_used:
+                gradient.copy_(summed.view_as(gradient))
+            else:
+                parameter.grad = None
