@@ -148,7 +148,7 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate", "shard"}),
+        dimensions=frozenset({"replicate", "shard", "context"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset({"none", "parameters"}),

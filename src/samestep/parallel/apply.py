@@ -10,10 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from samestep.comm.mesh import Mesh
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.context import split_tokens
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.recompute import recompute
@@ -21,6 +22,7 @@ from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
 from samestep.parallel.spread import Context, Spread, WholeModel
+from samestep.parallel.trace import Trace, trace
 
 
 def spread(
@@ -41,8 +43,11 @@ def spread(
     keep_no_cache(model)
     if layout.data_ranks > 1:
         _check_batch_norm(model, layout)
-    common = {"model": model, "parts": Parts.of(model, layout, mesh), "now": Now(), "autocast": autocast}
+    parts = Parts.of(model, layout, mesh)
+    common = {"model": model, "parts": parts, "now": Now(), "autocast": autocast}
     blocks = find_blocks(model)
+    if layout.context > 1:
+        split_tokens(model, blocks, _look(model, layout, example), mesh, parts)
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
     if layout.zero >= 2:
@@ -54,6 +59,15 @@ def spread(
         replicated = replicate(model, mesh.data_group, device)
         return WholeModel(module=replicated, accumulating=replicated.no_sync, **common)
     return WholeModel(module=model, accumulating=nullcontext, **common)
+
+
+def _look(model: nn.Module, layout: Layout, example: Any) -> Trace:
+    if example is None:
+        raise UserError(
+            f'layout "{layout}" cuts the model itself, for which its forward must be followed once; '
+            "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples would do"
+        )
+    return trace(model, example)
 
 
 def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimizer:
