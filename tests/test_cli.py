@@ -94,7 +94,7 @@ MISTAKES = {
     **{
         f"{layout} is not there yet": (
             f"train good.yaml --layout {layout}",
-            rf'layout "{layout}": engine "native" does not split {dimension} yet; it splits context, replicate, shard',
+            rf'layout "{layout}": engine "native" does not split {dimension} yet; it splits context, ',
         )
         for layout, dimension in {
             "tp2": "tensor",

@@ -1,4 +1,4 @@
-"""Tiny models of many kinds on random data, for tests of layouts that cut the model itself. Sizes are odd on purpose."""
+"""Tiny models of many kinds on random data, for tests of layouts that cut the model itself; odd sizes on purpose."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +11,13 @@ from torchmetrics import MeanMetric, Metric
 import samestep
 
 VOCABULARY = 56
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
-DECODER = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 16}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+DECODER: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 16}
 
 
 class Encoder(nn.Module):
@@ -34,33 +39,32 @@ def _causal(config: type, **values: Any) -> nn.Module:
 
 
 def _bert() -> nn.Module:
-    config = transformers.BertConfig(**SIZES, intermediate_size=40, max_position_embeddings=16, num_labels=3)
-    return transformers.AutoModelForSequenceClassification.from_config(config)
+    sizes = {**SIZES, "intermediate_size": 40, "max_position_embeddings": 16, "num_labels": 3}
+    return transformers.AutoModelForSequenceClassification.from_config(transformers.BertConfig(**sizes))
 
 
 def _distilbert() -> nn.Module:
-    sizes = {"dim": 24, "n_layers": 4, "n_heads": 4, "hidden_dim": 40}
-    config = transformers.DistilBertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, num_labels=3, **sizes)
-    return transformers.AutoModelForSequenceClassification.from_config(config)
+    sizes: dict[str, Any] = {"dim": 24, "n_layers": 4, "n_heads": 4, "hidden_dim": 40, "num_labels": 3}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
+    return transformers.AutoModelForSequenceClassification.from_config(transformers.DistilBertConfig(**sizes))
 
 
 def _gpt2() -> nn.Module:
-    sizes = {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 16}
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **sizes)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    sizes: dict[str, Any] = {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 16, "vocab_size": VOCABULARY}
+    sizes |= {"bos_token_id": None, "eos_token_id": None}
+    return transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**sizes))
 
 
 def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=24, d_kv=6, d_ff=40, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    return transformers.AutoModelForSeq2SeqLM.from_config(config)
+    sizes: dict[str, Any] = {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
+    return transformers.AutoModelForSeq2SeqLM.from_config(transformers.T5Config(**sizes))
 
 
 def _vit() -> nn.Module:
-    sizes = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 40}
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes)
-    return transformers.AutoModelForImageClassification.from_config(config)
+    sizes: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 40, "image_size": 8, "patch_size": 4, "num_labels": 3}
+    return transformers.AutoModelForImageClassification.from_config(transformers.ViTConfig(**sizes))
 
 
 def _mlp() -> nn.Module:

@@ -61,6 +61,8 @@ def split_tokens(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, me
 
     Embeddings before the blocks, and what stands after them, see all tokens on every rank.
     """
+    if not blocks:
+        raise _refused(parts.layout, type(model).__name__, "has no blocks between which it hands on hidden states")
     names = {module: name for name, module in model.named_modules()}
     calls = [_only_call(trace, names[block], parts.layout) for block in blocks]
     group, length = mesh.group("context"), Length()
