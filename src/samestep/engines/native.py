@@ -17,6 +17,7 @@ from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, Schedule
 from samestep.engines.precision import Precision
 from samestep.layout import Layout
 from samestep.parallel.apply import Spread, spread, spread_optimizer
+from samestep.parallel.initial import InitialValues
 from samestep.tasks.base import call, sum_and_count
 
 
@@ -139,6 +140,7 @@ class Native(Engine):
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset({"none", "parameters"}),
+        fills=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
@@ -153,8 +155,9 @@ class Native(Engine):
         clip: float | None,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
+        initial: InitialValues | None = None,
     ) -> NativeTrainer:
-        spread_model = spread(model, layout, mesh, device, precision)
+        spread_model = spread(model, layout, mesh, device, precision, initial)
         optimizer = spread_optimizer(optimizer_of(model.named_parameters()), layout, mesh)
         return self.trainer_class(
             model=model,

@@ -14,6 +14,7 @@ from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
+from samestep.parallel.initial import InitialValues
 from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
@@ -28,8 +29,18 @@ class Spread:
     accumulating: Callable[[], AbstractContextManager[None]]  # forward and backward without messages
 
 
-def spread(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device, precision: str) -> Spread:
-    """Spread a model as its layout says. Raises LayoutError where it could not take the same step then."""
+def spread(
+    model: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    precision: str,
+    initial: InitialValues | None = None,
+) -> Spread:
+    """Spread a model as its layout says, and fill what of it is on the meta device with its initial values.
+
+    Raises LayoutError where it could not take the same step then.
+    """
     if layout.data_ranks > 1:
         _check_batch_norm(model, layout)
     blocks = find_blocks(model)
@@ -38,6 +49,8 @@ def spread(model: nn.Module, layout: Layout, mesh: Mesh, device: torch.device, p
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)
+        if initial is not None:
+            initial.fill(model, torch.device("cpu") if layout.offload == "parameters" else device)
         assert isinstance(model, FSDPModule)
         return Spread(module=model, accumulating=partial(without_messages, model))
     if layout.data_ranks > 1:

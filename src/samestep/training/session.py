@@ -20,6 +20,7 @@ from samestep.engines.precision import parameter_dtype
 from samestep.engines.resolve import check, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
+from samestep.parallel.initial import InitialValues, move
 from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
 from samestep.training import evaluation
@@ -81,9 +82,19 @@ class Session:
         self.prepare_with(model, optimizer_of=partial(_point_to, optimizer, names), schedule_of=_no_schedule)
         return model, optimizer
 
-    def prepare_with(self, model: nn.Module, *, optimizer_of: OptimizerOf, schedule_of: ScheduleOf) -> Trainer:
-        """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds."""
-        model.to(self.world.device, self._dtype)
+    def prepare_with(
+        self,
+        model: nn.Module,
+        *,
+        optimizer_of: OptimizerOf,
+        schedule_of: ScheduleOf,
+        initial: InitialValues | None = None,
+    ) -> Trainer:
+        """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds.
+
+        `initial` are the values of its parameters that are on the meta device.
+        """
+        move(model, self.world.device, self._dtype)
         self._trainer = self.engine.prepare(
             model,
             layout=self.layout,
@@ -93,6 +104,7 @@ class Session:
             clip=self._clip,
             optimizer_of=optimizer_of,
             schedule_of=schedule_of,
+            initial=initial,
         )
         # Dropout differs by data rank, since every rank has other samples.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
