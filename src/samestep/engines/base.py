@@ -83,4 +83,7 @@ class Engine(ABC):
         schedule_of: ScheduleOf,
         initial: InitialValues | None = None,
     ) -> Trainer:
-        """Spread the model, fill it from `initial`, then make the optimizer of the parameters that this rank holds."""
+        """Spread the model, then make the optimizer of the parameters that this rank holds.
+
+        `initial` are the values of the parameters that are on the meta device, where the engine `fills` them.
+        """

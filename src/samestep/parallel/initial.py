@@ -8,6 +8,7 @@ the whole before the next one.
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +41,31 @@ class InitialValues:
         the model was sliced by hand: whole -> part; a DTensor is then a shard of that part. Parameters must have
         the names under which they were recorded.
         """
-        for name, parameter in list(model.named_parameters()):
+        filled: dict[int, nn.Parameter] = {}  # by the id of the one before: a tied one stays one
+        before = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in before.items():
             if not parameter.is_meta:
                 continue
-            _become(parameter, torch.empty_like(parameter.detach(), device=device))
-            values = self.value(name).to(parameter.dtype)
-            if parts and name in parts:
-                values = parts[name](values)
-            _put(parameter.detach(), values, name)
-        # FSDP2 looks for its shards anew when a function is applied to all parameters, as `to_empty` does.
+            if id(parameter) not in filled:
+                empty = torch.empty_like(parameter.detach(), device=device)
+                self._fill_one(name, empty, (parts or {}).get(name))
+                filled[id(parameter)] = _like(parameter, empty)
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, filled[id(parameter)])
+        # FSDP2 and recurrent layers look for their parameters anew when a function is applied to all.
         model._apply(lambda tensor: tensor)
+
+    def _fill_one(self, name: str, parameter: Tensor, take: Callable[[Tensor], Tensor] | None) -> None:
+        values = self.value(name).to(parameter.dtype)
+        if take is not None:
+            values = take(values)
+        if parameter.shape != values.shape:
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}; its values have {tuple(values.shape)}")
+        if isinstance(parameter, DTensor):
+            # Every rank has computed the whole, so nothing is sent.
+            shard = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter, values = parameter.to_local(), shard.to_local()
+        parameter.copy_(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,19 +105,29 @@ def _record(make: Callable[[], nn.Module]) -> InitialModel:
 
 def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """`model.to(device, dtype)`, but what is on the meta device stays there."""
-    model.to(dtype)
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+    def moved(tensor: Tensor) -> Tensor:
+        real = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.to(tensor.device if tensor.is_meta else device, dtype if real else None)
+
+    model._apply(moved)
 
 
 def _regions(model: nn.Module, recording: Recording) -> dict[str, Region]:
     """Where the record holds each parameter that was recorded."""
     regions: dict[str, Region] = {}
+    owners: dict[int, nn.Parameter] = {}  # by storage
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_lazy(parameter):
             raise Unrecordable(f"{name} gets its shape in the first forward")
         if recording.knows(parameter):
             regions[name] = recording.region(parameter)
+            if owners.setdefault(regions[name].storage, parameter) is not parameter:
+                raise Unrecordable(f"{name} shares memory with another parameter")
         elif parameter.is_meta:
+            raise Unrecordable(f"{name} was made on the meta device")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and not recording.knows(buffer):
             raise Unrecordable(f"{name} was made on the meta device")
     return regions
 
@@ -125,24 +151,17 @@ def _compute_now(tensors: list[Tensor], recording: Recording, taken: set[int]) -
 
 def _become(tensor: Tensor, values: Tensor) -> None:
     """Make a tensor on the meta device the one that holds these values, for all who refer to it."""
-    made = values
+    try:
+        swap_tensors(tensor, _like(tensor, values))
+    except RuntimeError as error:
+        raise Unrecordable("a tensor with views or weak references that live on") from error
+
+
+def _like(tensor: Tensor, values: Tensor) -> Any:
+    """These values as what a tensor is: a parameter or a plain tensor, with the attributes that it was given."""
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(values, requires_grad=tensor.requires_grad)
+        values = nn.Parameter(values, requires_grad=tensor.requires_grad)
     elif type(tensor) is not Tensor:
         raise Unrecordable(f"a {type(tensor).__name__}")
-    vars(made).update(vars(tensor))
-    try:
-        swap_tensors(tensor, made)
-    except RuntimeError as error:  # a view of it lives on, or a weak reference to it
-        raise Unrecordable(str(error)) from error
-
-
-def _put(parameter: Tensor, values: Tensor, name: str) -> None:
-    """Copy into a parameter what it holds of its values."""
-    if parameter.shape != values.shape:
-        raise ValueError(f"{name} has shape {tuple(parameter.shape)} and its values have {tuple(values.shape)}")
-    if isinstance(parameter, DTensor):
-        # Every rank has the values, so none is sent.
-        shard = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter, values = parameter.to_local(), shard.to_local()
-    parameter.copy_(values)
+    vars(values).update(vars(tensor))
+    return values

@@ -75,7 +75,7 @@ class Recording:
             dtype=tensor.dtype,
             size=tuple(tensor.size()),
             stride=tuple(tensor.stride()),
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
         )
 
     def value(self, tensor: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Recording:
             Tensor, lambda t: self.region(t) if self.knows(t) else t.detach().clone(), (args, kwargs)
         )
         if generator_state is not None:
-            kept_kwargs = {name: value for name, value in kept_kwargs.items() if name != "generator"}
+            kept_kwargs = {name: None if name == "generator" else value for name, value in kept_kwargs.items()}
         self.record.add(
             Step(
                 operator=operator,
@@ -122,7 +122,7 @@ class Recording:
     def _region_of_result(self, result: Any) -> Region | None:
         if not isinstance(result, Tensor):
             return None
-        if result.layout != torch.strided or type(result) is not Tensor and not self.knows(result):
+        if result.layout != torch.strided or not (type(result) is Tensor or self.knows(result)):
             raise self.refuse(f"a tensor of layout {result.layout} and type {type(result).__name__}")
         return self.region(result)
 
@@ -182,8 +182,8 @@ class _Operators(TorchDispatchMode):
             if into_recorded:
                 raise self._recording.refuse(f"{func} of recorded and other tensors")
             return self._run_on_values(func, args, kwargs)
-        if func is _aten._to_copy.default and device is not None and kwargs.get("dtype") in (None, args[0].dtype):
-            raise self._recording.refuse("a tensor copied to the CPU, where it would be already")
+        if device == _CPU and func is _aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            raise self._recording.refuse("a tensor moved to the CPU, where it would be already")
         fixed = {**kwargs, "device": _CPU} if device is not None else kwargs
         try:
             results = func(*_on_meta(args), **_on_meta({**kwargs, **({"device": _META} if device else {})}))
