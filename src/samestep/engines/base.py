@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
 from samestep.layout import Layout
+from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch
 
 # The loss summed over a batch's terms, and how many terms those are.
@@ -29,6 +30,7 @@ class Abilities:
     precisions: frozenset[str]
     recompute: frozenset[str] = frozenset({"none"})
     offload: frozenset[str] = frozenset({"none"})
+    fills: bool = False  # takes a model on the meta device, with its initial values to come
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
 
 
@@ -79,9 +81,6 @@ class Engine(ABC):
         clip: float | None,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
-        example: Any = None,
+        details: Details,
     ) -> Trainer:
-        """Spread the model, then make the optimizer of the parameters that this rank holds.
-
-        `example` is what the model may be called with: a batch's inputs, a few samples.
-        """
+        """Spread the model, then make the optimizer of the parameters that this rank holds."""

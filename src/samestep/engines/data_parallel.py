@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from samestep.layout import Layout
 from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
-from samestep.parallel.spread import WholeModel
+from samestep.parallel.spread import Details, WholeModel
 
 
 class DataParallel(Engine):
@@ -43,7 +43,7 @@ class DataParallel(Engine):
         clip: float | None,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
-        example: Any = None,
+        details: Details,
     ) -> NativeTrainer:
         keep_no_cache(model)
         devices = accelerators() if device.type != "cpu" else 0

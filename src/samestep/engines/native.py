@@ -16,7 +16,7 @@ from samestep.engines.precision import Precision
 from samestep.layout import Layout
 from samestep.parallel.apply import spread, spread_optimizer
 from samestep.parallel.parts import local
-from samestep.parallel.spread import Spread
+from samestep.parallel.spread import Details, Spread
 from samestep.tasks.base import sum_and_count
 
 
@@ -152,6 +152,7 @@ class Native(Engine):
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset({"none", "parameters"}),
+        fills=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
@@ -166,11 +167,11 @@ class Native(Engine):
         clip: float | None,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
-        example: Any = None,
+        details: Details,
     ) -> NativeTrainer:
         in_precision = Precision(precision, device)
         spread_model = spread(
-            model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, example=example
+            model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, details=details
         )
         optimizer = spread_optimizer(optimizer_of(model.named_parameters()), layout, mesh)
         return self.trainer_class(

@@ -21,7 +21,7 @@ from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
-from samestep.parallel.spread import Context, Spread, WholeModel
+from samestep.parallel.spread import Context, Details, Spread, WholeModel
 from samestep.parallel.trace import Trace, trace
 
 
@@ -33,12 +33,11 @@ def spread(
     *,
     precision: str,
     autocast: Context,
-    example: Any = None,
+    details: Details,
 ) -> Spread:
-    """Spread a model as its layout says. Raises LayoutError where it could not take the same step then.
+    """Spread a model as its layout says, and fill what of it is on the meta device with its initial values.
 
-    `example` is what the model may be called with (a batch's inputs, a few samples): layouts that cut the model
-    itself look with it at what its forward does.
+    Raises LayoutError where it could not take the same step then.
     """
     keep_no_cache(model)
     if layout.data_ranks > 1:
@@ -47,12 +46,14 @@ def spread(
     common = {"model": model, "parts": parts, "now": Now(), "autocast": autocast}
     blocks = find_blocks(model)
     if layout.context > 1:
-        split_tokens(model, blocks, _look(model, layout, example), mesh, parts)
+        split_tokens(model, blocks, _look(model, layout, details.example), mesh, parts)
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)
+        if details.initial is not None:
+            details.initial.fill(model, torch.device("cpu") if layout.offload == "parameters" else device)
         assert isinstance(model, FSDPModule)
         return WholeModel(module=model, accumulating=partial(without_messages, model), **common)
     if layout.data_ranks > 1:

@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
+from samestep.parallel.initial import InitialValues
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.tasks.base import call
@@ -16,6 +18,17 @@ from samestep.tasks.base import call
 # From the model's output for a micro-batch to what backward starts from.
 Term = Callable[[Any, MicroBatch], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What spreading a model wants to know beyond the layout; all of it may be missing."""
+
+    # What the model may be called with: a batch's inputs, a few samples. Layouts that cut the model itself look
+    # with it at what its forward does.
+    example: Any = None
+    # The values of the parameters that are on the meta device.
+    initial: InitialValues | None = None
 
 
 class Spread(ABC):

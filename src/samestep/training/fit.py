@@ -13,6 +13,8 @@ from samestep.engines.base import StepReport
 from samestep.engines.resolve import resolve as resolve_engine
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.parallel.initial import InitialModel, build_recorded
+from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch, Task
 from samestep.training import result as results
 from samestep.training.dropout import switch_off
@@ -44,14 +46,14 @@ class Training:
         self.samples = task.train_set()
         steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(steps_per_epoch)
-        model = build_model(task, recipe.seed)
+        built = build_model(task, recipe.seed, recorded=layout.zero >= 2 and self.session.engine.abilities.fills)
         if not recipe.dropout:
-            switch_off(model)
+            switch_off(built.model)
         self.session.prepare_with(
-            model,
+            built.model,
             optimizer_of=partial(make_optimizer, recipe.optimizer),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
-            example=self._example(),
+            details=Details(example=self._example(), initial=built.values),
         )
 
     def _example(self) -> Any:
@@ -86,11 +88,18 @@ class Training:
         )
 
 
-def build_model(task: Task, seed: int) -> torch.nn.Module:
-    """The task's model with the initial weights of this seed: the same in every process and for every layout."""
-    with torch.random.fork_rng(devices=[]):
+def build_model(task: Task, seed: int, *, recorded: bool = False) -> InitialModel:
+    """The task's model with the initial weights of this seed: the same in every process and for every layout.
+
+    `recorded`: its parameters are still to be filled with them, where its construction lets them be.
+    """
+
+    def make() -> torch.nn.Module:
         torch.manual_seed(seed)
         return task.model()
+
+    with torch.random.fork_rng(devices=[]):
+        return build_recorded(make) if recorded else InitialModel(model=make(), values=None)
 
 
 def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
