@@ -39,8 +39,9 @@ class Buffers(nn.Module):
         self.register_buffer("angles", torch.cat([angles.cos(), angles.sin()], dim=1))
         self.register_buffer("positions", torch.arange(7), persistent=False)
         self.register_buffer("mask", torch.ones(5, 5).tril().bool())
-        self.register_buffer("noise", torch.randn(3), persistent=False)
-        self.weight = nn.Parameter(torch.randn(4, 3) * self.noise)
+        noise = torch.randn(3)
+        self.register_buffer("noise", noise, persistent=False)
+        self.weight = nn.Parameter(torch.randn(4, 3) * noise)
 
 
 class Legacy(nn.Module):
@@ -162,7 +163,7 @@ _SIZES = {
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    return BertForSequenceClassification(BertConfig(**_SIZES, num_labels=3))  # pyright: ignore[reportArgumentType]
+    return BertForSequenceClassification(BertConfig(**_SIZES, num_labels=3))  # pyright: ignore
 
 
 def _gpt2() -> nn.Module:
@@ -186,9 +187,7 @@ def _qwen2() -> nn.Module:
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=37, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    )
+    return T5ForConditionalGeneration(T5Config(vocab_size=37, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=2))
 
 
 def _vit() -> nn.Module:

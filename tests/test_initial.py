@@ -162,7 +162,7 @@ def test_a_slice_by_hand_is_of_the_whole() -> None:
     built.model.weight = nn.Parameter(torch.empty(5, 2, device="meta"))
     built.values.fill(built.model, CPU, {"weight": lambda whole: whole[:, 2:4]})
     assert torch.equal(built.model.weight, plain.get_parameter("weight")[:, 2:4])
-    assert torch.equal(built.model.bias, plain.get_parameter("bias"))
+    assert torch.equal(built.model.get_parameter("bias"), plain.get_parameter("bias"))
 
 
 def test_a_slice_of_another_shape_is_named() -> None:
@@ -225,8 +225,8 @@ def peak(work: Callable[[], Any]) -> int:
     """The most bytes that torch's CPU allocator had handed out at once during `work`, as the profiler sees it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    assert profiled.profiler is not None
-    events = profiled.profiler.kineto_results.events()
+    profiler: Any = profiled.profiler
+    events = profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return int(np.cumsum([change for _, change in changes]).max())
 
@@ -279,7 +279,7 @@ class Looking(Native):
         return trainer
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "zero2x2", "dp2 fsdp2"])
+@pytest.mark.parametrize("layout", ["zero2x2", "dp2 fsdp2"])
 def test_bert_takes_the_step_of_one_process(layout: str) -> None:
     recipe = samestep.Recipe(task=Sentences(), batch=13, steps=4, clip=0.5, optimizer=samestep.AdamW(lr=1e-2))
     proof = samestep.verify(recipe, layout=layout, engine=Looking(), steps=4)
