@@ -26,17 +26,17 @@ _CLOTHES = (
 _BYTES = 0x08  # the code of unsigned bytes in the third byte of a file
 
 
-def read_fashion_mnist(folder: Path = _FASHION) -> ImageSource:
+def read_fashion_mnist() -> ImageSource:
     """Read Fashion-MNIST (Xiao, Rasul & Vollgraf 2017): 60,000 images of 28 x 28 of clothes, and 10,000 held out.
 
     Raises UserError where Debian's package is not installed.
     """
-    if not folder.is_dir():
+    if not _FASHION.is_dir():
         raise UserError(
-            f'source "fashion-mnist": no folder {folder}; on Debian and Ubuntu apt-get install dataset-fashion-mnist '
+            f'source "fashion-mnist": no folder {_FASHION}; on Debian and Ubuntu apt-get install dataset-fashion-mnist '
             f"would do; elsewhere a folder with the same four files, given as source"
         )
-    return read_folder(folder, names=_CLOTHES)
+    return read_folder(_FASHION, names=_CLOTHES)
 
 
 def read_folder(folder: Path, names: tuple[str, ...] | None = None) -> ImageSource:

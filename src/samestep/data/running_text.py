@@ -19,7 +19,9 @@ SOURCES = {
 }
 
 _SUFFIX = ".txt"
-_PIECE = 2000  # characters, at least, of what is held out or trained on as one
+_PIECE = 2000  # characters of what is held out or trained on as one
+_SHORTEST_PIECE = 100
+_PIECES = 200  # at least, of a source that is long enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,9 @@ def divide(documents: Sequence[str], held_out: float, where: str) -> RunningText
     train: list[str] = []
     held: list[str] = []
     counts = [0, 0]
+    size = min(_PIECE, max(_SHORTEST_PIECE, sum(map(len, documents)) // _PIECES))
     for document in documents:
-        found = list(pieces(document))
+        found = list(_pieces(document, size))
         _, chosen = split(found, held_out)
         on_hold = set(chosen)
         counts[0] += len(found) - len(on_hold)
@@ -81,16 +84,16 @@ def divide(documents: Sequence[str], held_out: float, where: str) -> RunningText
     return RunningText(train=train, held_out=held)
 
 
-def pieces(document: str) -> Iterator[str]:
-    """Cut a document at the first line end after 2,000 characters, and inside lines that are longer than that."""
+def _pieces(document: str, size: int) -> Iterator[str]:
+    """Cut a document at the first line end after `size` characters, and inside lines that are longer than that."""
     lines: list[str] = []
-    size = 0
+    so_far = 0
     for line in document.splitlines(keepends=True):
-        for start in range(0, len(line), _PIECE):
-            lines.append(line[start : start + _PIECE])
-            size += len(lines[-1])
-            if size >= _PIECE:
+        for start in range(0, len(line), size):
+            lines.append(line[start : start + size])
+            so_far += len(lines[-1])
+            if so_far >= size:
                 yield "".join(lines)
-                lines, size = [], 0
+                lines, so_far = [], 0
     if lines:
         yield "".join(lines)
