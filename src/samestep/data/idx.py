@@ -33,8 +33,8 @@ def read_fashion_mnist() -> ImageSource:
     """
     if not _FASHION.is_dir():
         raise UserError(
-            f'source "fashion-mnist": no folder {_FASHION}; on Debian and Ubuntu apt-get install dataset-fashion-mnist '
-            f"would do; elsewhere a folder with the same four files, given as source"
+            f'source "fashion-mnist": no folder {_FASHION}; on Debian and Ubuntu apt-get install '
+            f"dataset-fashion-mnist would do; elsewhere a folder with the same four files, given as source"
         )
     return read_folder(_FASHION, names=_CLOTHES)
 

@@ -32,9 +32,9 @@ class CausalLM(Task):
 
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, or where model and data don't fit."""
-        decoder_model.check(self._model, self._config, self._vocabulary, self._data.length)
         if not len(self.train_set()):
             raise UserError(f"{self._data.source} has fewer than two tokens to train on; a longer text would do")
+        decoder_model.check(self._model, self._config, self._vocabulary, self._data.length)
 
     def model(self) -> "nn.Module":
         return decoder_model.build(self._model, self._config)

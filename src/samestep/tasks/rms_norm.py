@@ -27,7 +27,8 @@ def widen_norms(model: Model) -> Model:
         for name, norm in list(parent.named_children()):
             # Norms of another kind, such as Gemma's 1 + weight, call the number that they add otherwise.
             if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
-                wide = WideRMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon)  # pyright: ignore[reportArgumentType]
-                wide.weight = norm.weight  # pyright: ignore[reportAttributeAccessIssue]
+                weight = norm.get_parameter("weight")
+                wide = WideRMSNorm(len(weight), eps=norm.variance_epsilon)  # pyright: ignore[reportArgumentType]
+                wide.weight = weight
                 setattr(parent, name, wide)
     return model

@@ -103,6 +103,7 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         lines = log.tally.gather()
         if session.is_main:
             print("\n".join(lines), flush=True)
+    peaks = results.gather_peak_memory(session)
     samples_per_second = log.samples / log.seconds
     result = TrainResult(
         metrics=metrics,
@@ -113,7 +114,6 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         speeds=speeds(samples_per_second, task.work(), job.recipe.precision, world.device),
         folder=folder,
     )
-    peaks = results.gather_peak_memory(session)
     state = session.trainer.state()
     if session.is_main:
         results.write(result, session, peaks=peaks, state=state)
