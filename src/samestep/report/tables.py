@@ -1,7 +1,7 @@
 """Tables in the terminal: the result of a training, and a proof."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +11,14 @@ from samestep.matrix import Row
 from samestep.proof import Proof
 from samestep.training.evaluation import scalars
 from samestep.training.result import TrainResult, is_curve
+
+# How a table says what result.speeds holds.
+_SPEEDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+    "flops_per_second": ("GFLOP/s", lambda flops: f"{flops / 1e9:,.1f}"),
+    "measured_peak_flops": ("GFLOP/s of matrix products", lambda flops: f"{flops / 1e9:,.1f}"),
+    "model_flops_utilisation": ("model FLOPs utilisation", "{:.1%}".format),
+}
 
 
 def print_result(result: TrainResult, console: Console | None = None) -> None:
@@ -28,6 +36,7 @@ def print_result(result: TrainResult, console: Console | None = None) -> None:
         "final loss": f"{result.losses[-1]:.4f}",
         "seconds": f"{result.seconds:.1f}",
         "samples/s": f"{result.samples_per_second:,.1f}",
+        **{name: show(result.speeds[key]) for key, (name, show) in _SPEEDS.items() if key in result.speeds},
     }
     table = Table(show_header=False)
     for name, value in numbers.items():

@@ -23,6 +23,7 @@ from samestep.training.progress import Bar
 from samestep.training.records import Records
 from samestep.training.result import TrainResult
 from samestep.training.session import Session
+from samestep.training.speed import speeds
 from samestep.training.tally import Tally
 
 
@@ -117,15 +118,17 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         lines = log.tally.gather()
         if session.is_main:
             print("\n".join(lines), flush=True)
+    peaks = results.gather_peak_memory(session)
+    samples_per_second = log.samples / log.seconds
     result = TrainResult(
         metrics=metrics,
         losses=tuple(log.losses),
         steps=len(log.losses),
         seconds=log.seconds,
-        samples_per_second=log.samples / log.seconds,
+        samples_per_second=samples_per_second,
+        speeds=speeds(samples_per_second, task.work(), job.recipe.precision, world.device),
         folder=folder,
     )
-    peaks = results.gather_peak_memory(session)
     state = session.trainer.state()
     if session.is_main:
         results.write(result, session, peaks=peaks, state=state)
