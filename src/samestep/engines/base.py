@@ -80,8 +80,10 @@ class Engine(ABC):
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
         example: Any = None,
+        tensor_plan: Mapping[str, str] | None = None,
     ) -> Trainer:
         """Spread the model, then make the optimizer of the parameters that this rank holds.
 
-        `example` is what the model may be called with: a batch's inputs, a few samples.
+        `example` is what the model may be called with: a batch's inputs, a few samples. `tensor_plan` says which
+        layers a tensor parallel layout slices how (name or pattern -> role), where that is not to be found.
         """

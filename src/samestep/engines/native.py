@@ -1,6 +1,6 @@
 """The native engine: samestep's own step on torch.distributed, the same code for one rank and for many."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +58,7 @@ class NativeTrainer(Trainer):
         """Leave sum over the global batch / its samples in the gradients; return [loss sum, count] over all ranks."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         pending: list[dist.Work | None] = []
+        loss, backward = self._spread.around(loss, self._precision.backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
@@ -69,9 +70,7 @@ class NativeTrainer(Trainer):
             # Two numbers, on their way while backward runs.
             pending.append(dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True))
 
-        self._spread.take(
-            batch.micro_batches, term=term, backward=self._precision.backward, forwards_done=forwards_done
-        )
+        self._spread.take(batch.micro_batches, term=term, backward=backward, forwards_done=forwards_done)
         for work in pending:
             if work is not None:
                 work.wait()
@@ -148,7 +147,7 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate", "shard"}),
+        dimensions=frozenset({"replicate", "shard", "tensor"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset({"none", "parameters"}),
@@ -167,10 +166,18 @@ class Native(Engine):
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
         example: Any = None,
+        tensor_plan: Mapping[str, str] | None = None,
     ) -> NativeTrainer:
         in_precision = Precision(precision, device)
         spread_model = spread(
-            model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, example=example
+            model,
+            layout,
+            mesh,
+            device,
+            precision=precision,
+            autocast=in_precision.autocast,
+            example=example,
+            tensor_plan=tensor_plan,
         )
         optimizer = spread_optimizer(optimizer_of(model.named_parameters()), layout, mesh)
         return self.trainer_class(

@@ -1,5 +1,6 @@
 """A layout applied to a module, in this order: cut, slice, recompute, compile, shard or replicate."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
 from samestep.parallel.spread import Context, Spread, WholeModel
+from samestep.parallel.tensor.slicing import slice_tensors
 
 
 def spread(
@@ -32,28 +34,36 @@ def spread(
     precision: str,
     autocast: Context,
     example: Any = None,
+    tensor_plan: Mapping[str, str] | None = None,
 ) -> Spread:
     """Spread a model as its layout says. Raises LayoutError where it could not take the same step then.
 
     `example` is what the model may be called with (a batch's inputs, a few samples): layouts that cut the model
-    itself look with it at what its forward does.
+    itself look with it at what its forward does. `tensor_plan` says which layers are sliced how, where the user does.
     """
     keep_no_cache(model)
     if layout.data_ranks > 1:
         _check_batch_norm(model, layout)
     common = {"model": model, "parts": Parts.of(model, layout, mesh), "now": Now(), "autocast": autocast}
     blocks = find_blocks(model)
+    vocabulary = None
+    if layout.tensor > 1:
+        vocabulary = slice_tensors(
+            model, blocks, common["parts"], mesh, device, example=example, given=tensor_plan
+        )
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)
         assert isinstance(model, FSDPModule)
-        return WholeModel(module=model, accumulating=partial(without_messages, model), **common)
+        return WholeModel(
+            module=model, accumulating=partial(without_messages, model), vocabulary=vocabulary, **common
+        )
     if layout.data_ranks > 1:
         replicated = replicate(model, mesh.data_group, device)
-        return WholeModel(module=replicated, accumulating=replicated.no_sync, **common)
-    return WholeModel(module=model, accumulating=nullcontext, **common)
+        return WholeModel(module=replicated, accumulating=replicated.no_sync, vocabulary=vocabulary, **common)
+    return WholeModel(module=model, accumulating=nullcontext, vocabulary=vocabulary, **common)
 
 
 def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimizer:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from samestep.data.loader import MicroBatch
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
+from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
 from samestep.tasks.base import call
 
 # From the model's output for a micro-batch to what backward starts from.
@@ -33,13 +34,17 @@ class Spread(ABC):
         micro_batches: Sequence[MicroBatch],
         *,
         term: Term,
-        backward: Callable[[Tensor], None],
+        backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
         """Forward and backward of every micro-batch; leave the gradients averaged over the data ranks.
 
         `term` is called where the model's output is. `forwards_done` is called once, when it won't be called again.
         """
+
+    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
+        """The loss and the backward of a step, as what this spread gives for an output wants them."""
+        return loss, backward
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
@@ -49,9 +54,12 @@ class Spread(ABC):
 class WholeModel(Spread):
     """Every rank runs all of the model's layers, each on its own samples or its own part of every layer."""
 
-    def __init__(self, *, module: nn.Module, accumulating: Context, **common: Any) -> None:
+    def __init__(
+        self, *, module: nn.Module, accumulating: Context, vocabulary: Vocabulary | None = None, **common: Any
+    ) -> None:
         super().__init__(**common)
         self.module = module  # what forward calls
+        self._vocabulary = vocabulary  # where the output layer may be sliced
         self._accumulating = accumulating  # forward and backward without messages
 
     def take(
@@ -59,7 +67,7 @@ class WholeModel(Spread):
         micro_batches: Sequence[MicroBatch],
         *,
         term: Term,
-        backward: Callable[[Tensor], None],
+        backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
         *first, last = micro_batches
@@ -74,6 +82,9 @@ class WholeModel(Spread):
     def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
         with self.now.at(micro_batch.moment), self.autocast():
             return term(call(self.module, micro_batch.batch.inputs), micro_batch)
+
+    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
+        return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
 
     def predict(self, inputs: Any) -> Any:
         with torch.no_grad(), self.autocast():

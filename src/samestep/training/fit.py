@@ -40,6 +40,7 @@ class Training:
             seed=recipe.seed,
             micro_batch=job.run.micro_batch,
             workers=job.run.workers,
+            tensor_plan=job.run.tensor_plan,
         )
         self.samples = task.train_set()
         steps_per_epoch = -(-len(self.samples) // recipe.batch)

@@ -44,6 +44,7 @@ class Session:
         seed: int = 0,
         micro_batch: int | None = None,
         workers: int = 0,
+        tensor_plan: Mapping[str, str] | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision)
@@ -57,6 +58,7 @@ class Session:
         self._seed = seed
         self._micro_batch = micro_batch
         self._workers = workers
+        self._tensor_plan = tensor_plan
         self._trainer: Trainer | None = None
 
     @property
@@ -99,6 +101,7 @@ class Session:
             optimizer_of=optimizer_of,
             schedule_of=schedule_of,
             example=None if example is None else to_device(example, self.world.device, self._dtype),
+            tensor_plan=self._tensor_plan,
         )
         # Dropout differs by data rank, since every rank has other samples.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
@@ -180,6 +183,7 @@ def session(
     threads: int | None = None,
     workers: int = 0,
     device: DeviceChoice = "auto",
+    tensor_plan: Mapping[str, str] | None = None,
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -199,6 +203,7 @@ def session(
             seed=seed,
             micro_batch=micro_batch,
             workers=workers,
+            tensor_plan=tensor_plan,
         )
 
 

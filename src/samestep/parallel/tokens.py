@@ -1,0 +1,120 @@
+"""Tokens split over a group of ranks: the messages at the edges of a split, forward and backward.
+
+Rank r of p holds the tokens `bounds(total, r, p)`: any number of tokens works, and no padding reaches the model; only
+messages are padded, since every rank's part of one must be of one size. (Korthikanti et al. 2022, section 4.2.)
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from samestep.data.order import bounds
+
+Group = dist.ProcessGroup
+
+
+def split(tokens: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """This rank's tokens of a tensor that every rank has whole; backward puts the gradient together again."""
+    return _Split.apply(tokens, group, dim)  # pyright: ignore[reportReturnType]
+
+
+def gather(tokens: Tensor, group: Group, total: int, dim: int = 1) -> Tensor:
+    """All `total` tokens, for what every rank computes alike; backward takes this rank's part of the gradient."""
+    return _Gather.apply(tokens, group, total, dim)  # pyright: ignore[reportReturnType]
+
+
+def gather_for_parts(tokens: Tensor, group: Group, total: int, dim: int = 1) -> Tensor:
+    """All `total` tokens, for what each rank computes a part of; backward sums the gradient over the ranks."""
+    return _GatherForParts.apply(tokens, group, total, dim)  # pyright: ignore[reportReturnType]
+
+
+def sum_and_split(tokens: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """This rank's tokens of the sum over the ranks; backward puts the gradient of all tokens together."""
+    return _SumAndSplit.apply(tokens, group, dim)  # pyright: ignore[reportReturnType]
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.total = group, dim, tokens.shape[dim]
+        return _mine(tokens, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_gather(gradient, ctx.group, ctx.total, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gather(tokens, group, total, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _mine(gradient, ctx.group, ctx.dim), None, None, None
+
+
+class _GatherForParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gather(tokens, group, total, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _reduce_scatter(gradient, ctx.group, ctx.dim), None, None, None
+
+
+class _SumAndSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.total = group, dim, tokens.shape[dim]
+        return _reduce_scatter(tokens, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_gather(gradient, ctx.group, ctx.total, ctx.dim), None, None
+
+
+def _lengths(total: int, group: Group) -> list[int]:
+    parts = dist.get_world_size(group)
+    return [last - first for first, last in (bounds(total, rank, parts) for rank in range(parts))]
+
+
+def _mine(tokens: Tensor, group: Group, dim: int) -> Tensor:
+    first, last = bounds(tokens.shape[dim], dist.get_rank(group), dist.get_world_size(group))
+    return tokens.narrow(dim, first, last - first).contiguous()
+
+
+def _padded(tokens: Tensor, length: int, dim: int) -> Tensor:
+    """With zeros up to a length; every rank's part of a message has one size."""
+    missing = length - tokens.shape[dim]
+    if missing:
+        shape = list(tokens.shape)
+        shape[dim] = missing
+        tokens = torch.cat([tokens, tokens.new_zeros(shape)], dim)
+    return tokens.contiguous()
+
+
+def _all_gather(tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
+    lengths = _lengths(total, group)
+    message = _padded(tokens, max(lengths), dim)
+    received = [torch.empty_like(message) for _ in lengths]
+    dist.all_gather(received, message, group=group)
+    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(received, lengths, strict=True)], dim)
+
+
+def _reduce_scatter(tokens: Tensor, group: Group, dim: int) -> Tensor:
+    lengths = _lengths(tokens.shape[dim], group)
+    messages = [_padded(part, max(lengths), dim) for part in tokens.split(lengths, dim)]
+    summed = torch.empty_like(messages[0])
+    dist.reduce_scatter(summed, messages, group=group)
+    return summed.narrow(dim, 0, lengths[dist.get_rank(group)]).contiguous()
