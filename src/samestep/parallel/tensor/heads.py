@@ -1,5 +1,6 @@
 """The heads of an attention module, found by the names under which modules keep them."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,14 @@ def divide(module: nn.Module, heads: Heads, width: int, parts: int) -> None:
     for name, value in expected.items():
         if vars(module).get(name) == value:
             setattr(module, name, value // parts)
+    config = vars(module).get("config")
+    if config is not None:
+        # Some forwards ask the configuration, which other modules share.
+        config = copy.copy(config)
+        for name, value in ((_HEADS[0], heads.queries), (_KEY_VALUE_HEADS[0], heads.keys)):
+            if getattr(config, name, None) == value:
+                setattr(config, name, value // parts)
+        vars(module)["config"] = config
 
 
 def _first(holder: Any, names: Sequence[str]) -> int | None:

@@ -85,19 +85,28 @@ class Plan:
 
 
 def make_plan(
-    model: nn.Module, trace: Trace, blocks: Sequence[str], parts: int, given: Mapping[str, str] | None = None
+    model: nn.Module,
+    trace: Trace,
+    blocks: Sequence[str],
+    parts: int,
+    *,
+    given: Mapping[str, str] | None = None,
+    tokens_split: bool = False,
 ) -> Plan:
     """Find what can be sliced over `parts` ranks.
 
     `blocks` are the names of the repeated layers. What `given` says (name or pattern -> role) goes before the plan
     that a transformers model brings, and that before what is found. Raises LayoutError for a wrong `given`, for
-    heads that don't divide, and where nothing can be sliced.
+    heads that don't divide, and where nothing can be sliced. With `tokens_split` layers that take tokens of all texts in
+    one row, [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
     """
     said = roles.named(model, given or {})
     vocabulary = _vocabulary(model, trace)
     forced: dict[str, Role] = {**roles.of_transformers(model, vocabulary), **said}
     finder = UnitFinder(model, trace, blocks, forced)
     units = [unit for unit in finder.find() if unit.heads is not None or unit.width >= parts]
+    if tokens_split:
+        units = [unit for unit in units if unit.heads is not None or not finder.is_flat(unit)]
     for unit in units:
         if unit.heads is not None:
             unit.heads.check(unit.owner or unit.row, parts)

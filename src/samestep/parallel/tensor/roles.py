@@ -12,7 +12,7 @@ from samestep.parallel.tensor.kinds import is_embedding, is_linear, is_multihead
 
 Role = TensorRole
 
-# What transformers calls the roles. Others, such as a projection that gathers its output at once, stay whole.
+# What transformers calls the roles. It has others, for what it can't slice or what is no linear; they say nothing here.
 _TRANSFORMERS: Mapping[str, Role] = {
     "colwise": "column",
     "rowwise": "row",
@@ -53,13 +53,11 @@ def of_transformers(model: nn.Module, vocabulary: int | None) -> dict[str, Role]
     roles: dict[str, Role] = {}
     for name, module in model.named_modules():
         styles = [style for pattern, style in plan.items() if fnmatchcase(name, pattern)]
-        able = can_be(module)
-        if not styles or not able:
-            continue
-        role = _TRANSFORMERS.get(styles[-1], "whole")
+        role = _TRANSFORMERS.get(styles[-1]) if styles else None
         if role == "vocabulary" and is_linear(module) and out_features(module) != vocabulary:
-            role = "whole"
-        roles[name] = role if role in able else "whole"
+            role = None  # a projection whose output is gathered at once
+        if role is not None and role in can_be(module):
+            roles[name] = role
     return roles
 
 

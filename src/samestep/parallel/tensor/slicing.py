@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
+from samestep.layout import Layout
 from samestep.parallel.parts import Part, Parts, Slice
 from samestep.parallel.tensor import collectives, layers, sequence
 from samestep.parallel.tensor.heads import divide
@@ -47,17 +48,16 @@ def slice_tensors(
             "with, as in session.prepare(model, optimizer, example=inputs)"
         )
     seen = trace(model, example)
-    names = {id(module): name for name, module in model.named_modules()}
-    # A model without repeated layers has its parts as blocks, and some of those are what is sliced itself.
-    repeated = [names[id(block)] for block in blocks if any(True for _ in block.children())]
-    plan = make_plan(model, seen, repeated, layout.tensor, given)
+    repeated = _repeated(model, blocks)
+    split = layout.sequence == "split"
+    plan = make_plan(model, seen, repeated, layout.tensor, given=given, tokens_split=split)
     group = mesh.group("tensor")
-    streams = find_streams(model, repeated, seen, group, str(layout)) if layout.sequence == "split" else []
+    streams = find_streams(model, repeated, seen, group, str(layout)) if split else []
     with torch.no_grad():
         expected = _output(model, example)
     vocabulary = Vocabulary(mesh.grid["tensor"])
     _Slicer(model, plan, seen, streams, group, device, vocabulary).slice(parts)
-    _compare(model, example, expected, group, vocabulary, str(layout))
+    _compare(model, example, expected, group, vocabulary, layout)
     return vocabulary
 
 
@@ -204,6 +204,20 @@ class _Slicer:
         return seen[0].identity if seen else None
 
 
+def _repeated(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """The names of the repeated layers. A model without any has its parts as blocks, which are not meant here."""
+    names = {id(module): name for name, module in model.named_modules()}
+    lists: dict[str, list[nn.Module]] = {}
+    for block in blocks:
+        lists.setdefault(names[id(block)].rpartition(".")[0], []).append(block)
+    return [
+        names[id(block)]
+        for like in lists.values()
+        if len(like) > 1 and len({type(block) for block in like}) == 1 and any(True for _ in like[0].children())
+        for block in like
+    ]
+
+
 def _as_it_is(x: Tensor) -> Tensor:
     return x
 
@@ -219,7 +233,7 @@ def _compare(
     expected: Sequence[Tensor],
     group: dist.ProcessGroup,
     vocabulary: Vocabulary,
-    layout: str,
+    layout: Layout,
 ) -> None:
     """Hold the sliced model's output against the whole one's, and find out whether logits can stay in slices."""
     reason = ""
@@ -229,10 +243,11 @@ def _compare(
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = f": {str(error).strip().partition(chr(10))[0]}"
         found = []
+    split = layout.sequence == "split"
     if not agree(_alike(found, expected), group, next(model.parameters()).device):
         raise LayoutError(
-            f'layout "{layout}": sliced, {type(model).__name__} gives another output than whole{reason}; name what '
-            'must stay whole in run.tensor_plan, such as {"*.attention.*": whole}'
+            f'layout "{layout}": sliced, {type(model).__name__} gives another output than whole{reason}; '
+            f"{'sequence=whole may do, or ' * split}name what must stay whole in run.tensor_plan"
         )
     vocabulary.slices = True  # for this one look
     try:

@@ -61,6 +61,11 @@ class UnitFinder:
     def block_of(self, name: str) -> str | None:
         return next((block for block in self._blocks if name.startswith(block + ".")), None)
 
+    def is_flat(self, unit: Unit) -> bool:
+        """Whether a unit in a block takes something else than [batch, tokens, features]."""
+        shapes = [seen.shape for name in unit.columns for seen in self._first[name].inputs()]
+        return self.block_of(unit.row) is not None and any(len(shape) != 3 for shape in shapes)
+
     def _agrees(self, unit: Unit) -> bool:
         """Whether no role that is given for a member says otherwise."""
         return self._forced.get(unit.row, "row") == "row" and all(
