@@ -59,6 +59,40 @@ class Encoder(nn.Module):
         return self.head(x.mean(1 if self.batch_first else 0))
 
 
+class Decoder(nn.Module):
+    """PyTorch's own decoder: attention to itself under a causal mask, and to other tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        layer = nn.TransformerDecoderLayer(16, 4, 21, batch_first=True, norm_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        memory = self.embedding(input_ids.flip(1))  # [batch, tokens, 16]
+        causal = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1], dtype=memory.dtype)
+        x = self.decoder(self.embedding(input_ids), memory, tgt_mask=causal, tgt_is_causal=True)
+        return self.head(x)  # [batch, tokens, vocabulary]
+
+
+class Averaged(nn.Module):
+    """An attention whose weights are an output too, after a frozen table, beside a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.embedding.weight.requires_grad_(False)
+        self.attention = nn.MultiheadAttention(16, 4, kdim=16, vdim=16)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embedding(input_ids).transpose(0, 1)  # [tokens, batch, 16]
+        attended, weights = self.attention(x, x, x, key_padding_mask=attention_mask == 0)
+        return self.head(attended.mean(0)) * weights.square().sum((1, 2))[:, None]
+
+
 class Texts(samestep.Task):
     """Random token ids; one of three classes for each text, or the next token after each."""
 
@@ -72,11 +106,10 @@ class Texts(samestep.Task):
     def model(self) -> nn.Module:
         model = self.make()
         # Biases begin at zero, where a bias that is added twice would not be seen.
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                with torch.no_grad():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            del name
         return model
 
     def train_set(self) -> samestep.Samples:
