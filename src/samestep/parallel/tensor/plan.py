@@ -116,19 +116,15 @@ def make_plan(
         assert isinstance(attention, nn.MultiheadAttention)
         Heads(queries=attention.num_heads, keys=attention.num_heads).check(name, parts)
     in_units = {name for unit in units for name in (*unit.members, *unit.head_tables)}
-    called = {call.name for call in trace.calls}
     large = [
         name
         for name, module in model.named_modules()
-        if name in called and name not in in_units and _divides(_rows(module), parts)
+        if name not in in_units
+        and _divides(_rows(module), parts)
+        and forced.get(name, "vocabulary") == "vocabulary"
+        and (name in forced or (_rows(module) == vocabulary and finder.block_of(name) is None))
     ]
-    large = [
-        name
-        for name in large
-        if forced.get(name) == "vocabulary"
-        or (name not in forced and _rows(model.get_submodule(name)) == vocabulary and finder.block_of(name) is None)
-    ]
-    large = _tied_alike(model, large)
+    large = _tied_alike(model, large, {call.name for call in trace.calls})
     plan = Plan(
         parts=parts,
         units=tuple(units),
@@ -194,8 +190,8 @@ def _can_slice(module: nn.Module) -> bool:
     )
 
 
-def _tied_alike(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of the modules whose weight no other module has, unless that is sliced alike."""
+def _tied_alike(model: nn.Module, names: Sequence[str], called: set[str]) -> list[str]:
+    """Those of the modules that are called, and whose weight no other has that is not sliced alike."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -209,7 +205,12 @@ def _tied_alike(model: nn.Module, names: Sequence[str]) -> list[str]:
                     return False
         return True
 
-    return [name for name in names if alike(name)]
+    def is_called(name: str) -> bool:
+        """Or is but a name of a weight that others are called with."""
+        weight = model.get_submodule(name).get_parameter("weight")
+        return any(other in called for other in holders[id(weight)])
+
+    return [name for name in names if is_called(name) and alike(name)]
 
 
 def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role]) -> None:
@@ -226,7 +227,7 @@ def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role]) -> None:
 
 def _why_not(module: nn.Module, role: Role) -> str:
     if role == "column":
-        return "no row layer takes what it makes; name one, or leave it whole"
+        return "no row layer takes what it makes, or that is not the queries, keys and values of whole heads"
     if role == "row":
         return f"no column layer before it makes the {in_features(module)} features that it takes; name one"
     return f"it has {_rows(module)} rows, and its weight may be another module's too"

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from samestep.errors import LayoutError
 from samestep.parallel.tensor.heads import Heads, heads_of
 from samestep.parallel.tensor.kinds import has_own_parameters, in_features, is_linear, is_multihead, out_features
 from samestep.parallel.tensor.roles import Role
@@ -173,10 +172,7 @@ class UnitFinder:
         heads = heads_of(self._modules[owner])
         pieces = heads.pieces(widths, width) if heads is not None else None
         if heads is not None and pieces is None:
-            raise LayoutError(
-                f"run.tensor_plan: {', '.join(columns)} make {sum(widths)} features, which are not the queries, keys "
-                f"and values of {heads.queries} heads with {heads.keys} key-value heads; they must be whole"
-            )
+            return None  # not the queries, keys and values of its heads
         if pieces is None:
             pieces = [[width] * (w // width) if w % width == 0 else [w] for w in widths]
         return Unit(
