@@ -1,5 +1,6 @@
 """Job: a recipe and how it is run. The `recipe:` and `run:` sections of a job file."""
 
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,6 +9,8 @@ from annotated_types import Ge
 from pydantic.dataclasses import dataclass
 
 from samestep.recipe import STRICT, Positive, Recipe, Whole
+
+TensorRole = Literal["column", "row", "vocabulary", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -21,6 +24,7 @@ class Run:
     device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one
     threads: Positive | None = None  # a process; None: cores / local ranks
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
+    tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     folder: Path | None = None  # None: runs/<name of the job file>
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set

@@ -30,7 +30,6 @@ class Abilities:
     precisions: frozenset[str]
     recompute: frozenset[str] = frozenset({"none"})
     offload: frozenset[str] = frozenset({"none"})
-    fills: bool = False  # takes a model on the meta device, with its initial values to come
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
 
 
@@ -68,6 +67,10 @@ class Engine(ABC):
 
     name: ClassVar[str]
     abilities: ClassVar[Abilities]
+
+    def can_fill(self, layout: Layout) -> bool:
+        """Whether `prepare` takes a model on the meta device under this layout, with its initial values to come."""
+        return False
 
     @abstractmethod
     def prepare(

@@ -58,6 +58,7 @@ class NativeTrainer(Trainer):
         """Leave sum over the global batch / its samples in the gradients; return [loss sum, count] over all ranks."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         pending: list[dist.Work | None] = []
+        loss, backward = self._spread.around(loss, self._precision.backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
@@ -69,9 +70,7 @@ class NativeTrainer(Trainer):
             # Two numbers, on their way while backward runs.
             pending.append(dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True))
 
-        self._spread.take(
-            batch.micro_batches, term=term, backward=self._precision.backward, forwards_done=forwards_done
-        )
+        self._spread.take(batch.micro_batches, term=term, backward=backward, forwards_done=forwards_done)
         for work in pending:
             if work is not None:
                 work.wait()
@@ -148,13 +147,16 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate", "shard", "context"}),
+        dimensions=frozenset({"replicate", "shard", "context", "tensor"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset({"none", "parameters"}),
-        fills=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
+
+    def can_fill(self, layout: Layout) -> bool:
+        # Cutting the model itself looks at what it computes.
+        return layout.zero >= 2 and layout.tensor == layout.pipeline == 1
 
     def prepare(
         self,

@@ -41,9 +41,15 @@ def check(engine: Engine, layout: Layout, precision: str) -> None:
         raise LayoutError(
             f'layout "{layout}": offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do'
         )
-    if precision == "fp16" and layout.zero >= 2:
+    if layout.sequence == "split" and layout.tensor == 1:
+        raise LayoutError(
+            f'layout "{layout}": sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do'
+        )
+    if precision == "fp16" and (layout.zero >= 2 or layout.tensor > 1):
         # Whether a gradient overflowed is seen by the rank that holds that part of it, and not by the others.
-        raise LayoutError(f'layout "{layout}": recipe.precision is fp16, which shards do not have yet; bf16 would do')
+        raise LayoutError(
+            f'layout "{layout}": recipe.precision is fp16, which shards and slices do not have yet; bf16 would do'
+        )
     if precision not in able.precisions:
         would_do = ", ".join(sorted(able.precisions))
         raise UserError(

@@ -14,7 +14,7 @@ from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
-from samestep.parallel.context import split_tokens
+from samestep.parallel.context.split import split_tokens
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.recompute import recompute
@@ -22,6 +22,7 @@ from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
 from samestep.parallel.spread import Context, Details, Spread, WholeModel
+from samestep.parallel.tensor.slicing import slice_tensors
 from samestep.parallel.trace import Trace, trace
 
 
@@ -43,12 +44,17 @@ def spread(
     if layout.data_ranks > 1:
         _check_batch_norm(model, layout)
     parts = Parts.of(model, layout, mesh)
-    common = {"model": model, "parts": parts, "now": Now(), "autocast": autocast}
     blocks = find_blocks(model)
     if layout.context > 1:
         split_tokens(model, blocks, _look(model, layout, details.example), mesh, parts)
+    vocabulary = None
+    if layout.tensor > 1:
+        vocabulary = slice_tensors(
+            model, blocks, parts, mesh, device, example=details.example, given=details.tensor_plan
+        )
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
+    common = {"model": model, "parts": parts, "now": Now(), "autocast": autocast, "vocabulary": vocabulary}
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)

@@ -125,7 +125,7 @@ class Parts:
                 for group in self.part(name).sum_over:
                     groups.setdefault(group, []).append(parameter)
         for group, parameters in groups.items():
-            _sum_over(group, parameters)
+            _sum_over(group, parameters, self.mesh.grid.device_type)
 
     def norm_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different parts of a gradient; None where every rank holds all of it."""
@@ -165,16 +165,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _sum_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
+def _sum_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], device_type: str) -> None:
     """Add up gradients over a group in one message a dtype, and with them whether any rank has one."""
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         some = [parameter for parameter in parameters if parameter.dtype == dtype]
-        used = torch.tensor([p.grad is not None for p in some], dtype=dtype, device=local(some[0].detach()).device)
+        # Offloaded gradients are on the CPU, and an accelerator's group sends what is on the accelerator.
+        used = torch.tensor([p.grad is not None for p in some], dtype=dtype, device=device_type)
         for parameter in some:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [local(p.grad) for p in some if p.grad is not None]
-        message = torch.cat([used, *(gradient.reshape(-1) for gradient in gradients)])
+        message = torch.cat([used, *(gradient.reshape(-1).to(used.device) for gradient in gradients)])
         dist.all_reduce(message, group=group)
         used, *sums = message.split([len(some), *(gradient.numel() for gradient in gradients)])
         for parameter, gradient, summed, any_used in zip(some, gradients, sums, used.tolist(), strict=True):

@@ -1,7 +1,7 @@
 """Spread: a model spread over ranks. How it takes micro-batches, and where its parameters are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from samestep.data.loader import MicroBatch
 from samestep.parallel.initial import InitialValues
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
+from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
 from samestep.tasks.base import call
 
 # From the model's output for a micro-batch to what backward starts from.
@@ -29,16 +30,21 @@ class Details:
     example: Any = None
     # The values of the parameters that are on the meta device.
     initial: InitialValues | None = None
+    # Which layers a tensor parallel layout slices how (name or pattern -> role), where that is not to be found.
+    tensor_plan: Mapping[str, str] | None = None
 
 
 class Spread(ABC):
     """A model spread over ranks."""
 
-    def __init__(self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context) -> None:
+    def __init__(
+        self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context, vocabulary: Vocabulary | None = None
+    ) -> None:
         self.model = model  # with the parameters that this rank holds, by their names in the whole model
         self.parts = parts
         self.now = now
         self.autocast = autocast
+        self._vocabulary = vocabulary  # where the output layer may be sliced
 
     @abstractmethod
     def take(
@@ -46,13 +52,17 @@ class Spread(ABC):
         micro_batches: Sequence[MicroBatch],
         *,
         term: Term,
-        backward: Callable[[Tensor], None],
+        backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
         """Forward and backward of every micro-batch; leave the gradients averaged over the data ranks.
 
         `term` is called where the model's output is. `forwards_done` is called once, when it won't be called again.
         """
+
+    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
+        """The loss and the backward of a step, as what this spread gives for an output wants them."""
+        return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
@@ -72,7 +82,7 @@ class WholeModel(Spread):
         micro_batches: Sequence[MicroBatch],
         *,
         term: Term,
-        backward: Callable[[Tensor], None],
+        backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
         *first, last = micro_batches

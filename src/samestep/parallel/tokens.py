@@ -1,6 +1,7 @@
-"""Tokens split over a group of ranks and put together again, as functions that backward knows.
+"""Tokens split over a group of ranks: the messages at the edges of a split, forward and backward.
 
-Parts are of one length: the last ones are filled up with zeros, which are cut off when tokens are put together.
+Rank r of p holds the tokens `bounds(total, r, p)`: any number of tokens works, and no padding reaches the model; only
+messages are padded, since every rank's part of one must be of one size. (Korthikanti et al. 2022, section 4.2.)
 """
 
 from typing import Any
@@ -8,89 +9,112 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
-# The fewest tokens of a part: attention takes a lone query for one that is decoded after others.
-_FEWEST = 2
+from samestep.data.order import bounds
 
-
-def part_length(tokens: int, ranks: int) -> int:
-    """Tokens of each rank's part."""
-    return max(-(-tokens // ranks), min(_FEWEST, tokens))
+Group = dist.ProcessGroup
 
 
-def split(whole: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """This rank's part of a tensor that every rank of the group has, and the same one. Backward gathers."""
-    return _Split.apply(whole, group, dim)  # pyright: ignore[reportReturnType]
+def split(tokens: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """This rank's tokens of a tensor that every rank has whole; backward puts the gradient together again."""
+    return _Split.apply(tokens, group, dim)  # pyright: ignore[reportReturnType]
 
 
-def gather(part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int = 1) -> Tensor:
-    """All `tokens` from the ranks' parts. Backward takes each rank's part of a gradient that all have alike."""
-    return _Gather.apply(part, group, tokens, dim)  # pyright: ignore[reportReturnType]
+def gather(tokens: Tensor, group: Group, total: int, dim: int = 1) -> Tensor:
+    """All `total` tokens, for what every rank computes alike; backward takes this rank's part of the gradient."""
+    return _Gather.apply(tokens, group, total, dim)  # pyright: ignore[reportReturnType]
 
 
-def own_part(whole: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """This rank's part, for tensors without gradients."""
-    ranks, tokens = dist.get_world_size(group), whole.shape[dim]
-    length = part_length(tokens, ranks)
-    first = min(dist.get_rank(group) * length, tokens)
-    mine = whole.narrow(dim, first, min(length, tokens - first))
-    missing = length - mine.shape[dim]
-    return F.pad(mine, [0, 0] * (whole.ndim - 1 - dim) + [0, missing]) if missing else mine
+def gather_for_parts(tokens: Tensor, group: Group, total: int, dim: int = 1) -> Tensor:
+    """All `total` tokens, for what each rank computes a part of; backward sums the gradient over the ranks."""
+    return _GatherForParts.apply(tokens, group, total, dim)  # pyright: ignore[reportReturnType]
 
 
-def all_parts(part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int = 1) -> Tensor:
-    """Every rank's part in a row, without what filled them up; for tensors without gradients."""
-    gathered = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(gathered, part.contiguous(), group=group)
-    whole = torch.cat(gathered, dim)
-    # A copy of its own: shards of parameters hook what a module returns, and want no view there.
-    return whole if whole.shape[dim] == tokens else whole.narrow(dim, 0, tokens).clone()
+def sum_and_split(tokens: Tensor, group: Group, dim: int = 1) -> Tensor:
+    """This rank's tokens of the sum over the ranks; backward puts the gradient of all tokens together."""
+    return _SumAndSplit.apply(tokens, group, dim)  # pyright: ignore[reportReturnType]
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.tokens = group, dim, whole.shape[dim]
-        return own_part(whole, group, dim).clone()
+    def forward(ctx: Any, tokens: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.total = group, dim, tokens.shape[dim]
+        return _mine(tokens, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return all_parts(gradients[0], ctx.group, ctx.tokens, ctx.dim), None, None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_gather(gradient, ctx.group, ctx.total, ctx.dim), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return all_parts(part, group, tokens, dim)
+        return _all_gather(tokens, group, total, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return own_part(gradients[0], ctx.group, ctx.dim), None, None, None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _mine(gradient, ctx.group, ctx.dim), None, None, None
 
 
-def exchange(tensor: Tensor, group: dist.ProcessGroup, *, split_dim: int, join_dim: int) -> Tensor:
-    """Cut along one dimension, send a piece to each rank, and join what comes along another (all-to-all).
-
-    `split_dim` must be divisible by the ranks. Backward sends everything back.
-    """
-    return _Exchange.apply(tensor, group, split_dim, join_dim)  # pyright: ignore[reportReturnType]
-
-
-class _Exchange(torch.autograd.Function):
+class _GatherForParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
-        ctx.group, ctx.split_dim, ctx.join_dim = group, split_dim, join_dim
-        return _exchanged(tensor, group, split_dim, join_dim)
+    def forward(ctx: Any, tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gather(tokens, group, total, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradients[0], ctx.group, ctx.join_dim, ctx.split_dim), None, None, None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _reduce_scatter(gradient, ctx.group, ctx.dim), None, None, None
 
 
-def _exchanged(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
-    pieces = torch.stack(tensor.chunk(group.size(), split_dim))  # [ranks, ...], one piece for each rank
-    received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces, group=group)
-    return torch.cat(list(received), join_dim)
+class _SumAndSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.total = group, dim, tokens.shape[dim]
+        return _reduce_scatter(tokens, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _all_gather(gradient, ctx.group, ctx.total, ctx.dim), None, None
+
+
+def _lengths(total: int, group: Group) -> list[int]:
+    parts = dist.get_world_size(group)
+    return [last - first for first, last in (bounds(total, rank, parts) for rank in range(parts))]
+
+
+def _mine(tokens: Tensor, group: Group, dim: int) -> Tensor:
+    first, last = bounds(tokens.shape[dim], dist.get_rank(group), dist.get_world_size(group))
+    return tokens.narrow(dim, first, last - first).contiguous()
+
+
+def _padded(tokens: Tensor, length: int, dim: int) -> Tensor:
+    """With zeros up to a length; every rank's part of a message has one size."""
+    missing = length - tokens.shape[dim]
+    if missing:
+        shape = list(tokens.shape)
+        shape[dim] = missing
+        tokens = torch.cat([tokens, tokens.new_zeros(shape)], dim)
+    return tokens.contiguous()
+
+
+def _all_gather(tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
+    lengths = _lengths(total, group)
+    message = _padded(tokens, max(lengths), dim)
+    received = [torch.empty_like(message) for _ in lengths]
+    dist.all_gather(received, message, group=group)
+    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(received, lengths, strict=True)], dim)
+
+
+def _reduce_scatter(tokens: Tensor, group: Group, dim: int) -> Tensor:
+    lengths = _lengths(tokens.shape[dim], group)
+    messages = [_padded(part, max(lengths), dim) for part in tokens.split(lengths, dim)]
+    summed = torch.empty_like(messages[0])
+    dist.reduce_scatter(summed, messages, group=group)
+    return summed.narrow(dim, 0, lengths[dist.get_rank(group)]).contiguous()

@@ -47,14 +47,14 @@ class Training:
         self.samples = task.train_set()
         steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(steps_per_epoch)
-        built = build_model(task, recipe.seed, recorded=layout.zero >= 2 and self.session.engine.abilities.fills)
+        built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
         if not recipe.dropout:
             switch_off(built.model)
         self.session.prepare_with(
             built.model,
             optimizer_of=partial(make_optimizer, recipe.optimizer),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
-            details=Details(example=self._example(), initial=built.values),
+            details=Details(example=self._example(), initial=built.values, tensor_plan=job.run.tensor_plan),
         )
 
     def _example(self) -> Any:

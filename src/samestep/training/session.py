@@ -47,6 +47,7 @@ class Session:
         seed: int = 0,
         micro_batch: int | None = None,
         workers: int = 0,
+        tensor_plan: Mapping[str, str] | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision)
@@ -60,6 +61,7 @@ class Session:
         self._seed = seed
         self._micro_batch = micro_batch
         self._workers = workers
+        self._tensor_plan = tensor_plan
         self._trainer: Trainer | None = None
 
     @property
@@ -86,7 +88,7 @@ class Session:
             model,
             optimizer_of=partial(_point_to, optimizer, names),
             schedule_of=_no_schedule,
-            details=Details(example=example),
+            details=Details(example=example, tensor_plan=self._tensor_plan),
         )
         return model, optimizer
 
@@ -188,6 +190,7 @@ def session(
     threads: int | None = None,
     workers: int = 0,
     device: DeviceChoice = "auto",
+    tensor_plan: Mapping[str, str] | None = None,
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -207,6 +210,7 @@ def session(
             seed=seed,
             micro_batch=micro_batch,
             workers=workers,
+            tensor_plan=tensor_plan,
         )
 
 

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.context.messages import exchange, gather, own_part, part_length, split
 from samestep.parallel.parts import Parts
-from samestep.parallel.tokens import exchange, gather, own_part, part_length, split
 from samestep.parallel.trace import Call, Seen, Trace
 
 Key = str | int  # of an argument: its name, or its position

@@ -1,0 +1,71 @@
+"""The messages of sliced layers over whole tokens, forward and backward (Shoeybi et al. 2019, section 3: f and g)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Group = dist.ProcessGroup
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """The same tensor, for what each rank computes a part of; backward sums the gradient over the ranks."""
+    return _Copy.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, for what every rank computes alike; backward leaves the gradient as it is."""
+    return _Reduce.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+def gather(x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
+    """All ranks' parts along a dimension, for what every rank computes alike; backward takes this rank's part."""
+    return _Gather.apply(x, group, lengths, dim)  # pyright: ignore[reportReturnType]
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _summed(gradient, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
+        ctx.group, ctx.lengths, ctx.dim = group, lengths, dim
+        shape = list(x.shape)
+        shape[dim] = max(lengths)
+        message = x.new_zeros(shape)
+        message.narrow(dim, 0, x.shape[dim]).copy_(x)
+        received = [torch.empty_like(message) for _ in lengths]
+        dist.all_gather(received, message, group=group)
+        return torch.cat([part.narrow(dim, 0, length) for part, length in zip(received, lengths, strict=True)], dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.split(ctx.lengths, ctx.dim)[dist.get_rank(ctx.group)].contiguous(), None, None, None
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,122 @@
+"""How a layer computes on its slice. The forward is replaced and not the module, so that parameters keep their names."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from samestep.parallel.tensor.kinds import is_conv1d
+from samestep.parallel.tensor.randomness import OwnRandomness
+
+Message = Callable[[Tensor], Tensor]
+
+
+class Entry:
+    """The message at the input of column layers: one for all that take the same tensor."""
+
+    def __init__(self, message: Message, uses: int = 1) -> None:
+        self._message = message
+        self._uses = uses
+        self._left = 0
+        self._given: Tensor | None = None
+        self._taken: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._taken is None or self._given is not x:
+            self._given, self._taken, self._left = x, self._message(x), self._uses
+        taken = self._taken
+        self._left -= 1
+        if not self._left:  # hold no activation longer than the layers need it
+            self._given = self._taken = None
+        return taken
+
+
+class Region:
+    """What lies between the columns and the row layer of a unit: there a rank has its own heads or features."""
+
+    def __init__(self, leave: Message, randomness: OwnRandomness | None) -> None:
+        self._leave = leave
+        self._randomness = randomness
+        self._inside = False
+
+    def begin(self, training: bool) -> None:
+        """Called by the first of the columns. A recomputation may have stopped before it came to `leave`."""
+        self._inside = training and self._randomness is not None
+        if self._inside and self._randomness is not None:
+            self._randomness.begin()
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, of which each made a part."""
+        if self._inside and self._randomness is not None:
+            self._randomness.end()
+            self._inside = False
+        return self._leave(x)
+
+
+def column(linear: nn.Module, entry: Message, region: Region | None) -> None:
+    """Make a linear compute its slice of the outputs. With it begins the region, where one is given."""
+    product = product_of(linear)
+
+    def forward(x: Tensor) -> Tensor:
+        x = entry(x)
+        if region is not None:
+            region.begin(linear.training)
+        return with_bias(product(x), linear)
+
+    linear.forward = forward
+
+
+def row(linear: nn.Module, region: Region) -> None:
+    """Make a linear compute with its slice of the inputs; the bias is added once, to the sum over the ranks."""
+    product = product_of(linear)
+
+    def forward(x: Tensor) -> Tensor:
+        return with_bias(region.leave(product(x)), linear)
+
+    linear.forward = forward
+
+
+def product_of(linear: nn.Module) -> Message:
+    """From inputs to what a linear makes without its bias."""
+    if is_conv1d(linear):
+        # The weight is [in, out].
+        return lambda x: F.linear(x, linear.get_parameter("weight").t())
+    return lambda x: F.linear(x, linear.get_parameter("weight"))
+
+
+def with_bias(x: Tensor, linear: nn.Module) -> Tensor:
+    bias = linear.bias
+    # Under autocast the product is in the lower precision, and so is what a whole linear gives.
+    return x if bias is None else x + bias.to(x.dtype)  # pyright: ignore[reportCallIssue, reportOperatorIssue]
+
+
+def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
+    """Make an embedding look up the ids of its rows, which begin with id `first`; the sum has each id's row once."""
+    padding = embedding.padding_idx
+    rows = embedding.weight.shape[0]
+    mine = padding is not None and first <= padding < first + rows
+    own_padding = padding - first if padding is not None and mine else None
+
+    def forward(ids: Tensor) -> Tensor:
+        local = ids - first
+        foreign = (local < 0) | (local >= rows)  # [batch, tokens]
+        found = F.embedding(local.masked_fill(foreign, 0), embedding.weight, own_padding)
+        return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0))
+
+    embedding.forward = forward
+
+
+def no_fast_path(model: nn.Module) -> None:
+    """Keep PyTorch's transformer layers from computing with the weights of their parts instead of calling them."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def sliced(module: nn.Module, name: str, part: Tensor) -> nn.Parameter:
+    """A rank's part of a parameter, as a parameter of its own."""
+    whole = module.get_parameter(name)
+    return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), whole.requires_grad)

@@ -1,0 +1,237 @@
+"""The plan: what of a model is sliced over how many ranks, and how; found from the model, or as somebody says."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from samestep.data.order import bounds
+from samestep.errors import LayoutError
+from samestep.parallel.parts import Range
+from samestep.parallel.tensor import roles
+from samestep.parallel.tensor.heads import Heads
+from samestep.parallel.tensor.kinds import (
+    in_dim,
+    in_features,
+    is_embedding,
+    is_linear,
+    is_multihead,
+    out_dim,
+    out_features,
+)
+from samestep.parallel.tensor.roles import Role
+from samestep.parallel.tensor.units import Unit, UnitFinder
+from samestep.parallel.trace import Trace
+
+Cut = tuple[int, list[list[Range]]]  # the dimension, and each rank's ranges of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is sliced. Everything that it doesn't name stays whole on every rank, which is always right."""
+
+    parts: int
+    units: tuple[Unit, ...]
+    multiheads: tuple[str, ...]  # nn.MultiheadAttention, a unit in itself
+    tables: tuple[str, ...]  # embeddings sliced by the vocabulary
+    outputs: tuple[str, ...]  # output layers sliced by the vocabulary
+
+    def roles(self) -> dict[str, Role]:
+        """The role of every module that is sliced."""
+        found: dict[str, Role] = dict.fromkeys((*self.tables, *self.outputs), "vocabulary")
+        found |= dict.fromkeys(self.multiheads, "column")
+        for unit in self.units:
+            found |= {**dict.fromkeys((*unit.columns, *unit.head_tables), "column"), unit.row: "row"}
+        return found
+
+    def cuts(self, model: nn.Module) -> dict[str, Cut]:
+        """How each sliced parameter is cut, by its name."""
+        cuts: dict[str, Cut] = {}
+        for name in (*self.tables, *self.outputs):
+            module = model.get_submodule(name)
+            for own, parameter in module.named_parameters(recurse=False):
+                cuts[f"{name}.{own}"] = (0, vocabulary_ranges(parameter.shape[0], self.parts))
+        for unit in self.units:
+            cuts |= dict(self._cuts_of_unit(model, unit))
+        for name in self.multiheads:
+            cuts |= dict(self._cuts_of_multihead(model, name))
+        return cuts
+
+    def _cuts_of_unit(self, model: nn.Module, unit: Unit) -> Iterator[tuple[str, Cut]]:
+        step = unit.width // unit.heads.queries if unit.heads is not None else 1
+        for name, pieces in zip(unit.columns, unit.pieces, strict=True):
+            linear = model.get_submodule(name)
+            ranges = even_ranges(pieces, self.parts, step)
+            yield f"{name}.weight", (out_dim(linear), ranges)
+            if linear.bias is not None:
+                yield f"{name}.bias", (0, ranges)
+        heads = [unit.heads.queries if unit.heads is not None else unit.width]
+        yield f"{unit.row}.weight", (in_dim(model.get_submodule(unit.row)), even_ranges(heads, self.parts, step))
+        for name in unit.head_tables:
+            yield f"{name}.weight", (1, even_ranges(heads, self.parts))
+
+    def _cuts_of_multihead(self, model: nn.Module, name: str) -> Iterator[tuple[str, Cut]]:
+        attention = model.get_submodule(name)
+        assert isinstance(attention, nn.MultiheadAttention)
+        heads, step = attention.num_heads, attention.head_dim
+        one, three = even_ranges([heads], self.parts, step), even_ranges([heads] * 3, self.parts, step)
+        for own in ("in_proj_weight", "in_proj_bias"):
+            if getattr(attention, own) is not None:
+                yield f"{name}.{own}", (0, three)
+        for own in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            if getattr(attention, own) is not None:
+                yield f"{name}.{own}", (0, one)
+        yield f"{name}.out_proj.weight", (1, one)
+
+
+def make_plan(
+    model: nn.Module,
+    trace: Trace,
+    blocks: Sequence[str],
+    parts: int,
+    *,
+    given: Mapping[str, str] | None = None,
+    tokens_split: bool = False,
+) -> Plan:
+    """Find what can be sliced over `parts` ranks.
+
+    `blocks` are the names of the repeated layers. What `given` says (name or pattern -> role) goes before the plan
+    that a transformers model brings, and that before what is found. Raises LayoutError for a wrong `given`, for
+    heads that don't divide, and where nothing can be sliced. With `tokens_split` layers that take tokens of all texts in
+    one row, [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
+    """
+    said = roles.named(model, given or {})
+    vocabulary = _vocabulary(model, trace)
+    forced: dict[str, Role] = {**roles.of_transformers(model, vocabulary), **said}
+    finder = UnitFinder(model, trace, blocks, forced)
+    units = [unit for unit in finder.find() if unit.heads is not None or unit.width >= parts]
+    if tokens_split:
+        units = [unit for unit in units if unit.heads is not None or not finder.is_flat(unit)]
+    for unit in units:
+        if unit.heads is not None:
+            unit.heads.check(unit.owner or unit.row, parts)
+    multiheads = [
+        name for name, module in model.named_modules() if _can_slice(module) and forced.get(name) != "whole"
+    ]
+    for name in multiheads:
+        attention = model.get_submodule(name)
+        assert isinstance(attention, nn.MultiheadAttention)
+        Heads(queries=attention.num_heads, keys=attention.num_heads).check(name, parts)
+    in_units = {name for unit in units for name in (*unit.members, *unit.head_tables)}
+    large = [
+        name
+        for name, module in model.named_modules()
+        if name not in in_units
+        and _divides(_rows(module), parts)
+        and forced.get(name, "vocabulary") == "vocabulary"
+        and (name in forced or (_rows(module) == vocabulary and finder.block_of(name) is None))
+    ]
+    large = _tied_alike(model, large, {call.name for call in trace.calls})
+    plan = Plan(
+        parts=parts,
+        units=tuple(units),
+        multiheads=tuple(multiheads),
+        tables=tuple(name for name in large if is_embedding(model.get_submodule(name))),
+        outputs=tuple(name for name in large if is_linear(model.get_submodule(name))),
+    )
+    _check(plan, model, said)
+    return plan
+
+
+def even_ranges(pieces: Sequence[int], parts: int, step: int = 1) -> list[list[Range]]:
+    """Each rank's ranges of a dimension in which pieces stand one after the other, each of some steps."""
+    ranges: list[list[Range]] = [[] for _ in range(parts)]
+    start = 0
+    for piece in pieces:
+        for rank in range(parts):
+            first, last = bounds(piece, rank, parts)
+            ranges[rank].append((start + first * step, start + last * step))
+        start += piece * step
+    return ranges
+
+
+def vocabulary_ranges(rows: int, parts: int) -> list[list[Range]]:
+    """Each rank's rows of a vocabulary: as many for all but the last, which is how DTensor cuts a dimension."""
+    size = -(-rows // parts)
+    return [[(min(rows, rank * size), min(rows, (rank + 1) * size))] for rank in range(parts)]
+
+
+def _divides(rows: int, parts: int) -> bool:
+    """Whether every rank would get rows of a vocabulary."""
+    return all(first < last for ranges in vocabulary_ranges(rows, parts) for first, last in ranges)
+
+
+def _vocabulary(model: nn.Module, trace: Trace) -> int | None:
+    """The size of the vocabulary: as a configuration says, or the rows of the largest table that input goes into."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    whole = trace.of("")
+    given = {seen.identity for seen in whole[0].inputs()} if whole else set()
+    modules = dict(model.named_modules())
+    rows = [
+        _rows(modules[call.name])
+        for call in trace.calls
+        if is_embedding(modules[call.name]) and any(seen.identity in given for seen in call.inputs())
+    ]
+    return max(rows, default=None)
+
+
+def _rows(module: nn.Module) -> int:
+    if isinstance(module, nn.Embedding) and is_embedding(module):
+        return module.num_embeddings
+    return out_features(module) if is_linear(module) and out_dim(module) == 0 else 0
+
+
+def _can_slice(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and is_multihead(module)
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )
+
+
+def _tied_alike(model: nn.Module, names: Sequence[str], called: set[str]) -> list[str]:
+    """Those of the modules that are called, and whose weight no other has that is not sliced alike."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(name)
+
+    def alike(name: str) -> bool:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            for other in holders[id(parameter)]:
+                # A module may also hold the bias of the output layer inside it.
+                if other not in names and not name.startswith(other + "."):
+                    return False
+        return True
+
+    def is_called(name: str) -> bool:
+        """Or is but a name of a weight that others are called with."""
+        weight = model.get_submodule(name).get_parameter("weight")
+        return any(other in called for other in holders[id(weight)])
+
+    return [name for name in names if is_called(name) and alike(name)]
+
+
+def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role]) -> None:
+    found = plan.roles()
+    for name, role in said.items():
+        if role != "whole" and found.get(name) != role:
+            raise LayoutError(
+                f'run.tensor_plan: {name} can\'t be "{role}": {_why_not(model.get_submodule(name), role)}'
+            )
+    if not found:
+        raise LayoutError(
+            f'layout "tp{plan.parts}": nothing of {type(model).__name__} can be sliced; tensor parallel slices '
+            "attentions, pairs of linear layers with only activations in between, and tables of a vocabulary"
+        )
+
+
+def _why_not(module: nn.Module, role: Role) -> str:
+    if role == "column":
+        return "no row layer takes what it makes, or that is not the queries, keys and values of whole heads"
+    if role == "row":
+        return f"no column layer before it makes the {in_features(module)} features that it takes; name one"
+    return f"it has {_rows(module)} rows, and its weight may be another module's too"

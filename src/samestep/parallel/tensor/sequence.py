@@ -1,0 +1,170 @@
+"""Sequence parallel: between the sliced layers of the blocks, each rank of the group has a part of the tokens.
+
+What works token by token there (norms, dropout, residuals) is neither computed nor kept p times.
+(Korthikanti et al. 2022, section 4.2.)
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.errors import LayoutError
+from samestep.parallel import tokens
+from samestep.parallel.tensor.randomness import OwnRandomness
+from samestep.parallel.trace import Call, Seen, Trace
+
+Key = int | str  # a position or a keyword
+
+
+class Stream:
+    """The tokens that flow through one list of blocks."""
+
+    def __init__(self, names: Sequence[str], trace: Trace, group: dist.ProcessGroup, dim: int, layout: str) -> None:
+        self.names = names
+        self.dim = dim  # of the tokens in the hidden states
+        self.total = 0  # tokens over all ranks, in the block that runs
+        self._group = group
+        self._calls = [_only_call(name, trace, layout) for name in names]
+        self._key, self._leaf = _find_hidden(self._calls, layout)
+        self._outside = {
+            name: {seen.identity for seen in call.inputs()} - {_given(call, self._key).identity}
+            for name, call in zip(names, self._calls, strict=True)
+        }
+
+    def holds(self, name: str) -> bool:
+        return self._block_of(name) is not None
+
+    def is_outside(self, name: str, identity: int | None) -> bool:
+        """Whether a tensor that a module in a block is given came into the block whole (a mask, an encoder's output)."""
+        block = self._block_of(name)
+        return block is None or identity in self._outside[block]
+
+    def gather(self, x: Tensor) -> Tensor:
+        return tokens.gather_for_parts(x, self._group, self.total, self.dim)
+
+    def sum_and_split(self, x: Tensor) -> Tensor:
+        return tokens.sum_and_split(x, self._group, self.dim)
+
+    def attach(self, model: nn.Module, randomness: OwnRandomness) -> None:
+        """Split the tokens where the first block begins, and put them together where the last one ends."""
+        blocks = [model.get_submodule(name) for name in self.names]
+        blocks[0].register_forward_pre_hook(self._split, with_kwargs=True)
+        for block in blocks:
+            block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
+            self._wrap(block, randomness)
+        blocks[-1].register_forward_hook(self._gather_output)
+
+    def _wrap(self, block: nn.Module, randomness: OwnRandomness) -> None:
+        inner = block.forward
+
+        # The number comes as an argument, so that a block that is computed again in backward gets its own.
+        def forward(*arguments: Any, samestep_tokens: int, **keywords: Any) -> Any:
+            self.total = samestep_tokens
+            if not block.training:
+                return inner(*arguments, **keywords)
+            randomness.begin()
+            try:
+                return inner(*arguments, **keywords)
+            finally:
+                randomness.end()
+
+        block.forward = forward
+
+    def _split(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        given = keywords if isinstance(self._key, str) else arguments
+        hidden = given[self._key]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self.total = hidden.shape[self.dim]
+        return replaced(arguments, keywords, self._key, tokens.split(hidden, self._group, self.dim))
+
+    def _tell_total(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return arguments, {**keywords, "samestep_tokens": self.total}
+
+    def _gather_output(self, block: nn.Module, arguments: Any, output: Any) -> Any:
+        leaves, form = pytree.tree_flatten(output)
+        leaves[self._leaf] = tokens.gather(leaves[self._leaf], self._group, self.total, self.dim)
+        return pytree.tree_unflatten(leaves, form)
+
+    def _block_of(self, name: str) -> str | None:
+        return next((block for block in self.names if name.startswith(block + ".")), None)
+
+
+def find_streams(
+    model: nn.Module, blocks: Sequence[str], trace: Trace, group: dist.ProcessGroup, layout: str
+) -> list[Stream]:
+    """The streams of a model: one for each list of blocks.
+
+    Raises LayoutError where the blocks don't hand on hidden states of [batch, tokens, features].
+    """
+    lists: dict[str, list[str]] = {}
+    for name in blocks:
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    if not lists:
+        raise LayoutError(
+            f'layout "{layout}": {type(model).__name__} has no list of repeated blocks to split tokens in; '
+            "sequence=whole would do"
+        )
+    return [Stream(names, trace, group, _token_dim(model, names), layout) for names in lists.values()]
+
+
+def replaced(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key, value: Any) -> Any:
+    """A call's arguments with one of them replaced."""
+    if isinstance(key, str):
+        return arguments, {**keywords, key: value}
+    return (*arguments[:key], value, *arguments[key + 1 :]), dict(keywords)
+
+
+def keys_of(call: Call, identity: int | None) -> list[Key]:
+    """The positions and keywords under which a module was given a tensor."""
+    given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
+    return [key for key, value in given if isinstance(value, Seen) and value.identity == identity]
+
+
+def _only_call(name: str, trace: Trace, layout: str) -> Call:
+    calls = trace.of(name)
+    if len(calls) != 1:
+        raise LayoutError(
+            f'layout "{layout}": {name} is called {len(calls)} times in a forward, and sequence=split is for blocks '
+            "that are called once; sequence=whole would do"
+        )
+    return calls[0]
+
+
+def _find_hidden(calls: Sequence[Call], layout: str) -> tuple[Key, int]:
+    """Which argument of a block is the hidden states, and which leaf of what the block before it gave."""
+    before, block = calls[0], calls[1]
+    leaves = pytree.tree_leaves(before.output, is_leaf=lambda value: isinstance(value, Seen))
+    for index, seen in enumerate(leaves):
+        if isinstance(seen, Seen) and len(seen.shape) == 3:
+            for key in keys_of(block, seen.identity):
+                first = _given(before, key)
+                if isinstance(first, Seen) and all(_hands_on(*pair, key, index) for pair in pairwise(calls)):
+                    return key, index
+    raise LayoutError(
+        f'layout "{layout}": {before.name} gives no [batch, tokens, features] that {block.name} takes as it is, '
+        "so there are no tokens to split between them; sequence=whole would do"
+    )
+
+
+def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
+    leaves = pytree.tree_leaves(before.output, is_leaf=lambda value: isinstance(value, Seen))
+    taken = _given(block, key)
+    made = leaves[index] if index < len(leaves) else None
+    return isinstance(taken, Seen) and isinstance(made, Seen) and taken.identity == made.identity
+
+
+def _given(call: Call, key: Key) -> Any:
+    if isinstance(key, str):
+        return call.keywords.get(key)
+    return call.arguments[key] if key < len(call.arguments) else None
+
+
+def _token_dim(model: nn.Module, names: Sequence[str]) -> int:
+    """0 where PyTorch's attention takes [tokens, batch, features], else 1."""
+    attentions = [
+        m for name in names for m in model.get_submodule(name).modules() if isinstance(m, nn.MultiheadAttention)
+    ]
+    return 0 if attentions and not attentions[0].batch_first else 1

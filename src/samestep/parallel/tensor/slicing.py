@@ -1,0 +1,280 @@
+"""Tensor parallel applied to a model: its parameters cut, its layers made to compute with the cuts, and a look at it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from samestep.comm.mesh import Mesh
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.parts import Part, Parts, Slice
+from samestep.parallel.tensor import collectives, layers, sequence
+from samestep.parallel.tensor.heads import divide
+from samestep.parallel.tensor.layers import Entry, Message, Region
+from samestep.parallel.tensor.multihead import multihead
+from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
+from samestep.parallel.tensor.randomness import OwnRandomness
+from samestep.parallel.tensor.sequence import Stream, find_streams
+from samestep.parallel.tensor.units import Unit
+from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
+from samestep.parallel.trace import Trace, seen_in, trace
+from samestep.tasks.base import call
+
+
+def slice_tensors(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    parts: Parts,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    example: Any,
+    given: Mapping[str, str] | None,
+) -> Vocabulary:
+    """Slice a model in place over the tensor dimension, and write down in `parts` how.
+
+    `given` is a user's plan: name or pattern of modules -> role. Raises LayoutError where the model can't be sliced,
+    and where the sliced model gives another output for the example than the whole one.
+    """
+    layout = parts.layout
+    if example is None:
+        raise LayoutError(
+            f'layout "{layout}": to slice a model its forward must be seen; give an example of what it is called '
+            "with, as in session.prepare(model, optimizer, example=inputs)"
+        )
+    seen = trace(model, example)
+    repeated = _repeated(model, blocks)
+    split = layout.sequence == "split"
+    plan = make_plan(model, seen, repeated, layout.tensor, given=given, tokens_split=split)
+    group = mesh.group("tensor")
+    streams = find_streams(model, repeated, seen, group, str(layout)) if split else []
+    with torch.no_grad():
+        expected = _output(model, example)
+    vocabulary = Vocabulary(mesh.grid["tensor"])
+    _Slicer(model, plan, seen, streams, group, device, vocabulary).slice(parts)
+    _compare(model, example, expected, group, vocabulary, layout)
+    return vocabulary
+
+
+class _Slicer:
+    """Cuts the parameters of a plan and replaces the forwards of its layers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        seen: Trace,
+        streams: Sequence[Stream],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        vocabulary: Vocabulary,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._seen = seen
+        self._streams = streams
+        self._group = group
+        self._vocabulary = vocabulary
+        self._randomness = OwnRandomness(dist.get_rank(group), device)
+
+    def slice(self, parts: Parts) -> None:
+        for unit in self._plan.units:
+            if unit.heads is not None and unit.owner is not None:
+                divide(self._model.get_submodule(unit.owner), unit.heads, unit.width, self._plan.parts)
+        self._cut(parts)
+        layers.no_fast_path(self._model)
+        for unit in self._plan.units:
+            self._slice_unit(unit)
+        for name in self._plan.multiheads:
+            self._slice_multihead(name)
+        for name in self._plan.tables:
+            self._slice_table(name)
+        for name in self._plan.outputs:
+            rows = parts.state[f"{name}.weight"].shape[0]
+            lengths = [last - first for ((first, last),) in vocabulary_ranges(rows, self._plan.parts)]
+            self._vocabulary.output(self._model.get_submodule(name), lengths)
+        for stream in self._streams:
+            stream.attach(self._model, self._randomness)
+
+    def _cut(self, parts: Parts) -> None:
+        """Put this rank's slices in the place of the parameters; tied ones are cut once and stay tied."""
+        cuts = self._plan.cuts(self._model)
+        by_name = _all_names(self._model)
+        slices = {
+            id(self._model.get_parameter(name)): Slice(group=self._group, dim=dim, ranges=ranges)
+            for name, (dim, ranges) in cuts.items()
+        }
+        held = {
+            id(p): nn.Parameter(slices[id(p)].take(p.detach()).contiguous(), p.requires_grad)
+            for p in self._model.parameters()
+            if id(p) in slices
+        }
+        for name, parameter in by_name:
+            path, _, own = name.rpartition(".")
+            if id(parameter) in slices:
+                parts.table[name] = Part(slice=slices[id(parameter)])
+                setattr(self._model.get_submodule(path), own, held[id(parameter)])
+            elif self._gradient_is_in_parts(path):
+                parts.table[name] = Part(sum_over=(self._group,))
+
+    def _gradient_is_in_parts(self, module: str) -> bool:
+        """Whether the whole parameters of a module work on this rank's heads or tokens alone."""
+        return any(module in unit.partial for unit in self._plan.units) or self._stream_of(module) is not None
+
+    def _stream_of(self, name: str) -> Stream | None:
+        return next((stream for stream in self._streams if stream.holds(name)), None)
+
+    def _slice_unit(self, unit: Unit) -> None:
+        region = self._region(unit.row)
+        gathered = self._gather_for_owner(unit)
+        identities = [self._input(name) for name in unit.columns]
+        entries: dict[int | None, Entry] = {}
+        for name, identity in zip(unit.columns, identities, strict=True):
+            if identity not in entries:
+                message = _as_it_is if identity in gathered else self._enter(name, identity)
+                entries[identity] = Entry(message, identities.count(identity))
+            first = region if name == unit.columns[0] else None
+            layers.column(self._model.get_submodule(name), entries[identity], first)
+        layers.row(self._model.get_submodule(unit.row), region)
+
+    def _slice_multihead(self, name: str) -> None:
+        attention = self._model.get_submodule(name)
+        assert isinstance(attention, nn.MultiheadAttention)
+        arguments = self._seen.of(name)
+        entries: dict[str, Message] = {}
+        for position, argument in enumerate(("query", "key", "value")):
+            given = None
+            if arguments:
+                call = arguments[0]
+                held = call.arguments[position] if position < len(call.arguments) else call.keywords.get(argument)
+                given = next((seen.identity for seen in seen_in(held)), None)
+            entries[argument] = self._enter(name, given)
+        multihead(attention, entries, self._region(name), self._group)
+
+    def _slice_table(self, name: str) -> None:
+        embedding = self._model.get_submodule(name)
+        assert isinstance(embedding, nn.Embedding)
+        ((first, _),) = vocabulary_ranges(embedding.num_embeddings, self._plan.parts)[dist.get_rank(self._group)]
+        layers.table(embedding, first, lambda x: collectives.reduce(x, self._group))
+
+    def _enter(self, name: str, identity: int | None) -> Message:
+        """The message at the input of a sliced layer."""
+        stream = self._stream_of(name)
+        if stream is not None and not stream.is_outside(name, identity):
+            return stream.gather
+        return lambda x: collectives.copy(x, self._group)
+
+    def _region(self, row: str) -> Region:
+        stream = self._stream_of(row)
+        if stream is not None:
+            return Region(stream.sum_and_split, None)  # the whole block has random numbers of its own
+        return Region(lambda x: collectives.reduce(x, self._group), self._randomness)
+
+    def _gather_for_owner(self, unit: Unit) -> set[int | None]:
+        """Let an attention module have all tokens, since it also asks how many there are; which tensors those are."""
+        stream = self._stream_of(unit.row)
+        if stream is None or unit.owner is None:
+            return set()
+        inputs = {self._input(name) for name in unit.columns}
+        split = {identity for identity in inputs if not stream.is_outside(unit.owner, identity)}
+        call = self._seen.of(unit.owner)[0]
+        keys = [(identity, sequence.keys_of(call, identity)) for identity in split]
+        owner = self._model.get_submodule(unit.owner)
+        inner: Callable[..., Any] = owner.forward
+
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            for _, places in keys:
+                gathered: Tensor | None = None
+                for key in places:
+                    if gathered is None:
+                        gathered = stream.gather(keywords[key] if isinstance(key, str) else arguments[key])
+                    arguments, keywords = sequence.replaced(arguments, keywords, key, gathered)
+            return inner(*arguments, **keywords)
+
+        owner.forward = forward
+        return {identity for identity, places in keys if places}
+
+    def _input(self, name: str) -> int | None:
+        seen = self._seen.of(name)[0].inputs()
+        return seen[0].identity if seen else None
+
+
+def _repeated(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """The names of the repeated layers. A model without any has its parts as blocks, which are not meant here."""
+    names = {id(module): name for name, module in model.named_modules()}
+    lists: dict[str, list[nn.Module]] = {}
+    for block in blocks:
+        lists.setdefault(names[id(block)].rpartition(".")[0], []).append(block)
+    return [
+        names[id(block)]
+        for like in lists.values()
+        if len(like) > 1 and len({type(block) for block in like}) == 1 and any(True for _ in like[0].children())
+        for block in like
+    ]
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every name of every parameter; tied ones have several."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _compare(
+    model: nn.Module,
+    example: Any,
+    expected: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    vocabulary: Vocabulary,
+    layout: Layout,
+) -> None:
+    """Hold the sliced model's output against the whole one's, and find out whether logits can stay in slices."""
+    reason = ""
+    try:
+        with torch.no_grad():
+            found = _output(model, example)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = f": {str(error).strip().partition(chr(10))[0]}"
+        found = []
+    split = layout.sequence == "split"
+    if not agree(_alike(found, expected), group, next(model.parameters()).device):
+        raise LayoutError(
+            f'layout "{layout}": sliced, {type(model).__name__} gives another output than whole{reason}; '
+            f"{'sequence=whole may do, or ' * split}name what must stay whole in run.tensor_plan"
+        )
+    vocabulary.slices = True  # for this one look
+    try:
+        with torch.enable_grad():
+            found = [leaf.detach() for leaf in _output(model, example)]
+        vocabulary.able = _alike(
+            [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in found], expected
+        )
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        pass  # the model computes with its logits, in ways that DTensor does not know
+    finally:
+        vocabulary.slices = False
+
+
+def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return len(found) == len(expected) and all(
+        mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
+    )
+
+
+def _output(model: nn.Module, example: Any) -> list[Tensor]:
+    """What the model gives for the example in evaluation mode: all its numbers."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        output = call(model, example)
+    finally:
+        for module, before in training.items():
+            module.training = before
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

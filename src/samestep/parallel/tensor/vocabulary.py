@@ -1,0 +1,120 @@
+"""The output layer sliced by the vocabulary, and the loss computed on slices of the logits."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils import _pytree as pytree
+
+from samestep.parallel.tensor import collectives
+from samestep.parallel.tensor.layers import product_of, with_bias
+from samestep.tasks.base import Batch, sum_and_count
+
+Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
+Backward = Callable[[Tensor], None]
+
+
+class Vocabulary:
+    """How output layers hand on their logits: whole, or in training as slices that know that they are some."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh  # of the tensor dimension
+        self._group = mesh.get_group()
+        self._decided = False
+        self.able = False  # whether the model's own forward can have its logits in slices
+        self.slices = False  # whether training forwards give logits in slices
+
+    def output(self, linear: nn.Module, lengths: list[int]) -> None:
+        """Make an output layer compute its slice of the logits."""
+        product = product_of(linear)
+
+        def forward(x: Tensor) -> Tensor:
+            # [..., vocabulary / ranks]
+            logits = with_bias(product(collectives.copy(x, self._group)), linear)
+            if self.slices and torch.is_grad_enabled():
+                shape = torch.Size([*logits.shape[:-1], sum(lengths)])
+                stride = torch.empty(shape, device="meta").stride()
+                # Cut as DTensor itself cuts, so it needs no look at the other ranks' slices.
+                return DTensor.from_local(logits, self._mesh, [Shard(-1)], shape=shape, stride=stride)
+            return collectives.gather(logits, self._group, lengths, -1)
+
+        linear.forward = forward
+
+    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
+        """A loss and a backward that can take slices of logits; from here on training forwards give some."""
+        self.slices = self.able
+        return partial(self._loss, loss), partial(_in_slices, backward)
+
+    def _loss(self, loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Tensor | int]:
+        if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(output)):
+            return loss(output, batch)
+        if not self._decided:
+            self.able = self.slices = self._can_take_slices(loss, output, batch)
+            self._decided = True
+        if not self.slices:
+            return loss(_whole(output), batch)
+        return _plain(_in_slices(loss, output, batch))
+
+    def _can_take_slices(self, loss: Loss, output: Any, batch: Batch) -> bool:
+        """Whether the loss of slices is that of whole logits, and so is its gradient. Tried, since any loss may come."""
+        apart = pytree.tree_map_only(Tensor, _apart, output)
+        together = pytree.tree_map_only(DTensor, lambda logits: _apart(logits.detach().full_tensor()), apart)
+        expected, _ = loss(together, batch)
+        expected.backward()
+        try:
+            found, _ = _plain(_in_slices(loss, apart, batch))
+            _in_slices(found.backward)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+            alike = False  # PyTorch can't compute it on slices
+        else:
+            pairs = zip(pytree.tree_leaves(apart), pytree.tree_leaves(together), strict=True)
+            alike = near(found.detach(), expected.detach()) and all(
+                near(mine.grad.full_tensor(), whole.grad)
+                for mine, whole in pairs
+                if isinstance(mine, DTensor) and isinstance(mine.grad, DTensor) and whole.grad is not None
+            )
+        return agree(alike, self._group, expected.device)
+
+
+def near(mine: Tensor, other: Tensor) -> bool:
+    """Whether two computations of one thing differ by rounding alone, in the precision in which they were made."""
+    tolerance = 100 * torch.finfo(mine.dtype).eps ** 0.75
+    apart = torch.where(mine == other, 0.0, mine - other).abs()  # masked logits are infinite in both
+    size = other.abs().masked_fill(other.isinf(), 0.0)
+    return bool(apart.max() <= tolerance * (size.max() + tolerance)) if mine.numel() else True
+
+
+def agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of a group say yes."""
+    votes = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return bool(votes.item())
+
+
+def _in_slices(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call with PyTorch's cross-entropy on slices, in forward and in backward."""
+    context: AbstractContextManager[Any] = loss_parallel()
+    with context:
+        return function(*arguments)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same values, cut from the graph that made them, with a gradient of their own."""
+    tensor = tensor.detach()
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _whole(output: Any) -> Any:
+    return pytree.tree_map_only(DTensor, lambda logits: logits.full_tensor(), output)
+
+
+def _plain(loss: Any) -> tuple[Tensor, Tensor | int]:
+    loss_sum, count = sum_and_count(loss)
+    return _whole(loss_sum), _whole(count)

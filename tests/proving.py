@@ -1,0 +1,57 @@
+"""Many proofs in one start of ranks, since a start takes longer than a proof of a tiny model."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import samestep
+from samestep.cluster.start import local
+from samestep.cluster.world import join
+from samestep.job import Job, Run
+from samestep.layout import Layout
+from samestep.proof import Proof, Reference, hold_against, reference
+from samestep.tasks.resolve import resolve
+
+STEPS = 3
+
+
+def prove(cases: Mapping[str, tuple[samestep.Recipe, str, Mapping[str, Any]]]) -> dict[str, Proof | str]:
+    """By name of a case (recipe, layout, run options), its proof; or the message of the user error that came instead.
+
+    All layouts need the same number of ranks.
+    """
+    jobs = {
+        name: Job(recipe=recipe, run=Run(layout=layout, threads=1, **run))
+        for name, (recipe, layout, run) in cases.items()
+    }
+    with TemporaryDirectory() as folder:
+        known: dict[str, Reference] = {}
+        by_recipe: dict[int, Reference] = {}
+        for number, (name, job) in enumerate(jobs.items()):
+            if id(job.recipe) not in by_recipe:
+                place = Path(folder) / str(number)
+                place.mkdir()
+                by_recipe[id(job.recipe)] = reference(job, resolve(job.recipe), STEPS, place)
+            known[name] = by_recipe[id(job.recipe)]
+        sizes = {Layout.parse(job.run.layout).size for job in jobs.values()}
+        assert len(sizes) == 1, sizes
+        return local.start(_on_each_rank, (jobs, known), sizes.pop())
+
+
+def _on_each_rank(jobs: Mapping[str, Job], known: Mapping[str, Reference]) -> dict[str, Proof | str]:
+    found: dict[str, Proof | str] = {}
+    with join(device="cpu", threads=1) as world:
+        for name, job in jobs.items():
+            try:
+                layout = Layout.parse(job.run.layout)
+                mine = known[name] if world.rank == 0 else None
+                found[name] = hold_against(job, resolve(job.recipe), world, layout, STEPS, mine)
+            except samestep.UserError as error:  # on every rank alike
+                found[name] = str(error)
+    return found
+
+
+def same(proofs: Mapping[str, Proof | str], names: Sequence[str]) -> dict[str, Any]:
+    """What stands where a proof that the step is the same should stand; empty where all is well."""
+    return {name: proofs[name] for name in names if getattr(proofs[name], "same_step", False) is not True}

@@ -1,0 +1,253 @@
+"""Tensor parallel: the step of one process from slices, with tokens split or whole, beside every kind of data ranks."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from proving import prove, same
+from small_tasks import Points
+from tiny_texts import Averaged, Decoder, Encoder, Texts, bert, gpt2, llama
+from torch import Tensor, nn
+
+import samestep
+from samestep.data.loader import StepBatch
+from samestep.engines.base import Loss, StepReport
+from samestep.engines.native import Native, NativeTrainer
+from samestep.layout import ModelShape
+from samestep.parallel.parts import Part
+from samestep.parallel.tensor import collectives, plan, slicing
+from samestep.proof import Proof
+
+
+def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
+    settings = {"batch": 10, "steps": 9, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
+    return samestep.Recipe(task=task, **{**settings, **values})
+
+
+class Perceptron(Points):
+    """Seven hidden features, which two ranks can't have alike."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Dropout(0.5), nn.Linear(7, 3))
+
+
+class Masked(Texts):
+    """A loss that multiplies what cross-entropy gives by a mask, which slices of logits can't be."""
+
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        entropy = nn.functional.cross_entropy(output.logits.transpose(1, 2), batch.targets, reduction="none")
+        mask = batch.targets >= 0  # [batch, tokens]
+        return (entropy * mask).sum(), mask.sum()
+
+
+class Fixed(Texts):
+    """Four heads, as the task can say before anything is built."""
+
+    def shape(self) -> ModelShape:
+        return ModelShape(heads=4, key_value_heads=2)
+
+
+class TwiceAdded(Native):
+    """Each rank adds the bias of its row layers before the sum."""
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        trainer = super().prepare(model, **settings)
+        for name, module in model.named_modules():
+            if name.endswith("output.dense"):
+                module.register_forward_hook(lambda linear, _, output: output + linear.bias)
+        return trainer
+
+
+class Crooked(Native):
+    """Ranks whose heads begin in the middle of one. With the first look at the output, or without."""
+
+    def __init__(self, *, looks: bool) -> None:
+        self.looks = looks
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        straight = plan.even_ranges
+
+        def crooked(pieces: Any, parts: int, step: int = 1) -> Any:
+            ranges = straight(pieces, parts, step)
+            if step == 1:
+                return ranges
+            (_, middle), (_, last) = ranges[0][-1], ranges[1][-1]
+            first = ranges[0][-1][0]
+            ranges[0][-1:] = [(first + 1, middle + 1)]
+            ranges[1][-1:] = [(first, first + 1), (middle + 1, last)]
+            return ranges
+
+        with mock.patch.object(plan, "even_ranges", crooked):
+            if self.looks:
+                return super().prepare(model, **settings)
+            with mock.patch.object(slicing, "_compare"):
+                return super().prepare(model, **settings)
+
+
+class NotSummed(Native):
+    """Norms whose gradient is that of one rank's tokens."""
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        trainer = super().prepare(model, **settings)
+        table = trainer._spread.parts.table
+        table.update({name: Part(slice=part.slice) for name, part in table.items()})
+        return trainer
+
+
+class OneWayTrainer(NativeTrainer):
+    def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        with mock.patch.object(collectives, "copy", lambda x, group: x):
+            return super().step(batch, loss)
+
+
+class OneWay(Native):
+    """The gradient of what column layers take is that of one rank's columns."""
+
+    trainer_class = OneWayTrainer
+
+
+BERT = recipe(Texts(bert))
+LLAMA = recipe(Texts(llama, causal=True))
+TIED = recipe(Texts(partial(llama, tie_word_embeddings=True), causal=True))
+GPT2 = recipe(Texts(gpt2, causal=True))
+ENCODER = recipe(Texts(Encoder))
+
+SAME: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
+    "BERT": (BERT, "tp2", {}),
+    "BERT, tokens split": (BERT, "tp2 sequence=split", {"micro_batch": 3}),
+    "GPT-2": (GPT2, "tp2 recompute=full", {}),
+    "GPT-2, tokens split": (GPT2, "tp2 sequence=split recompute=selective", {}),
+    "Llama": (LLAMA, "tp2", {"micro_batch": 4}),
+    "Llama, tokens split": (LLAMA, "tp2 sequence=split recompute=full", {}),
+    "Llama, tied": (TIED, "tp2", {}),
+    "Llama, tied, tokens split": (TIED, "tp2 sequence=split", {}),
+    "Llama, another loss": (recipe(Masked(llama, causal=True)), "tp2", {}),
+    "PyTorch's encoder": (ENCODER, "tp2", {}),
+    "PyTorch's encoder, tokens split": (ENCODER, "tp2 sequence=split", {}),
+    "PyTorch's encoder, tokens first": (recipe(Texts(partial(Encoder, batch_first=False))), "tp2 sequence=split", {}),
+    "PyTorch's decoder": (recipe(Texts(Decoder, causal=True)), "tp2", {}),
+    "PyTorch's decoder, tokens split": (recipe(Texts(Decoder, causal=True)), "tp2 sequence=split", {}),
+    "an attention's weights": (recipe(Texts(Averaged)), "tp2", {}),
+    "a perceptron": (recipe(Perceptron()), "tp2", {}),
+    "a part left whole": (BERT, "tp2", {"tensor_plan": {"*.attention.*": "whole", "*embeddings": "whole"}}),
+    "a plan of one's own": (recipe(Points()), "tp2", {"tensor_plan": {"0": "whole", "4": "vocabulary"}}),
+}
+
+OTHER = {
+    "a bias added twice": (BERT, "tp2", {"engine": TwiceAdded()}),
+    "heads cut in the middle": (BERT, "tp2", {"engine": Crooked(looks=False)}),
+    "norms not summed": (BERT, "tp2 sequence=split", {"engine": NotSummed()}),
+    "gradients not summed": (LLAMA, "tp2", {"engine": OneWay()}),
+}
+
+REFUSED: dict[str, tuple[tuple[samestep.Recipe, str, dict[str, Any]], str]] = {
+    "heads cut in the middle, looked at": (
+        (BERT, "tp2", {"engine": Crooked(looks=True)}),
+        "BertForSequenceClassification gives another output than whole",
+    ),
+    "nothing to slice": ((recipe(Points()), "tp2", {}), "nothing of Sequential can be sliced"),
+    "three heads": (
+        (recipe(Texts(partial(bert, hidden_size=12, num_attention_heads=3))), "tp2", {}),
+        "bert.encoder.layer.0.attention.self has 3 heads, which are not divisible by 2; tp1 or tp3 would do",
+    ),
+    "no tokens": ((recipe(Perceptron()), "tp2 sequence=split", {}), "Sequential has no list of repeated blocks"),
+    "an unknown name": (
+        (BERT, "tp2", {"tensor_plan": {"encoder.layers.*": "whole"}}),
+        'run.tensor_plan: the model has no linear layer, table or attention called "encoder.layers.*"; it has bert.',
+    ),
+    "another kind of layer": (
+        (BERT, "tp2", {"tensor_plan": {"*.word_embeddings": "row"}}),
+        'word_embeddings (Embedding) can\'t be "row"; it can be vocabulary, whole',
+    ),
+    "a column alone": (
+        (BERT, "tp2", {"tensor_plan": {"classifier": "column"}}),
+        'classifier can\'t be "column": no row layer takes what it makes',
+    ),
+    "another output": (
+        (recipe(Points()), "tp2", {"tensor_plan": {"0": "column", "4": "row"}}),
+        "Sequential gives another output than whole",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def proofs() -> Mapping[str, Proof | str]:
+    return prove({**SAME, **OTHER, **{name: case for name, (case, _) in REFUSED.items()}})
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_slices_take_the_step_of_one_process(proofs: Mapping[str, Proof | str], name: str) -> None:
+    assert not same(proofs, [name])
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_mistake_is_seen(proofs: Mapping[str, Proof | str], name: str) -> None:
+    proof = proofs[name]
+    assert isinstance(proof, Proof), proof
+    assert not proof.same_step, proof
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_sliced_is_refused_in_one_line(proofs: Mapping[str, Proof | str], name: str) -> None:
+    message = proofs[name]
+    assert isinstance(message, str), message
+    assert REFUSED[name][1] in message
+    assert "\n" not in message
+
+
+def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
+    cases: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
+        "replicas": (LLAMA, "dp2 tp2", {"micro_batch": 2}),
+        "another order": (LLAMA, "dp2 tp2 sequence=split order=tp.pp.dp.fsdp.cp", {}),
+        "ZeRO-1": (GPT2, "zero1x2 tp2", {}),
+        "ZeRO-2": (ENCODER, "zero2x2 tp2", {}),
+        "shards": (TIED, "fsdp2 tp2", {"micro_batch": 2}),
+        "shards, tokens split": (BERT, "fsdp2 tp2 sequence=split recompute=full", {}),
+        "shards offloaded": (LLAMA, "fsdp2 tp2 sequence=split offload=parameters", {}),
+        "four slices": (BERT, "tp4", {}),
+        "four slices, tokens split": (GPT2, "tp4 sequence=split", {}),
+    }
+    assert not same(prove(cases), list(cases))
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "message"),
+    [
+        ("tp3", {}, 'layout "tp3": 4 attention heads are not divisible by 3; tp1 or tp2 would do'),
+        ("tp2", {"precision": "fp16"}, "recipe.precision is fp16, which shards and slices do not have yet"),
+        ("dp2 sequence=split", {}, "sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do"),
+    ],
+)
+def test_sizes_and_options_are_checked_before_any_rank_starts(
+    layout: str, values: dict[str, Any], message: str
+) -> None:
+    with mock.patch("samestep.cluster.start.local.start") as start, pytest.raises(samestep.LayoutError) as error:
+        samestep.train(recipe(Fixed(llama, causal=True), **values), layout=layout)
+    assert message in str(error.value)
+    start.assert_not_called()
+
+
+def test_a_role_that_is_none_is_refused() -> None:
+    with pytest.raises(samestep.UserError, match=r"run\.tensor_plan\.lm_head.*diagonal"):
+        samestep.verify(LLAMA, "tp2", tensor_plan={"lm_head": "diagonal"})
+
+
+def test_a_rank_has_random_numbers_of_its_own_and_leaves_the_shared_ones_in_step() -> None:
+    from samestep.parallel.tensor.randomness import OwnRandomness
+
+    def draw(rank: int) -> tuple[list[float], list[float]]:
+        torch.manual_seed(1)
+        randomness = OwnRandomness(rank, torch.device("cpu"))
+        randomness.begin()
+        own = torch.rand(4).tolist()
+        torch.rand(rank)  # as many as a rank likes
+        randomness.end()
+        return own, torch.rand(4).tolist()
+
+    (first, shared_by_first), (second, shared_by_second) = draw(0), draw(1)
+    assert first != second
+    assert shared_by_first == shared_by_second
+    assert draw(1) == (second, shared_by_second)
