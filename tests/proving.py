@@ -22,7 +22,8 @@ def prove(cases: Mapping[str, tuple[samestep.Recipe, str, Mapping[str, Any]]]) -
     All layouts need the same number of ranks.
     """
     jobs = {
-        name: Job(recipe=recipe, run=Run(layout=layout, threads=1, **run)) for name, (recipe, layout, run) in cases.items()
+        name: Job(recipe=recipe, run=Run(layout=layout, threads=1, **run))
+        for name, (recipe, layout, run) in cases.items()
     }
     with TemporaryDirectory() as folder:
         known: dict[str, Reference] = {}

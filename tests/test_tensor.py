@@ -1,4 +1,4 @@
-"""Tensor parallel: the step of one process from slices, with tokens split or whole, beside every kind of data ranks."""
+"""Tensor parallel: slices take the step of one process, tokens split or whole, beside every kind of data ranks."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -251,5 +251,3 @@ def test_a_rank_has_random_numbers_of_its_own_and_leaves_the_shared_ones_in_step
     assert first != second
     assert shared_by_first == shared_by_second
     assert draw(1) == (second, shared_by_second)
-
-

@@ -180,7 +180,10 @@ def test_ranges_cover_a_dimension_once() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model.layers.0.self_attn.q_proj": "row"}, 'q_proj can\'t be "row": no column layer before it makes the 16 features'),
+        (
+            {"model.layers.0.self_attn.q_proj": "row"},
+            'q_proj can\'t be "row": no column layer before it makes the 16 features',
+        ),
         ({"model.layers.0.mlp.gate_proj": "vocabulary", "model.norm": "whole"}, 'called "model.norm"'),
         ({"lm_head": "diagonal"}, 'lm_head is "diagonal"; it can be column, row, vocabulary, whole'),
     ],

@@ -10,7 +10,6 @@ from pydantic.dataclasses import dataclass
 
 from samestep.recipe import STRICT, Positive, Recipe, Whole
 
-
 TensorRole = Literal["column", "row", "vocabulary", "whole"]
 
 

@@ -48,9 +48,7 @@ def spread(
     blocks = find_blocks(model)
     vocabulary = None
     if layout.tensor > 1:
-        vocabulary = slice_tensors(
-            model, blocks, common["parts"], mesh, device, example=example, given=tensor_plan
-        )
+        vocabulary = slice_tensors(model, blocks, common["parts"], mesh, device, example=example, given=tensor_plan)
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
     if layout.zero >= 2:

@@ -8,7 +8,7 @@ from torch import nn
 
 def is_linear(module: nn.Module) -> bool:
     """A linear layer as PyTorch or transformers computes it; a subclass with a forward of its own is none."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward or is_conv1d(module)
+    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -14,9 +14,7 @@ from samestep.parallel.tensor.layers import Message, Region
 Group = dist.ProcessGroup
 
 
-def multihead(
-    attention: nn.MultiheadAttention, entries: Mapping[str, Message], region: Region, group: Group
-) -> None:
+def multihead(attention: nn.MultiheadAttention, entries: Mapping[str, Message], region: Region, group: Group) -> None:
     """Make an attention compute its slice of the heads. `entries` are the messages of query, key and value."""
     local = _LocalHeads(attention, group)
 
@@ -83,9 +81,7 @@ class _LocalHeads:
             mask = padding if mask is None else mask + padding
         return mask
 
-    def attend(
-        self, inputs: list[Tensor], mask: Tensor | None, need_weights: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, inputs: list[Tensor], mask: Tensor | None, need_weights: bool) -> tuple[Tensor, Tensor | None]:
         """From [batch, tokens, features] to [batch, tokens, local heads * head_dim], and the weights where wanted."""
         query, key, value = (
             self._split(F.linear(x, weight, bias)) for x, (weight, bias) in zip(inputs, self._weights(), strict=True)

@@ -97,8 +97,8 @@ def make_plan(
 
     `blocks` are the names of the repeated layers. What `given` says (name or pattern -> role) goes before the plan
     that a transformers model brings, and that before what is found. Raises LayoutError for a wrong `given`, for
-    heads that don't divide, and where nothing can be sliced. With `tokens_split` layers that take tokens of all texts in
-    one row, [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
+    heads that don't divide, and where nothing can be sliced. With `tokens_split` layers that take the tokens of
+    all samples in one row, [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
     """
     said = roles.named(model, given or {})
     vocabulary = _vocabulary(model, trace)
@@ -110,7 +110,9 @@ def make_plan(
     for unit in units:
         if unit.heads is not None:
             unit.heads.check(unit.owner or unit.row, parts)
-    multiheads = [name for name, module in model.named_modules() if _can_slice(module) and forced.get(name) != "whole"]
+    multiheads = [
+        name for name, module in model.named_modules() if _can_slice(module) and forced.get(name) != "whole"
+    ]
     for name in multiheads:
         attention = model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
@@ -217,7 +219,9 @@ def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role]) -> None:
     found = plan.roles()
     for name, role in said.items():
         if role != "whole" and found.get(name) != role:
-            raise LayoutError(f'run.tensor_plan: {name} can\'t be "{role}": {_why_not(model.get_submodule(name), role)}')
+            raise LayoutError(
+                f'run.tensor_plan: {name} can\'t be "{role}": {_why_not(model.get_submodule(name), role)}'
+            )
     if not found:
         raise LayoutError(
             f'layout "tp{plan.parts}": nothing of {type(model).__name__} can be sliced; tensor parallel slices '

@@ -23,9 +23,7 @@ Key = int | str  # a position or a keyword
 class Stream:
     """The tokens that flow through one list of blocks."""
 
-    def __init__(
-        self, names: Sequence[str], trace: Trace, group: dist.ProcessGroup, dim: int, layout: str
-    ) -> None:
+    def __init__(self, names: Sequence[str], trace: Trace, group: dist.ProcessGroup, dim: int, layout: str) -> None:
         self.names = names
         self.dim = dim  # of the tokens in the hidden states
         self.total = 0  # tokens over all ranks, in the block that runs
@@ -41,7 +39,7 @@ class Stream:
         return self._block_of(name) is not None
 
     def is_outside(self, name: str, identity: int | None) -> bool:
-        """Whether a tensor that a module in a block is given came into the block whole (a mask, an encoder's output)."""
+        """Whether what a module in a block is given came into the block whole (a mask, an encoder's output)."""
         block = self._block_of(name)
         return block is None or identity in self._outside[block]
 
@@ -166,5 +164,7 @@ def _given(call: Call, key: Key) -> Any:
 
 def _token_dim(model: nn.Module, names: Sequence[str]) -> int:
     """0 where PyTorch's attention takes [tokens, batch, features], else 1."""
-    attentions = [m for name in names for m in model.get_submodule(name).modules() if isinstance(m, nn.MultiheadAttention)]
+    attentions = [
+        m for name in names for m in model.get_submodule(name).modules() if isinstance(m, nn.MultiheadAttention)
+    ]
     return 0 if attentions and not attentions[0].batch_first else 1
