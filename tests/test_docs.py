@@ -16,6 +16,10 @@ from samestep import layout
 from samestep.cli.main import _parser
 from samestep.job import Run
 from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
+from samestep.tasks.decoder_model import DecoderModel
+from samestep.tasks.image_data import ImageData
+from samestep.tasks.image_model import ImageModel
+from samestep.tasks.language_data import LanguageData
 from samestep.tasks.regression import Regression
 from samestep.tasks.text_data import TextData
 from samestep.tasks.text_model import TextModel
@@ -177,6 +181,10 @@ SCHEMAS = (
     (Run, "run"),
     (TextData, "recipe.data"),
     (TextModel, "recipe.model"),
+    (LanguageData, "recipe.data"),
+    (DecoderModel, "recipe.model"),
+    (ImageData, "recipe.data"),
+    (ImageModel, "recipe.model"),
 )
 
 

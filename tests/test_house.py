@@ -29,6 +29,7 @@ HOUSE = (
     ("engines",),
     ("training",),
     ("proof",),
+    ("matrix",),
     ("report",),
     ("api",),
     ("cli",),

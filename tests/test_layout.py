@@ -250,10 +250,9 @@ def test_a_wrong_value_in_python_is_refused_too(values: dict[str, Any], expected
             'layout "tp4": 1 key-value heads are not divisible by 4; tp1 would do',
         ),
         (
-            Layout(context=11),  # of 60 sizes, the six nearest
-            ModelShape(sequence_length=5040),
-            'layout "cp11": 5040 tokens of a sequence are not divisible by 11; '
-            "cp7, cp8, cp9, cp10, cp12 or cp14 would do",
+            Layout(tensor=11),  # of 60 sizes, the six nearest
+            ModelShape(heads=5040),
+            'layout "tp11": 5040 attention heads are not divisible by 11; tp7, tp8, tp9, tp10, tp12 or tp14 would do',
         ),
         (
             Layout(pipeline=4, stages=2),

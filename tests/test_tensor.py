@@ -9,7 +9,7 @@ import pytest
 import torch
 from proving import prove, same
 from small_tasks import Points
-from tiny_models import Averaged, Decoder, Encoder, Texts, bert, gpt2, llama
+from tiny_texts import Averaged, Decoder, Encoder, Texts, bert, gpt2, llama
 from torch import Tensor, nn
 
 import samestep

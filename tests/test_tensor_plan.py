@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, Averaged, Decoder, Encoder, bert, gpt2, llama, tokens
+from tiny_texts import VOCABULARY, Averaged, Decoder, Encoder, bert, gpt2, llama, tokens
 from torch import nn
 
 from samestep.errors import LayoutError

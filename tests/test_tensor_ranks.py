@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import Encoder, Texts, llama
+from tiny_texts import Encoder, Texts, llama
 from torch import Tensor, nn
 
 import samestep

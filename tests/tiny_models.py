@@ -1,130 +1,143 @@
-"""Tiny models of many kinds on random numbers, as tasks: for layouts that cut the model itself."""
+"""Tiny models of many kinds on random data, for tests of layouts that cut the model itself; odd sizes on purpose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
 
 import samestep
 
-VOCABULARY = 57  # of no even number of rows
-
-
-def tokens(config: str, **values: Any) -> Any:
-    """The configuration of a transformers model with a tiny vocabulary; the name is that of its class."""
-    import transformers
-
-    return getattr(transformers, config)(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **values)
-
-
-def bert(**values: Any) -> nn.Module:
-    from transformers import BertForSequenceClassification
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 21}
-    return BertForSequenceClassification(
-        tokens("BertConfig", max_position_embeddings=16, num_labels=3, **{**sizes, **values})
-    )
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2LMHeadModel
-
-    return GPT2LMHeadModel(tokens("GPT2Config", n_embd=16, n_layer=2, n_head=4, n_positions=16))
-
-
-def llama(**values: Any) -> nn.Module:
-    from transformers import LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 21}
-    settings = {"num_key_value_heads": 2, "max_position_embeddings": 16, "attention_bias": True, "mlp_bias": True}
-    return LlamaForCausalLM(tokens("LlamaConfig", **{**sizes, **settings, **values}))
+VOCABULARY = 56
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+DECODER: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 16}
 
 
 class Encoder(nn.Module):
-    """PyTorch's own transformer over token ids, with a class for each text."""
-
-    def __init__(self, *, batch_first: bool = True) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 4, 21, batch_first=batch_first)
-        self.batch_first = batch_first
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        x = self.embedding(input_ids)  # [batch, tokens, 16]
-        x = x if self.batch_first else x.transpose(0, 1)
-        x = self.encoder(x, src_key_padding_mask=attention_mask == 0)
-        return self.head(x.mean(1 if self.batch_first else 0))
-
-
-class Decoder(nn.Module):
-    """PyTorch's own decoder: attention to itself under a causal mask, and to other tokens."""
+    """PyTorch's own encoder between an embedding and an output layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        layer = nn.TransformerDecoderLayer(16, 4, 21, batch_first=True, norm_first=True)
-        self.decoder = nn.TransformerDecoder(layer, 2)
-        self.head = nn.Linear(16, VOCABULARY)
+        layer = nn.TransformerEncoderLayer(24, 4, 40, dropout=0.1, batch_first=True)
+        self.embed = nn.Embedding(VOCABULARY, 24)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(24, VOCABULARY)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        memory = self.embedding(input_ids.flip(1))  # [batch, tokens, 16]
-        causal = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1], dtype=memory.dtype)
-        x = self.decoder(self.embedding(input_ids), memory, tgt_mask=causal, tgt_is_causal=True)
-        return self.head(x)  # [batch, tokens, vocabulary]
+        return self.head(self.encoder(self.embed(input_ids), src_key_padding_mask=attention_mask == 0))
 
 
-class Averaged(nn.Module):
-    """An attention whose weights are an output too, after a frozen table, beside a parameter that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.embedding.weight.requires_grad_(False)
-        self.attention = nn.MultiheadAttention(16, 4, kdim=16, vdim=16)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        x = self.embedding(input_ids).transpose(0, 1)  # [tokens, batch, 16]
-        attended, weights = self.attention(x, x, x, key_padding_mask=attention_mask == 0)
-        return self.head(attended.mean(0)) * weights.square().sum((1, 2))[:, None]
+def _causal(config: type, **values: Any) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config(**{**DECODER, **values}))
 
 
-class Texts(samestep.Task):
-    """Random token ids; one of three classes for each text, or the next token after each."""
+def _bert() -> nn.Module:
+    sizes = {**SIZES, "intermediate_size": 40, "max_position_embeddings": 16, "num_labels": 3}
+    return transformers.AutoModelForSequenceClassification.from_config(transformers.BertConfig(**sizes))
 
-    def __init__(self, make: Callable[[], nn.Module], *, causal: bool = False, samples: int = 40) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(1, VOCABULARY, (samples, 9), generator=generator)  # [samples, tokens]
-        self.lengths = torch.randint(4, 10, (samples,), generator=generator)
-        self.classes = torch.randint(3, (samples,), generator=generator)
-        self.make, self.causal = make, causal
+
+def _distilbert() -> nn.Module:
+    sizes: dict[str, Any] = {"dim": 24, "n_layers": 4, "n_heads": 4, "hidden_dim": 40, "num_labels": 3}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
+    return transformers.AutoModelForSequenceClassification.from_config(transformers.DistilBertConfig(**sizes))
+
+
+def _gpt2() -> nn.Module:
+    sizes: dict[str, Any] = {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 16, "vocab_size": VOCABULARY}
+    sizes |= {"bos_token_id": None, "eos_token_id": None}
+    return transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**sizes))
+
+
+def _t5() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
+    return transformers.AutoModelForSeq2SeqLM.from_config(transformers.T5Config(**sizes))
+
+
+def _vit() -> nn.Module:
+    sizes: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 40, "image_size": 8, "patch_size": 4, "num_labels": 3}
+    return transformers.AutoModelForImageClassification.from_config(transformers.ViTConfig(**sizes))
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 33), nn.ReLU(), nn.Linear(33, 31), nn.ReLU(), nn.Linear(31, 1)
+    )
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "bert": _bert,
+    "distilbert": _distilbert,
+    "gpt2": _gpt2,
+    "llama": lambda: _causal(transformers.LlamaConfig),
+    "llama-tied": lambda: _causal(transformers.LlamaConfig, tie_word_embeddings=True),
+    "qwen2": lambda: _causal(transformers.Qwen2Config),
+    "qwen3": lambda: _causal(transformers.Qwen3Config, head_dim=6),
+    "mistral": lambda: _causal(transformers.MistralConfig, sliding_window=4),
+    "t5": _t5,
+    "vit": _vit,
+    "encoder": Encoder,
+    "mlp": _mlp,
+}
+CLASSIFIERS = ("bert", "distilbert", "vit")
+
+
+class Tiny(samestep.Task):
+    """A tiny model that learns random targets: classes of texts or images, the next word, or a number."""
+
+    def __init__(self, *, name: str, samples: int = 45) -> None:
+        generator = torch.Generator().manual_seed(1)
+        lengths = torch.randint(3, 12, (samples,), generator=generator).tolist()
+        self.name = name
+        self.texts = [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
+        self.images = torch.randn(samples, 3, 8, 8, generator=generator)
+        self.points = torch.randn(samples, 20, generator=generator)
+        self.labels = torch.randint(3, (samples,), generator=generator)
 
     def model(self) -> nn.Module:
-        model = self.make()
-        # Biases begin at zero, where a bias that is added twice would not be seen.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        return model
+        return MODELS[self.name]()
 
     def train_set(self) -> samestep.Samples:
-        return list(zip(self.ids, self.lengths, self.classes, strict=True))
+        return range(len(self.texts))
 
-    def collate(self, samples: Any) -> samestep.Batch:
-        ids, lengths, classes = (torch.stack(column) for column in zip(*samples, strict=True))
-        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()  # [batch, tokens]
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        return samestep.Batch(inputs, ids.masked_fill(mask == 0, -100) if self.causal else classes)
+    def eval_set(self) -> samestep.Samples | None:
+        return range(10)
+
+    def collate(self, samples: Sequence[Any]) -> samestep.Batch:
+        chosen = list(samples)
+        if self.name == "vit":
+            return samestep.Batch({"pixel_values": self.images[chosen]}, self.labels[chosen])
+        if self.name == "mlp":
+            return samestep.Batch(self.points[chosen], self.labels[chosen, None].float())
+        ids = nn.utils.rnn.pad_sequence([self.texts[i] for i in chosen], batch_first=True)  # [samples, tokens]
+        inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+        if self.name == "t5":
+            inputs["decoder_input_ids"] = ids
+        if self.name in CLASSIFIERS:
+            return samestep.Batch(inputs, self.labels[chosen])
+        return samestep.Batch(inputs, ids.masked_fill(ids == 0, -100))
 
     def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
         logits = getattr(output, "logits", output)
-        if not self.causal:
-            return nn.functional.cross_entropy(logits, batch.targets, reduction="sum"), len(batch.targets)
-        following = batch.targets[:, 1:]  # [batch, tokens - 1]
-        predicted = logits[:, :-1].flatten(0, 1)
-        return nn.functional.cross_entropy(predicted, following.flatten(), reduction="sum"), (following >= 0).sum()
+        if self.name == "mlp":
+            return (logits - batch.targets).square().sum(), len(logits)
+        if self.name in CLASSIFIERS:
+            return nn.functional.cross_entropy(logits, batch.targets, reduction="sum"), len(logits)
+        words = batch.targets[:, 1:].reshape(-1)
+        logits = logits[:, :-1].reshape(-1, VOCABULARY)
+        return nn.functional.cross_entropy(logits, words, reduction="sum"), (words != -100).sum()
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return {"loss": MeanMetric().set_dtype(torch.float64)}
+
+    def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        loss, count = self.loss(output, batch)
+        return loss.reshape(1) / count, torch.ones(1)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from samestep.layout import Layout
     from samestep.proof import Proof
     from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
-    from samestep.tasks.base import Batch, Samples, Task
+    from samestep.tasks.base import Batch, Samples, Task, Work
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
 
@@ -36,6 +36,7 @@ _HOME = {
     "Task": "samestep.tasks.base",
     "Batch": "samestep.tasks.base",
     "Samples": "samestep.tasks.base",
+    "Work": "samestep.tasks.base",
     "UserError": "samestep.errors",
     "LayoutError": "samestep.errors",
     "RankFailedError": "samestep.errors",
@@ -61,6 +62,7 @@ __all__ = [
     "Task",
     "TrainResult",
     "UserError",
+    "Work",
     "session",
     "train",
     "verify",

@@ -1,6 +1,7 @@
 """`samestep.train` and `samestep.verify`: check a job, start its ranks, bring back what they found."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +13,10 @@ from samestep.cluster.start import local
 from samestep.cluster.world import join, threads_of
 from samestep.engines import resolve as engines
 from samestep.engines.precision import Precision
-from samestep.errors import UserError
+from samestep.errors import RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout, unsized
+from samestep.matrix import Row
 from samestep.proof import Proof, Reference, hold_against, reference
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
@@ -60,6 +62,41 @@ def verify_job(job: Job, *, steps: int = 5) -> Proof:
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder)) if ranks is None or ranks.rank == 0 else None
         return _on_ranks(_verify_rank, job, layout, steps, known)
+
+
+def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5) -> Iterator[Row]:
+    """Hold each layout against one process, which takes its steps once for all of them.
+
+    A layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
+    """
+    if environment.ranks() is not None:
+        raise UserError("--layouts starts its own processes; start it without a launcher")
+    task = _check(replace(job, run=replace(job.run, layout="single", processes=None)), Layout())
+    with TemporaryDirectory(prefix="samestep-reference-") as folder:
+        known = reference(job, task, steps, Path(folder))
+        for text in layouts:
+            yield _row(job, text, steps, known)
+
+
+def _row(job: Job, text: str, steps: int, known: Reference) -> Row:
+    began = time.perf_counter()
+    proof = reason = failure = None
+    try:
+        layout = Layout.parse(text, job.run.processes if unsized(text) else None)
+        _check(job, layout)
+        proof = _on_ranks(_verify_rank, job, layout, steps, known)
+    except UserError as error:  # the job is fine with one process, so what is wrong is the layout
+        reason = str(error)
+    except RankFailedError as error:
+        failure = str(error)
+    return Row(
+        job=job.name or str(job.recipe.task),
+        layout=text,
+        proof=proof,
+        reason=reason,
+        failure=failure,
+        seconds=time.perf_counter() - began,
+    )
 
 
 def _train_rank(job: Job, layout: Layout) -> TrainResult:

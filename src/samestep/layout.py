@@ -191,7 +191,6 @@ class Layout:
         heads = math.gcd(shape.heads or 0, shape.key_value_heads or 0)  # what divides this divides both
         self._check_divides("tensor", shape.heads, "attention heads", heads)
         self._check_divides("tensor", shape.key_value_heads, "key-value heads", heads)
-        self._check_divides("context", shape.sequence_length, "tokens of a sequence", shape.sequence_length)
         stages = self.pipeline * self.stages
         if shape.layers is not None and self.pipeline > 1 and shape.layers < stages:
             raise LayoutError(

@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(options: argparse.Namespace) -> "LoadedJob":
-    """The job file with the command line's values over it. Raises UserError."""
+def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
+    """The job file, or another one, with the command line's values over it. Raises UserError."""
     from samestep import jobfile
     from samestep.errors import UserError
 
@@ -51,7 +51,7 @@ def load(options: argparse.Namespace) -> "LoadedJob":
         value = getattr(options, flag.replace("-", "_"))
         if value is not None:
             overrides.append((key, value, f"--{flag}"))
-    return jobfile.load(options.job, overrides)
+    return jobfile.load(file or options.job, overrides)
 
 
 def print_config(loaded: "LoadedJob") -> int:

@@ -3,13 +3,21 @@
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samestep.cli import job_options
 from samestep.errors import UserError
 
+if TYPE_CHECKING:
+    from samestep.jobfile import LoadedJob
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser)
+    parser.add_argument("more", nargs="*", type=Path, metavar="JOB.yaml", help="with --layouts: further job files")
+    parser.add_argument(
+        "--layouts", metavar="LAYOUTS", help='a table of many layouts: "all", "fast", or "dp2, fsdp2 tp2"'
+    )
     parser.add_argument("--steps", type=int, default=5, help="how many steps are compared (default: 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences to a file")
 
@@ -21,6 +29,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.json is not None:
         _check_file(options.json)
+    if options.layouts is not None:
+        return _matrix(options, loaded)
+    if options.more:
+        raise UserError(f"{options.more[0]} is a second job file; a list of layouts takes them: --layouts all")
 
     from samestep.api import verify_job
     from samestep.report.tables import print_proof
@@ -31,6 +43,21 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps(proof.to_json(), indent=2) + "\n", encoding="utf-8")
         print_proof(proof)
     return 0 if proof.same_step else 1
+
+
+def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
+    """Every job under every layout. A refused layout is no failure; a step that is not the same is one."""
+    from samestep.api import verify_layouts
+    from samestep.matrix import layouts_of
+    from samestep.report.tables import print_matrix
+
+    layouts = layouts_of(options.layouts)
+    jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]
+    rows = [row for job in jobs for row in verify_layouts(job, layouts, steps=options.steps)]
+    if options.json is not None:
+        options.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8")
+    print_matrix(rows)
+    return 0 if all(row.passed for row in rows) else 1
 
 
 def _check_file(file: Path) -> None:

@@ -33,9 +33,25 @@ def read_csv(path: Path) -> LabelledTexts:
     return LabelledTexts(origin=found.origin, texts=found.texts, labels=labels, lines=found.lines)
 
 
+def read_utf8(path: Path) -> str:
+    """A file's text. Raises UserError where it is not there, can't be read, or is not UTF-8."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no data file {path}") from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8: byte {error.start} is {content[error.start]:#x}; save it as UTF-8"
+        ) from None
+
+
 def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     # Not splitlines: a JSON string may hold other characters that count as line ends there.
-    for number, line in enumerate(_content(path).split("\n"), start=1):
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -50,7 +66,7 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _csv_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     # strict: otherwise a quote that is never closed swallows the rest of the file.
-    rows = csv.reader(io.StringIO(_content(path), newline=""), strict=True)
+    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), strict=True)
     header: list[str] | None = None
     number = 1
     try:
@@ -68,21 +84,6 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             number = rows.line_num + 1  # a quoted text may run over several lines
     except csv.Error as error:
         raise UserError(f"{path}:{number}: not CSV: {error}") from None
-
-
-def _content(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"no data file {path}") from None
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}") from None
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8: byte {error.start} is {content[error.start]:#x}; save it as UTF-8"
-        ) from None
 
 
 def _collect(path: Path, records: Iterator[tuple[int, Mapping[str, Any]]]) -> LabelledTexts:

@@ -1,7 +1,7 @@
-"""Which texts are held out, and which ones are left by a limit: by a hash of the text alone.
+"""Which samples are held out, and which ones are left by a limit: by a hash of a sample's own content alone.
 
-So neither depends on the order of the file or on the process, adding texts moves none of the others, and
-copies of a text never stand on both sides.
+So neither depends on the order of the file or on the process, adding samples moves none of the others, and
+copies of a sample never stand on both sides.
 """
 
 import hashlib
@@ -12,21 +12,21 @@ from samestep.errors import UserError
 _SCALE = 2**64
 
 
-def split(texts: Sequence[str], held_out: float) -> tuple[list[int], list[int]]:
-    """Indices of the texts to train on, and of those held out."""
+def split(contents: Sequence[str | bytes], held_out: float) -> tuple[list[int], list[int]]:
+    """Indices of the samples (texts, or the bytes of anything else) to train on, and of those held out."""
     train: list[int] = []
     held: list[int] = []
-    for index, text in enumerate(texts):
-        (held if _draw(text, "held out") < held_out * _SCALE else train).append(index)
+    for index, content in enumerate(contents):
+        (held if _draw(content, "held out") < held_out * _SCALE else train).append(index)
     return train, held
 
 
-def limited(texts: Sequence[str], limit: int | None) -> list[int]:
-    """Indices of at most `limit` texts, in their order."""
-    if limit is None or limit >= len(texts):
-        return list(range(len(texts)))
+def limited(contents: Sequence[str | bytes], limit: int | None) -> list[int]:
+    """Indices of at most `limit` samples, in their order."""
+    if limit is None or limit >= len(contents):
+        return list(range(len(contents)))
     # A draw of its own: with that of the split, the first to be kept would be those that are held out.
-    return sorted(sorted(range(len(texts)), key=lambda index: _draw(texts[index], "limit"))[:limit])
+    return sorted(sorted(range(len(contents)), key=lambda index: _draw(contents[index], "limit"))[:limit])
 
 
 def check_split(train: int, held: int, held_out: float, where: str) -> None:
@@ -40,6 +40,7 @@ def check_split(train: int, held: int, held_out: float, where: str) -> None:
     )
 
 
-def _draw(text: str, purpose: str) -> int:
-    """A number below 2**64 that is the text's own."""
-    return int.from_bytes(hashlib.sha256(f"{purpose}\0{text}".encode()).digest()[:8], "big")
+def _draw(content: str | bytes, purpose: str) -> int:
+    """A number below 2**64 that is the content's own."""
+    raw = content.encode() if isinstance(content, str) else content
+    return int.from_bytes(hashlib.sha256(purpose.encode() + b"\0" + raw).digest()[:8], "big")

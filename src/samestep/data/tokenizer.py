@@ -14,6 +14,7 @@ from samestep.errors import UserError
 _PADDING, _UNKNOWN, _START, _END, _MASK = _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TRAINED_PADDING = 0  # the padding token's id in a trained tokenizer
 _PADDING_NAMES = (_PADDING, "<pad>", "<|pad|>", "<|padding|>")
+_END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", _END)
 _LARGEST_ALPHABET = 6000  # the rest of a large vocabulary is for words
 
 
@@ -69,36 +70,53 @@ def load(path: Path, where: str) -> TextTokenizer:
 
     Raises UserError where there is none, it can't be loaded, or has no padding token.
     """
+    parts = load_parts(path, where)
+    if parts.padding is None:
+        raise UserError(
+            f"{where}: the tokenizer in {path} has no padding token; one with {' or '.join(_PADDING_NAMES)} would do"
+        )
+    return TextTokenizer(tokenizer=parts.tokenizer, padding=parts.padding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerParts:
+    """A tokenizer of a file or folder, and the ids of special tokens, None where it has no such token."""
+
+    tokenizer: Tokenizer
+    padding: int | None
+    end: int | None  # of a document
+
+
+def load_parts(path: Path, where: str) -> TokenizerParts:
+    """Load a tokenizer.json, or the tokenizer in a folder. Raises UserError where there is none, or it can't be."""
     if not path.exists():
         raise UserError(f"{where}: no file or folder {path}")
     try:
-        tokenizer, padding = _from_folder(path) if path.is_dir() else _from_file(path)
+        return _from_folder(path) if path.is_dir() else _from_file(path)
     except Exception as error:  # the libraries raise whatever a broken file makes them trip over
         reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
         raise UserError(
             f"{where}: {path} can't be loaded as a tokenizer: {reason}; "
             f"a tokenizer.json, or a folder with one, would do"
         ) from error
-    if padding is None:
-        raise UserError(
-            f"{where}: the tokenizer in {path} has no padding token; one with {' or '.join(_PADDING_NAMES)} would do"
-        )
-    return TextTokenizer(tokenizer=tokenizer, padding=padding)
 
 
-def _from_folder(path: Path) -> tuple[Tokenizer, int | None]:
+def _from_folder(path: Path) -> TokenizerParts:
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return loaded.backend_tokenizer, loaded.pad_token_id
+    return TokenizerParts(tokenizer=loaded.backend_tokenizer, padding=loaded.pad_token_id, end=loaded.eos_token_id)
 
 
-def _from_file(path: Path) -> tuple[Tokenizer, int | None]:
+def _from_file(path: Path) -> TokenizerParts:
     tokenizer = Tokenizer.from_file(str(path))
-    if tokenizer.padding is not None:
-        return tokenizer, tokenizer.padding["pad_id"]
-    ids = map(tokenizer.token_to_id, _PADDING_NAMES)
-    return tokenizer, next((number for number in ids if number is not None), None)
+    padding = tokenizer.padding["pad_id"] if tokenizer.padding is not None else _first(tokenizer, _PADDING_NAMES)
+    return TokenizerParts(tokenizer=tokenizer, padding=padding, end=_first(tokenizer, _END_NAMES))
+
+
+def _first(tokenizer: Tokenizer, names: Sequence[str]) -> int | None:
+    """The id of the first of these tokens that a tokenizer has."""
+    return next((number for number in map(tokenizer.token_to_id, names) if number is not None), None)
 
 
 def _alphabet(texts: Iterable[str], largest: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Who takes the step: one file and one line here each."""
 
 ENGINES = {
+    "data-parallel": "samestep.engines.data_parallel:DataParallel",
     "native": "samestep.engines.native:Native",
 }

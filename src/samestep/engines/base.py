@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
 from samestep.layout import Layout
+from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch
 
 # The loss summed over a batch's terms, and how many terms those are.
@@ -67,6 +68,10 @@ class Engine(ABC):
     name: ClassVar[str]
     abilities: ClassVar[Abilities]
 
+    def can_fill(self, layout: Layout) -> bool:
+        """Whether `prepare` takes a model on the meta device under this layout, with its initial values to come."""
+        return False
+
     @abstractmethod
     def prepare(
         self,
@@ -79,11 +84,6 @@ class Engine(ABC):
         clip: float | None,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
-        example: Any = None,
-        tensor_plan: Mapping[str, str] | None = None,
+        details: Details,
     ) -> Trainer:
-        """Spread the model, then make the optimizer of the parameters that this rank holds.
-
-        `example` is what the model may be called with: a batch's inputs, a few samples. `tensor_plan` says which
-        layers a tensor parallel layout slices how (name or pattern -> role), where that is not to be found.
-        """
+        """Spread the model, then make the optimizer of the parameters that this rank holds."""

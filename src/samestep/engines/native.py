@@ -1,6 +1,6 @@
 """The native engine: samestep's own step on torch.distributed, the same code for one rank and for many."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from samestep.engines.precision import Precision
 from samestep.layout import Layout
 from samestep.parallel.apply import spread, spread_optimizer
 from samestep.parallel.parts import local
-from samestep.parallel.spread import Spread
+from samestep.parallel.spread import Details, Spread
 from samestep.tasks.base import sum_and_count
 
 
@@ -147,12 +147,16 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate", "shard", "tensor"}),
+        dimensions=frozenset({"replicate", "shard", "context", "tensor"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset({"none", "parameters"}),
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
+
+    def can_fill(self, layout: Layout) -> bool:
+        # Cutting the model itself looks at what it computes.
+        return layout.zero >= 2 and layout.tensor == layout.pipeline == 1
 
     def prepare(
         self,
@@ -165,19 +169,11 @@ class Native(Engine):
         clip: float | None,
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
-        example: Any = None,
-        tensor_plan: Mapping[str, str] | None = None,
+        details: Details,
     ) -> NativeTrainer:
         in_precision = Precision(precision, device)
         spread_model = spread(
-            model,
-            layout,
-            mesh,
-            device,
-            precision=precision,
-            autocast=in_precision.autocast,
-            example=example,
-            tensor_plan=tensor_plan,
+            model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, details=details
         )
         optimizer = spread_optimizer(optimizer_of(model.named_parameters()), layout, mesh)
         return self.trainer_class(

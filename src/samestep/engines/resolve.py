@@ -31,7 +31,7 @@ def check(engine: Engine, layout: Layout, precision: str) -> None:
         if name not in able.dimensions:
             raise LayoutError(
                 f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
-                f"it splits {', '.join(sorted(able.dimensions))}"
+                f"it splits {', '.join(sorted(able.dimensions)) or 'nothing'}"
             )
     for option in ("recompute", "offload"):
         value = getattr(layout, option)

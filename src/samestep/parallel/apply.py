@@ -1,6 +1,5 @@
 """A layout applied to a module, in this order: cut, slice, recompute, compile, shard or replicate."""
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,18 +10,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from samestep.comm.mesh import Mesh
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.context.split import split_tokens
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
-from samestep.parallel.spread import Context, Spread, WholeModel
+from samestep.parallel.spread import Context, Details, Spread, WholeModel
 from samestep.parallel.tensor.slicing import slice_tensors
+from samestep.parallel.trace import Trace, trace
 
 
 def spread(
@@ -33,35 +34,47 @@ def spread(
     *,
     precision: str,
     autocast: Context,
-    example: Any = None,
-    tensor_plan: Mapping[str, str] | None = None,
+    details: Details,
 ) -> Spread:
-    """Spread a model as its layout says. Raises LayoutError where it could not take the same step then.
+    """Spread a model as its layout says, and fill what of it is on the meta device with its initial values.
 
-    `example` is what the model may be called with (a batch's inputs, a few samples): layouts that cut the model
-    itself look with it at what its forward does. `tensor_plan` says which layers are sliced how, where the user does.
+    Raises LayoutError where it could not take the same step then.
     """
     keep_no_cache(model)
     if layout.data_ranks > 1:
         _check_batch_norm(model, layout)
-    common = {"model": model, "parts": Parts.of(model, layout, mesh), "now": Now(), "autocast": autocast}
+    parts = Parts.of(model, layout, mesh)
     blocks = find_blocks(model)
+    if layout.context > 1:
+        split_tokens(model, blocks, _look(model, layout, details.example), mesh, parts)
     vocabulary = None
     if layout.tensor > 1:
-        vocabulary = slice_tensors(model, blocks, common["parts"], mesh, device, example=example, given=tensor_plan)
+        vocabulary = slice_tensors(
+            model, blocks, parts, mesh, device, example=details.example, given=details.tensor_plan
+        )
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
+    common = {"model": model, "parts": parts, "now": Now(), "autocast": autocast, "vocabulary": vocabulary}
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)
+        if details.initial is not None:
+            details.initial.fill(model, torch.device("cpu") if layout.offload == "parameters" else device)
         assert isinstance(model, FSDPModule)
-        return WholeModel(
-            module=model, accumulating=partial(without_messages, model), vocabulary=vocabulary, **common
-        )
+        return WholeModel(module=model, accumulating=partial(without_messages, model), **common)
     if layout.data_ranks > 1:
         replicated = replicate(model, mesh.data_group, device)
-        return WholeModel(module=replicated, accumulating=replicated.no_sync, vocabulary=vocabulary, **common)
-    return WholeModel(module=model, accumulating=nullcontext, vocabulary=vocabulary, **common)
+        return WholeModel(module=replicated, accumulating=replicated.no_sync, **common)
+    return WholeModel(module=model, accumulating=nullcontext, **common)
+
+
+def _look(model: nn.Module, layout: Layout, example: Any) -> Trace:
+    if example is None:
+        raise UserError(
+            f'layout "{layout}" cuts the model itself, for which its forward must be followed once; '
+            "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples would do"
+        )
+    return trace(model, example)
 
 
 def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimizer:

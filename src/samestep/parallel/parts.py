@@ -1,7 +1,7 @@
 """Parts: what of the whole model's parameters a rank holds, and how the ranks' parts belong together."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,11 @@ class Parts:
 
     def part(self, name: str) -> Part:
         return self.table.get(name, _WHOLE)
+
+    def add_sum(self, name: str, group: dist.ProcessGroup) -> None:
+        """Write down that backward leaves a parameter's gradient in parts over a group."""
+        part = self.part(name)
+        self.table[name] = replace(part, sum_over=(*part.sum_over, group))
 
     def whole_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the whole model, on every rank; every rank must ask."""

@@ -1,14 +1,16 @@
 """Spread: a model spread over ranks. How it takes micro-batches, and where its parameters are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
+from samestep.parallel.initial import InitialValues
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
@@ -19,14 +21,30 @@ Term = Callable[[Any, MicroBatch], Tensor]
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What spreading a model wants to know beyond the layout; all of it may be missing."""
+
+    # What the model may be called with: a batch's inputs, a few samples. Layouts that cut the model itself look
+    # with it at what its forward does.
+    example: Any = None
+    # The values of the parameters that are on the meta device.
+    initial: InitialValues | None = None
+    # Which layers a tensor parallel layout slices how (name or pattern -> role), where that is not to be found.
+    tensor_plan: Mapping[str, str] | None = None
+
+
 class Spread(ABC):
     """A model spread over ranks."""
 
-    def __init__(self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context) -> None:
+    def __init__(
+        self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context, vocabulary: Vocabulary | None = None
+    ) -> None:
         self.model = model  # with the parameters that this rank holds, by their names in the whole model
         self.parts = parts
         self.now = now
         self.autocast = autocast
+        self._vocabulary = vocabulary  # where the output layer may be sliced
 
     @abstractmethod
     def take(
@@ -44,7 +62,7 @@ class Spread(ABC):
 
     def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
         """The loss and the backward of a step, as what this spread gives for an output wants them."""
-        return loss, backward
+        return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
@@ -54,12 +72,9 @@ class Spread(ABC):
 class WholeModel(Spread):
     """Every rank runs all of the model's layers, each on its own samples or its own part of every layer."""
 
-    def __init__(
-        self, *, module: nn.Module, accumulating: Context, vocabulary: Vocabulary | None = None, **common: Any
-    ) -> None:
+    def __init__(self, *, module: nn.Module, accumulating: Context, **common: Any) -> None:
         super().__init__(**common)
         self.module = module  # what forward calls
-        self._vocabulary = vocabulary  # where the output layer may be sliced
         self._accumulating = accumulating  # forward and backward without messages
 
     def take(
@@ -82,9 +97,6 @@ class WholeModel(Spread):
     def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
         with self.now.at(micro_batch.moment), self.autocast():
             return term(call(self.module, micro_batch.batch.inputs), micro_batch)
-
-    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
-        return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
 
     def predict(self, inputs: Any) -> Any:
         with torch.no_grad(), self.autocast():

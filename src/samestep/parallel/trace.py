@@ -1,5 +1,6 @@
 """Trace: which modules a model's forward calls, in which order, with which tensors; found without computing."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Call:
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     output: Any
+    functions: Mapping[str, int]  # how often each of PyTorch's functions was called in it, by name
 
     def inputs(self) -> list[Seen]:
         return seen_in((self.arguments, self.keywords))
@@ -47,7 +49,6 @@ class Trace:
     """The calls of one forward, in the order in which they began."""
 
     calls: Sequence[Call]
-    functions: Mapping[str, int]  # how often functions of interest were called
 
     def of(self, name: str) -> list[Call]:
         """The calls of the module of that name."""
@@ -83,8 +84,7 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
     finally:
         for module, mode_before in training.items():
             module.training = mode_before
-    calls = sorted(recorder.calls, key=lambda call: call.began)
-    return Trace(calls=calls, functions=recorder.functions.counts)
+    return Trace(calls=sorted(recorder.calls, key=lambda call: call.began))
 
 
 def seen_in(nest: Any) -> list[Seen]:
@@ -122,13 +122,13 @@ class _Counted(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -139,7 +139,7 @@ class _Recorder:
         self.calls: list[Call] = []
         self.functions = _Counted()
         self._clock = 0
-        self._open: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
+        self._open: list[tuple[int, tuple[Any, ...], dict[str, Any], Counter[str]]] = []
         self._kept: list[Any] = []  # alive, so that no two tensors share an identity
 
     def attach(self, model: nn.Module) -> Iterator[Any]:
@@ -149,12 +149,13 @@ class _Recorder:
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._clock += 1
-        self._open.append((self._clock, self._see(arguments), self._see(keywords)))
+        before = self.functions.counts.copy()
+        self._open.append((self._clock, self._see(arguments), self._see(keywords), before))
 
     def _end_of(self, name: str) -> Any:
         def end(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
             self._clock += 1
-            began, seen_arguments, seen_keywords = self._open.pop()
+            began, seen_arguments, seen_keywords, before = self._open.pop()
             self.calls.append(
                 Call(
                     name=name,
@@ -163,6 +164,7 @@ class _Recorder:
                     arguments=seen_arguments,
                     keywords=seen_keywords,
                     output=self._see(output),
+                    functions=self.functions.counts - before,
                 )
             )
 

@@ -1,14 +1,24 @@
 """Tables in the terminal: the result of a training, and a proof."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from samestep.matrix import Row
 from samestep.proof import Proof
 from samestep.training.evaluation import scalars
 from samestep.training.result import TrainResult, is_curve
+
+# How a table says what result.speeds holds.
+_SPEEDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+    "flops_per_second": ("GFLOP/s", lambda flops: f"{flops / 1e9:,.1f}"),
+    "measured_peak_flops": ("GFLOP/s of matrix products", lambda flops: f"{flops / 1e9:,.1f}"),
+    "model_flops_utilisation": ("model FLOPs utilisation", "{:.1%}".format),
+}
 
 
 def print_result(result: TrainResult, console: Console | None = None) -> None:
@@ -26,6 +36,7 @@ def print_result(result: TrainResult, console: Console | None = None) -> None:
         "final loss": f"{result.losses[-1]:.4f}",
         "seconds": f"{result.seconds:.1f}",
         "samples/s": f"{result.samples_per_second:,.1f}",
+        **{name: show(result.speeds[key]) for key, (name, show) in _SPEEDS.items() if key in result.speeds},
     }
     table = Table(show_header=False)
     for name, value in numbers.items():
@@ -45,6 +56,31 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
     console.print(table)
     verdict = "the same step" if proof.same_step else "NOT the same step"
     console.print(f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}")
+
+
+def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
+    """A line for every job and layout: the largest differences, or why the layout was refused."""
+    console = console or _console()
+    table = Table(title="largest relative difference from one process, in float64")
+    table.add_column("job", overflow="fold")
+    table.add_column("layout", overflow="fold")
+    for name in _DIFFERENCES:
+        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("s", justify="right", no_wrap=True)
+    for row in rows:
+        differences = row.proof.max_relative_difference if row.proof else {}
+        numbers = [f"{differences[name]:.1e}" if name in differences else "" for name in _DIFFERENCES]
+        table.add_row(row.job, row.layout, *numbers, row.verdict, f"{row.seconds:.0f}")
+    console.print(table)
+    for row in rows:
+        if row.reason or row.failure:
+            console.print(f"{row.verdict}: {row.job}: {row.reason or row.failure}", soft_wrap=True)
+    counts = Counter(row.verdict for row in rows)
+    console.print(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()))
+
+
+_DIFFERENCES = ("loss", "grad_norm", "parameters", "metrics")
 
 
 def _console() -> Console:

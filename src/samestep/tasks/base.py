@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from samestep.errors import UserError
@@ -21,6 +22,14 @@ class Batch(NamedTuple):
 
     inputs: Any
     targets: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a sample costs, for the speeds that a training reports; None where it isn't known."""
+
+    tokens: int | None = None
+    flops: float | None = None  # floating-point operations of forward and backward, without any recomputation
 
 
 @runtime_checkable
@@ -80,6 +89,10 @@ class Task(ABC):
     def shape(self) -> ModelShape:
         """The model's sizes that a layout must divide, known without building it."""
         return ModelShape()
+
+    def work(self) -> Work:
+        """What a sample costs; from it tokens a second and the use of the device are reported."""
+        return Work()
 
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, before any process starts."""

@@ -1,4 +1,4 @@
-"""Keys of a task's section that exclude each other."""
+"""Keys of a task's section that exclude each other, or must divide each other."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,3 +17,13 @@ def refuse_together(given: Any, key: str, others: Sequence[str], reason: str) ->
             if values.get(other) is not None:
                 raise ValueError(f"{key} and {other} are both given; {other} {reason}")
     return given
+
+
+def check_heads(hidden: int, heads: int) -> None:
+    """For an "after" validator: raise ValueError where the hidden size can't be divided among the heads."""
+    if hidden % heads:
+        fitting = [str(count) for count in range(1, hidden + 1) if hidden % count == 0]
+        raise ValueError(
+            f"hidden is {hidden} and heads is {heads}; hidden must be divisible by heads, so heads of "
+            f"{', '.join(fitting)} would do"
+        )

@@ -13,6 +13,8 @@ from samestep.engines.base import StepReport
 from samestep.engines.resolve import resolve as resolve_engine
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.parallel.initial import InitialModel, build_recorded
+from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch, Task
 from samestep.training import result as results
 from samestep.training.dropout import switch_off
@@ -21,6 +23,7 @@ from samestep.training.progress import Bar
 from samestep.training.records import Records
 from samestep.training.result import TrainResult
 from samestep.training.session import Session
+from samestep.training.speed import speeds
 from samestep.training.tally import Tally
 
 
@@ -40,19 +43,18 @@ class Training:
             seed=recipe.seed,
             micro_batch=job.run.micro_batch,
             workers=job.run.workers,
-            tensor_plan=job.run.tensor_plan,
         )
         self.samples = task.train_set()
         steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(steps_per_epoch)
-        model = build_model(task, recipe.seed)
+        built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
         if not recipe.dropout:
-            switch_off(model)
+            switch_off(built.model)
         self.session.prepare_with(
-            model,
+            built.model,
             optimizer_of=partial(make_optimizer, recipe.optimizer),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
-            example=self._example(),
+            details=Details(example=self._example(), initial=built.values, tensor_plan=job.run.tensor_plan),
         )
 
     def _example(self) -> Any:
@@ -87,11 +89,18 @@ class Training:
         )
 
 
-def build_model(task: Task, seed: int) -> torch.nn.Module:
-    """The task's model with the initial weights of this seed: the same in every process and for every layout."""
-    with torch.random.fork_rng(devices=[]):
+def build_model(task: Task, seed: int, *, recorded: bool = False) -> InitialModel:
+    """The task's model with the initial weights of this seed: the same in every process and for every layout.
+
+    `recorded`: its parameters are still to be filled with them, where its construction lets them be.
+    """
+
+    def make() -> torch.nn.Module:
         torch.manual_seed(seed)
         return task.model()
+
+    with torch.random.fork_rng(devices=[]):
+        return build_recorded(make) if recorded else InitialModel(model=make(), values=None)
 
 
 def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
@@ -109,15 +118,17 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         lines = log.tally.gather()
         if session.is_main:
             print("\n".join(lines), flush=True)
+    peaks = results.gather_peak_memory(session)
+    samples_per_second = log.samples / log.seconds
     result = TrainResult(
         metrics=metrics,
         losses=tuple(log.losses),
         steps=len(log.losses),
         seconds=log.seconds,
-        samples_per_second=log.samples / log.seconds,
+        samples_per_second=samples_per_second,
+        speeds=speeds(samples_per_second, task.work(), job.recipe.precision, world.device),
         folder=folder,
     )
-    peaks = results.gather_peak_memory(session)
     state = session.trainer.state()
     if session.is_main:
         results.write(result, session, peaks=peaks, state=state)

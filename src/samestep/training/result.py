@@ -26,6 +26,7 @@ class TrainResult:
     steps: int
     seconds: float  # of the steps; without start-up and evaluation
     samples_per_second: float
+    speeds: Mapping[str, float]  # more of them, where the task says what a sample costs
     folder: Path
 
     @property
@@ -80,6 +81,7 @@ def write(result: TrainResult, session: Session, *, peaks: list[int], state: dic
         "steps": result.steps,
         "seconds": result.seconds,
         "samples_per_second": result.samples_per_second,
+        **result.speeds,
         "peak_memory_bytes": peaks,
         "layout": str(session.layout),
         "engine": session.engine.name,

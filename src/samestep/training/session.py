@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from samestep.engines.precision import parameter_dtype
 from samestep.engines.resolve import check, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
+from samestep.parallel.initial import move
+from samestep.parallel.spread import Details
 from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
 from samestep.training import evaluation
@@ -82,15 +85,20 @@ class Session:
             raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.prepare_with(
-            model, optimizer_of=partial(_point_to, optimizer, names), schedule_of=_no_schedule, example=example
+            model,
+            optimizer_of=partial(_point_to, optimizer, names),
+            schedule_of=_no_schedule,
+            details=Details(example=example, tensor_plan=self._tensor_plan),
         )
         return model, optimizer
 
     def prepare_with(
-        self, model: nn.Module, *, optimizer_of: OptimizerOf, schedule_of: ScheduleOf, example: Any = None
+        self, model: nn.Module, *, optimizer_of: OptimizerOf, schedule_of: ScheduleOf, details: Details
     ) -> Trainer:
         """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds."""
-        model.to(self.world.device, self._dtype)
+        move(model, self.world.device, self._dtype)
+        if details.example is not None:
+            details = replace(details, example=to_device(details.example, self.world.device, self._dtype))
         self._trainer = self.engine.prepare(
             model,
             layout=self.layout,
@@ -100,8 +108,7 @@ class Session:
             clip=self._clip,
             optimizer_of=optimizer_of,
             schedule_of=schedule_of,
-            example=None if example is None else to_device(example, self.world.device, self._dtype),
-            tensor_plan=self._tensor_plan,
+            details=details,
         )
         # Dropout differs by data rank, since every rank has other samples.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)

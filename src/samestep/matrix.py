@@ -1,0 +1,80 @@
+"""The matrix: many jobs under many layouts, each held against one process."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.layout import Layout
+from samestep.proof import Proof
+
+# Every dimension alone, every schedule, and their hybrids up to eight ranks.
+ALL = (
+    "dp2",
+    "dp3",
+    "zero1x2",
+    "zero2x2",
+    "fsdp2",
+    "dp2 fsdp2",
+    "fsdp2 recompute=full",
+    "tp2",
+    "tp2 sequence=split",
+    "tp4",
+    "pp2 schedule=gpipe",
+    "pp2 schedule=1f1b",
+    "pp2 stages=2 schedule=interleaved-1f1b",
+    "pp2 stages=2 schedule=interleaved-zero-bubble",
+    "pp2 stages=2 schedule=zbv-zero-bubble",
+    "pp4",
+    "cp2",
+    "dp2 tp2",
+    "fsdp2 tp2",
+    "dp2 pp2",
+    "fsdp2 cp2",
+    "pp2 tp2",
+    "pp2 dp2 tp2",
+    "pp2 fsdp2 tp2",
+)
+
+# Every dimension once, and two hybrids.
+FAST = ("dp2", "zero1x2", "fsdp2", "tp2", "pp2", "cp2", "fsdp2 tp2", "pp2 tp2")
+
+_SETS = {"all": ALL, "fast": FAST}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One job under one layout: a proof, or why that layout was refused, or how it failed."""
+
+    job: str
+    layout: str
+    proof: Proof | None
+    reason: str | None  # why the layout was refused
+    failure: str | None  # what went wrong in the ranks
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether it took the same step, or had a reason not to be there."""
+        return self.reason is not None or (self.proof is not None and self.proof.same_step)
+
+    @property
+    def verdict(self) -> str:
+        if self.proof is None:
+            return "refused" if self.failure is None else "failed"
+        return "same" if self.proof.same_step else "NOT same"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "proof": self.proof and self.proof.to_json(), "verdict": self.verdict}
+
+
+def layouts_of(text: str) -> Sequence[str]:
+    """The layouts of "all", "fast", or of a list such as "dp2, fsdp2 tp2". Raises LayoutError for a wrong one."""
+    if text.strip() in _SETS:
+        return _SETS[text.strip()]
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    if not wanted:
+        raise UserError(f'--layouts "{text}" names no layout; {", ".join(_SETS)} or "dp2, fsdp2 tp2" would do')
+    for layout in wanted:
+        Layout.parse(layout)
+    return wanted

@@ -1,0 +1,1 @@
+"""Context parallel: tokens split over ranks, which meet in attention."""

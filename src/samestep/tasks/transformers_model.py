@@ -1,0 +1,180 @@
+"""Models of transformers, of any kind: their configurations, the folders that they are saved in, and their checks."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.data.installed import locate
+from samestep.errors import UserError
+from samestep.validation import closest
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+FOLDER = "recipe.model.folder"
+
+# What each size is called in the configurations of transformers' model types.
+_SIZE_KEYS = {
+    "layers": ("num_hidden_layers",),
+    "hidden": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "key_value_heads": ("num_key_value_heads",),
+    "feed_forward": ("intermediate_size", "hidden_dim", "n_inner", "d_inner"),
+}
+
+
+def folder_of(folder: str | None) -> Path | None:
+    """The folder of a pretrained model; None for a new one. Raises UserError where it is not there."""
+    if folder is None:
+        return None
+    path = locate(folder, FOLDER)
+    if not (path / "config.json").is_file():
+        there = "it has no config.json" if path.is_dir() else "there is no such folder"
+        raise UserError(f"{FOLDER} is {folder}: {there}; a folder written by save_pretrained would do")
+    return path
+
+
+def default_config(model_type: str, known: Collection[str], known_to_fit: str) -> "PreTrainedConfig":
+    """The configuration of a model type as it comes. Raises UserError where it is none of the known types."""
+    from transformers import AutoConfig
+
+    if model_type not in known:
+        hint = closest(model_type, known).partition("known:")[0]
+        raise UserError(f'recipe.model.type is "{model_type}"; {hint}{known_to_fit} would do')
+    return AutoConfig.for_model(model_type)
+
+
+def sized(plain: "PreTrainedConfig", wanted: Mapping[str, int], known_to_fit: str) -> dict[str, int]:
+    """The wanted sizes under the keys that this model type has for them.
+
+    Raises UserError where it has none for one of them.
+    """
+    sizes: dict[str, int] = {}
+    for size, value in wanted.items():
+        there = [key for key in _SIZE_KEYS[size] if hasattr(plain, key)]
+        if not there:
+            raise UserError(f'recipe.model.type "{plain.model_type}" takes no {size}; {known_to_fit} would do')
+        sizes |= dict.fromkeys(there, value)
+    return sizes
+
+
+def check_keys(further: Mapping[str, Any], plain: "PreTrainedConfig") -> None:
+    """A configuration takes any key and ignores most: a misspelt one would silently do nothing."""
+    for key in further:
+        if not hasattr(plain, key):
+            raise UserError(f'unknown key "recipe.model.config.{key}"; {closest(key, plain.to_dict())}')
+
+
+def made(config_class: type["PreTrainedConfig"], values: dict[str, Any]) -> "PreTrainedConfig":
+    """A configuration with these values. Raises UserError where its class refuses them."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return config_class(**values)
+    except (StrictDataclassError, ValueError, TypeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f'recipe.model: "{config_class.model_type}" refuses its configuration: {reason}') from error
+
+
+def config_of_folder(folder: Path, further: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """A folder's configuration, with `others` and then the user's further keys laid over it."""
+    from transformers import AutoConfig
+
+    try:
+        plain = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises whatever a broken file makes it trip over
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{FOLDER}: {folder}/config.json can't be read: {reason}") from error
+    check_keys(further, plain)
+    return made(type(plain), {**plain.to_dict(), **others, **further})
+
+
+def trial(
+    build: "Callable[[], PreTrainedModel]", *, name: str, is_new: bool, kind: str, known_to_fit: str
+) -> "PreTrainedModel":
+    """A model built only to be looked at; a new one without memory for its parameters.
+
+    Raises UserError where it can't be built, with `kind` for what it should have become.
+    """
+    import torch
+
+    try:
+        with torch.device("meta" if is_new else "cpu"):
+            return build()
+    except UserError:
+        raise
+    except Exception as error:  # each model type has checks of its own
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f'recipe.model: "{name}" can\'t be built as {kind}: {reason}; {known_to_fit} would do'
+        ) from error
+
+
+def check_size(model: "nn.Module", rows: int, vocabulary: int, length: int, length_key: str) -> None:
+    """Raise UserError where a model has too few embeddings for the token ids, or positions for the length."""
+    if vocabulary > rows:
+        raise UserError(
+            f"recipe.data.tokenizer: its token ids go up to {vocabulary - 1}, but the model has {rows} embeddings; "
+            f"the tokenizer that belongs to the model, or a vocab_size of {vocabulary}, would do"
+        )
+    most = positions(model)
+    if most is not None and length > most:
+        raise UserError(
+            f"{length_key} is {length}, but the model has positions for {most} tokens; {most} or less would do"
+        )
+
+
+def positions(model: "nn.Module") -> int | None:
+    """The most tokens that a model has positions for; None where it has no table of positions."""
+    from torch import nn
+
+    for name, module in model.named_modules():
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding):
+            # RoBERTa and its kin count from the row behind padding's.
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - unused
+    return None
+
+
+def load(model_class: Any, folder: Path, config: "PreTrainedConfig") -> "tuple[PreTrainedModel, list[str]]":
+    """A folder's model in float32, and the parameters for which it holds no weights that fit.
+
+    Raises UserError where the folder can't be loaded.
+    """
+    import torch
+
+    try:
+        with _no_load_report():
+            built, report = model_class.from_pretrained(
+                folder,
+                config=config,
+                local_files_only=True,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{FOLDER}: {folder} can't be loaded: {reason}") from error
+    mismatched = [key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"]]
+    return built.train(), sorted([*report["missing_keys"], *mismatched])
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """Silence the table of new parameters and the progress bar, for as long as it loads."""
+    from transformers.utils import logging as transformers_logging
+
+    logger = logging.getLogger("transformers")
+    level, bar = logger.level, transformers_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bar:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,78 @@
+"""Context parallel: tokens split over ranks, and the same step."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from tiny_models import Tiny
+from torch import nn
+
+import samestep
+from samestep.engines.native import Native, NativeTrainer
+
+
+def recipe(name: str, **values: Any) -> samestep.Recipe:
+    settings = {"batch": 10, "epochs": 1, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
+    return samestep.Recipe(task=Tiny(name=name), **{**settings, **values})
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "micro_batch"),
+    [
+        ("bert", "cp2", None),
+        ("llama", "cp2", 4),
+        ("qwen3", "cp3", None),  # heads are no multiple of the ranks
+        ("gpt2", "fsdp2 cp2 recompute=full", None),
+        ("vit", "dp2 cp2", None),
+    ],
+)
+def test_split_tokens_take_the_step_of_one_process(name: str, layout: str, micro_batch: int | None) -> None:
+    proof = samestep.verify(recipe(name), layout=layout, micro_batch=micro_batch)
+    assert proof.same_step, proof
+
+
+class Unsummed(Native):
+    """Gradients of the blocks that nobody adds up."""
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        trainer = super().prepare(model, **settings)
+        trainer._spread.parts.table.clear()
+        return trainer
+
+
+def test_gradients_that_are_not_added_up_are_seen() -> None:
+    assert not samestep.verify(recipe("bert"), layout="cp2", engine=Unsummed()).same_step
+
+
+class Widths(Native):
+    """Notes the longest sequence that a block's first linear saw, and asks that it was a part."""
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        trainer = super().prepare(model, **settings)
+        linear = model.get_submodule("model.layers.0.mlp.gate_proj")
+        linear.register_forward_hook(lambda _, arguments, __: _at_most(arguments[0].shape[1], 6))
+        return trainer
+
+
+def _at_most(tokens: int, most: int) -> None:
+    if tokens > most:
+        raise AssertionError(f"{tokens} tokens on rank {dist.get_rank()}")
+
+
+def test_a_rank_works_on_its_part_of_the_tokens() -> None:
+    assert samestep.verify(recipe("llama"), layout="cp2", engine=Widths()).same_step  # 11 tokens at most
+    with pytest.raises(samestep.RankFailedError, match="tokens on rank"):
+        samestep.verify(recipe("llama"), layout="dp2", engine=Widths())
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mlp", "0 takes no hidden state of [batch, tokens, hidden]"),
+        ("t5", "encoder.block.1 gets more from the block before it than one hidden state"),
+    ],
+)
+def test_a_model_whose_tokens_cannot_be_split_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(samestep.LayoutError) as error:
+        samestep.verify(recipe(name), layout="cp2")
+    assert reason in str(error.value)

@@ -1,0 +1,30 @@
+"""Engine data-parallel: threads over several accelerators; on fewer than two it says so and runs on one device."""
+
+import pytest
+from small_tasks import Points
+from torch import nn
+
+import samestep
+from samestep.engines import data_parallel
+
+
+def recipe(**values: object) -> samestep.Recipe:
+    settings = {"batch": 33, "epochs": 1, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
+    return samestep.Recipe(task=Points(), **{**settings, **values})  # pyright: ignore[reportArgumentType]
+
+
+def test_without_accelerators_it_says_so_and_takes_the_same_step(capsys: pytest.CaptureFixture[str]) -> None:
+    proof = samestep.verify(recipe(), engine="data-parallel", micro_batch=7, device="cpu")
+    assert proof.same_step, proof
+    assert "engine data-parallel: 0 accelerators here; it runs on one device, cpu" in capsys.readouterr().err
+
+
+def test_it_splits_no_dimension() -> None:
+    with pytest.raises(samestep.LayoutError, match='engine "data-parallel" does not split replicate'):
+        samestep.verify(recipe(), layout="dp2", engine="data-parallel")
+
+
+def test_batch_norm_over_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with pytest.raises(samestep.UserError, match=r"1 \(BatchNorm1d\) would take .* layout dp2 would do"):
+        data_parallel._check_batch_norm(model, devices=2)

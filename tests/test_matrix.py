@@ -1,0 +1,80 @@
+"""`samestep verify --layouts`: a table of many jobs under many layouts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from samestep import api, matrix
+from samestep.cli.main import main
+from samestep.errors import LayoutError, RankFailedError, UserError
+from samestep.layout import Layout
+from samestep.matrix import layouts_of
+
+JOB = """
+recipe: {task: regression, args: {samples: 40, held_out: 10}, batch: 8, epochs: 1}
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> list[str]:
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    for file in files:
+        file.write_text(JOB, encoding="utf-8")
+    return [str(file) for file in files]
+
+
+def test_every_job_under_every_layout(jobs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "matrix.json"
+    assert main(["verify", *jobs, "--layouts", "dp2, cp2", "--json", str(report)]) == 0
+    rows = json.loads(report.read_text(encoding="utf-8"))
+    assert [(row["job"], row["layout"], row["verdict"]) for row in rows] == [
+        (job, layout, verdict) for job in ("one", "two") for layout, verdict in (("dp2", "same"), ("cp2", "refused"))
+    ]
+    assert all(row["proof"]["same_step"] for row in rows if row["layout"] == "dp2")
+    assert "has no blocks" in rows[1]["reason"]
+    printed = capsys.readouterr().out
+    assert "same: 2, refused: 2" in printed
+    assert "has no blocks" in printed
+
+
+def test_a_layout_that_fails_is_a_row_and_the_others_go_on(
+    jobs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = api._on_ranks
+
+    def fail(function: object, job: object, layout: Layout, *arguments: object) -> object:
+        if layout.size == 2:
+            raise RankFailedError(1, "ValueError: planted")
+        return ranks(function, job, layout, *arguments)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(api, "_on_ranks", fail)
+    assert main(["verify", jobs[0], "--layouts", "dp2, single"]) == 1
+    printed = capsys.readouterr().out
+    assert "ValueError: planted" in printed
+    assert "failed: 1, same: 1" in printed
+
+
+def test_the_sets_are_layouts_of_at_most_eight_ranks() -> None:
+    assert set(matrix.FAST) <= {*matrix.ALL, "pp2"}
+    assert all(Layout.parse(text).size <= 8 for text in (*layouts_of("all"), *layouts_of("fast")))
+    assert layouts_of(" dp2,fsdp2 tp2 ") == ["dp2", "fsdp2 tp2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("", UserError, 'names no layout; all, fast or "dp2, fsdp2 tp2" would do'),
+        (",", UserError, "names no layout"),
+        ("dp2, dq2", LayoutError, '"dq2" is not a part of a layout'),
+    ],
+)
+def test_wrong_lists_are_refused(text: str, error: type[UserError], message: str) -> None:
+    with pytest.raises(error) as refused:
+        layouts_of(text)
+    assert message in str(refused.value)
+
+
+def test_a_second_job_file_wants_a_list_of_layouts(jobs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *jobs]) == 2
+    assert "is a second job file; a list of layouts takes them" in capsys.readouterr().err
