@@ -1,4 +1,4 @@
-"""Tensor parallel: the step of one process from slices, with tokens split or whole, beside every kind of data ranks."""
+"""Tensor parallel: slices take the step of one process, tokens split or whole, beside every kind of data ranks."""
 
 from collections.abc import Mapping
 from functools import partial

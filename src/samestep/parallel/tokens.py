@@ -4,6 +4,9 @@ Rank r of p holds the tokens `bounds(total, r, p)`: any number of tokens works, 
 messages are padded, since every rank's part of one must be of one size. (Korthikanti et al. 2022, section 4.2.)
 """
 
+# PyTorch's stub of backward takes any number of gradients; these functions give one.
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any
 
 import torch

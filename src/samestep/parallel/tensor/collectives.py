@@ -1,5 +1,8 @@
 """The messages of sliced layers over whole tokens, forward and backward (Shoeybi et al. 2019, section 3: f and g)."""
 
+# PyTorch's stub of backward takes any number of gradients; these functions give one.
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any
 
 import torch

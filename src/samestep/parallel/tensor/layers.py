@@ -1,8 +1,7 @@
-"""How a layer computes on its slice. The forward is replaced and not the module, so that parameters keep their names."""
+"""How a layer computes on its slice. Its forward is replaced, not the module, so that parameters keep their names."""
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -98,8 +97,8 @@ def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
     mine = padding is not None and first <= padding < first + rows
     own_padding = padding - first if padding is not None and mine else None
 
-    def forward(ids: Tensor) -> Tensor:
-        local = ids - first
+    def forward(input: Tensor) -> Tensor:  # the name that nn.Embedding gives it
+        local = input - first
         foreign = (local < 0) | (local >= rows)  # [batch, tokens]
         found = F.embedding(local.masked_fill(foreign, 0), embedding.weight, own_padding)
         return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0))
@@ -114,9 +113,3 @@ def no_fast_path(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def sliced(module: nn.Module, name: str, part: Tensor) -> nn.Parameter:
-    """A rank's part of a parameter, as a parameter of its own."""
-    whole = module.get_parameter(name)
-    return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), whole.requires_grad)

@@ -97,8 +97,8 @@ def make_plan(
 
     `blocks` are the names of the repeated layers. What `given` says (name or pattern -> role) goes before the plan
     that a transformers model brings, and that before what is found. Raises LayoutError for a wrong `given`, for
-    heads that don't divide, and where nothing can be sliced. With `tokens_split` layers that take tokens of all texts in
-    one row, [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
+    heads that don't divide, and where nothing can be sliced. With `tokens_split` layers that take the tokens of
+    all samples in one row, [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
     """
     said = roles.named(model, given or {})
     vocabulary = _vocabulary(model, trace)

@@ -4,10 +4,10 @@ import torch
 
 
 class OwnRandomness:
-    """Between `begin` and `end` a rank draws from a stream of its own, for masks of heads and features that it alone has.
+    """Between `begin` and `end` a rank draws from a stream of its own: masks of heads and features that it alone has.
 
-    The seed of that stream is drawn from the shared one, so that a block which is computed again in backward, with the
-    state of the shared stream put back, draws the same.
+    The seed of that stream is drawn from the shared one, so that a block which is computed again in backward, with
+    the state of the shared stream put back, draws the same.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:

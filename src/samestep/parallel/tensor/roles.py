@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import get_args
+from typing import TypeGuard, get_args
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from samestep.parallel.tensor.kinds import is_embedding, is_linear, is_multihead
 
 Role = TensorRole
 
-# What transformers calls the roles. It has others, for what it can't slice or what is no linear; they say nothing here.
+# What transformers calls the roles. Its others are for what it can't slice, or no linear, and say nothing here.
 _TRANSFORMERS: Mapping[str, Role] = {
     "colwise": "column",
     "rowwise": "row",
@@ -28,7 +28,7 @@ def named(model: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
     """
     roles: dict[str, Role] = {}
     for pattern, role in given.items():
-        if role not in get_args(Role):
+        if not _is_role(role):
             raise LayoutError(f'run.tensor_plan: {pattern} is "{role}"; it can be {", ".join(get_args(Role))}')
         matches = {name: can_be(module) for name, module in model.named_modules() if fnmatchcase(name, pattern)}
         fitting = [name for name, able in matches.items() if role in able]
@@ -41,7 +41,8 @@ def named(model: nn.Module, given: Mapping[str, str]) -> dict[str, Role]:
             name, able = next((name, able) for name, able in matches.items() if able)
             kind = type(model.get_submodule(name)).__name__
             raise LayoutError(f'run.tensor_plan: {name} ({kind}) can\'t be "{role}"; it can be {", ".join(able)}')
-        roles.update(dict.fromkeys(fitting, role))
+        for name in fitting:
+            roles[name] = role
     return roles
 
 
@@ -70,6 +71,10 @@ def can_be(module: nn.Module) -> tuple[Role, ...]:
     if is_multihead(module):
         return ("column", "whole")
     return ()
+
+
+def _is_role(value: str) -> TypeGuard[Role]:
+    return value in get_args(Role)
 
 
 def _some_names(model: nn.Module) -> list[str]:

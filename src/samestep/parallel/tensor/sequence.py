@@ -39,7 +39,7 @@ class Stream:
         return self._block_of(name) is not None
 
     def is_outside(self, name: str, identity: int | None) -> bool:
-        """Whether a tensor that a module in a block is given came into the block whole (a mask, an encoder's output)."""
+        """Whether what a module in a block is given came into the block whole (a mask, an encoder's output)."""
         block = self._block_of(name)
         return block is None or identity in self._outside[block]
 

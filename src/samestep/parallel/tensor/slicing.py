@@ -1,4 +1,4 @@
-"""Tensor parallel applied to a model: its parameters cut, its layers made to compute with the cuts, and a look at it."""
+"""Tensor parallel applied to a model: parameters cut, layers made to compute with the cuts, output compared."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import _pytree as pytree
 
+from samestep.parallel.parts import whole
 from samestep.parallel.tensor import collectives
 from samestep.parallel.tensor.layers import product_of, with_bias
 from samestep.tasks.base import Batch, sum_and_count
@@ -36,8 +37,7 @@ class Vocabulary:
         product = product_of(linear)
 
         def forward(x: Tensor) -> Tensor:
-            # [..., vocabulary / ranks]
-            logits = with_bias(product(collectives.copy(x, self._group)), linear)
+            logits = with_bias(product(collectives.copy(x, self._group)), linear)  # [..., vocabulary / ranks]
             if self.slices and torch.is_grad_enabled():
                 shape = torch.Size([*logits.shape[:-1], sum(lengths)])
                 stride = torch.empty(shape, device="meta").stride()
@@ -63,24 +63,26 @@ class Vocabulary:
         return _plain(_in_slices(loss, output, batch))
 
     def _can_take_slices(self, loss: Loss, output: Any, batch: Batch) -> bool:
-        """Whether the loss of slices is that of whole logits, and so is its gradient. Tried, since any loss may come."""
+        """Whether the loss of slices and its gradient are those of whole logits. Tried, since any loss may come."""
         apart = pytree.tree_map_only(Tensor, _apart, output)
-        together = pytree.tree_map_only(DTensor, lambda logits: _apart(logits.detach().full_tensor()), apart)
-        expected, _ = loss(together, batch)
-        expected.backward()
+        together = pytree.tree_map_only(Tensor, lambda tensor: _apart(whole(tensor.detach())), apart)
         try:
+            expected, _ = loss(together, batch)
+            expected.backward()
             found, _ = _plain(_in_slices(loss, apart, batch))
             _in_slices(found.backward)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
-            alike = False  # PyTorch can't compute it on slices
+            alike = False  # PyTorch can't compute it on slices; or not at all, which whole logits will show
         else:
-            pairs = zip(pytree.tree_leaves(apart), pytree.tree_leaves(together), strict=True)
+            gradients = [
+                (mine.grad, other.grad)
+                for mine, other in zip(pytree.tree_leaves(apart), pytree.tree_leaves(together), strict=True)
+                if isinstance(mine, DTensor)
+            ]
             alike = near(found.detach(), expected.detach()) and all(
-                near(mine.grad.full_tensor(), whole.grad)
-                for mine, whole in pairs
-                if isinstance(mine, DTensor) and isinstance(mine.grad, DTensor) and whole.grad is not None
+                mine is not None and other is not None and near(whole(mine), other) for mine, other in gradients
             )
-        return agree(alike, self._group, expected.device)
+        return agree(alike, self._group, torch.device(self._mesh.device_type))
 
 
 def near(mine: Tensor, other: Tensor) -> bool:
@@ -112,7 +114,7 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def _whole(output: Any) -> Any:
-    return pytree.tree_map_only(DTensor, lambda logits: logits.full_tensor(), output)
+    return pytree.tree_map_only(DTensor, whole, output)
 
 
 def _plain(loss: Any) -> tuple[Tensor, Tensor | int]:
