@@ -1,7 +1,7 @@
 """Engine and Trainer: what takes an optimizer step, and what it declares that it can do."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
 from samestep.layout import Layout
+from samestep.parallel.pipeline.timeline import Timeline
 from samestep.tasks.base import Batch
 
 # The loss summed over a batch's terms, and how many terms those are.
@@ -43,6 +44,8 @@ class StepReport:
 
 class Trainer(ABC):
     """A model and its optimizer on one rank, spread as the layout says."""
+
+    timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
 
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
@@ -80,8 +83,10 @@ class Engine(ABC):
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
         example: Any = None,
+        cut_at: Sequence[str] = (),
     ) -> Trainer:
         """Spread the model, then make the optimizer of the parameters that this rank holds.
 
-        `example` is what the model may be called with: a batch's inputs, a few samples.
+        `example` is what the model may be called with: a batch's inputs, a few samples. `cut_at` names the layers
+        with which pipeline stages begin, but the first; without it the engine chooses.
         """

@@ -39,6 +39,7 @@ class NativeTrainer(Trainer):
         self.optimizer = optimizer
         self.schedule = schedule
         self._spread = spread_model
+        self.timeline = spread_model.timeline
         self._precision = precision
         self._clip = clip
         self._mesh = mesh
@@ -148,7 +149,7 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate", "shard"}),
+        dimensions=frozenset({"pipeline", "replicate", "shard"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset({"none", "parameters"}),
@@ -167,10 +168,18 @@ class Native(Engine):
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
         example: Any = None,
+        cut_at: Sequence[str] = (),
     ) -> NativeTrainer:
         in_precision = Precision(precision, device)
         spread_model = spread(
-            model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, example=example
+            model,
+            layout,
+            mesh,
+            device,
+            precision=precision,
+            autocast=in_precision.autocast,
+            example=example,
+            cut_at=cut_at,
         )
         optimizer = spread_optimizer(optimizer_of(model.named_parameters()), layout, mesh)
         return self.trainer_class(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from samestep.data.loader import MicroBatch
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
+from samestep.parallel.pipeline.timeline import Timeline
 from samestep.tasks.base import call
 
 # From the model's output for a micro-batch to what backward starts from.
@@ -20,6 +21,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 class Spread(ABC):
     """A model spread over ranks."""
+
+    timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
 
     def __init__(self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context) -> None:
         self.model = model  # with the parameters that this rank holds, by their names in the whole model

@@ -40,6 +40,7 @@ class Training:
             seed=recipe.seed,
             micro_batch=job.run.micro_batch,
             workers=job.run.workers,
+            cut_at=job.run.cut_at or (),
         )
         self.samples = task.train_set()
         steps_per_epoch = -(-len(self.samples) // recipe.batch)

@@ -20,6 +20,7 @@ from samestep.engines.precision import parameter_dtype
 from samestep.engines.resolve import check, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
+from samestep.parallel.pipeline.rules import micro_batches
 from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
 from samestep.training import evaluation
@@ -44,6 +45,7 @@ class Session:
         seed: int = 0,
         micro_batch: int | None = None,
         workers: int = 0,
+        cut_at: Sequence[str] = (),
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision)
@@ -57,6 +59,7 @@ class Session:
         self._seed = seed
         self._micro_batch = micro_batch
         self._workers = workers
+        self._cut_at = cut_at
         self._trainer: Trainer | None = None
 
     @property
@@ -99,6 +102,7 @@ class Session:
             optimizer_of=optimizer_of,
             schedule_of=schedule_of,
             example=None if example is None else to_device(example, self.world.device, self._dtype),
+            cut_at=self._cut_at,
         )
         # Dropout differs by data rank, since every rank has other samples.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
@@ -128,6 +132,7 @@ class Session:
             start=start,
             stop=steps if steps is not None else epochs * order.steps_per_epoch,
             micro_batch=self._micro_batch,
+            micro_batches=micro_batches(self.layout, batch, self._micro_batch),
             workers=self._workers,
         )
 
@@ -162,7 +167,8 @@ class Session:
                 chunks,
                 metrics=metrics,
                 scores=scores,
-                group=self.mesh.data_group,
+                group=self.mesh.loss_group,
+                at_once=2 * self.layout.pipeline if self.layout.pipeline > 1 else 1,
                 class_names=class_names,
                 advance=advance,
             )
@@ -179,6 +185,7 @@ def session(
     micro_batch: int | None = None,
     threads: int | None = None,
     workers: int = 0,
+    cut_at: Sequence[str] = (),
     device: DeviceChoice = "auto",
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
@@ -199,6 +206,7 @@ def session(
             seed=seed,
             micro_batch=micro_batch,
             workers=workers,
+            cut_at=cut_at,
         )
 
 
@@ -222,7 +230,8 @@ def _point_to(
     for group in optimizer.param_groups:
         if unknown := [p for p in group["params"] if id(p) not in names]:
             raise UserError(f"session.prepare: the optimizer has {len(unknown)} parameters that the model has not")
-        group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
+        held = [names[id(parameter)] for parameter in group["params"]]
+        group["params"] = [now[name] for name in held if name in now]  # a pipeline's rank holds some of them
     return optimizer
 
 
