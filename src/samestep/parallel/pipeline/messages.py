@@ -44,7 +44,7 @@ class _Line:
     group: dist.ProcessGroup
     source: int
     expected: list[Letter] = field(default_factory=list)
-    posted: list[tuple[Letter, Tensor, Any]] = field(default_factory=list)
+    posted: dict[Letter, tuple[Tensor, Any]] = field(default_factory=dict)
 
 
 class Messages:
@@ -121,16 +121,15 @@ class Messages:
         self._sent.append((self._turn, work, tensor))
 
     def receive(self, letter: Letter) -> Tensor:
-        """Wait for a tensor. Those before it in its sender's order must have been asked for."""
+        """Wait for a tensor, and ask for those that its sender sends before it, which may be used after it."""
         source = self._rank_of[letter.to + (-1 if letter.kind == "F" else 1)]
         if source == self._me:
             self._gradient_forms.pop(letter, None)
             return self._here.pop(letter)
         line = self._from[source]
-        if not line.posted:
+        while letter not in line.posted:
             self._ask(line)
-        first, tensor, work = line.posted.pop(0)
-        assert first == letter, f"{first} came before {letter}"
+        tensor, work = line.posted.pop(letter)
         while len(line.posted) < _AHEAD and line.expected and self._form(line.expected[0]) is not None:
             self._ask(line)
         work.wait()
@@ -151,7 +150,7 @@ class Messages:
         if letter.kind == "B":
             del self._gradient_forms[letter]
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
-        line.posted.append((letter, tensor, dist.irecv(tensor, src=line.source, group=line.group)))
+        line.posted[letter] = (tensor, dist.irecv(tensor, src=line.source, group=line.group))
 
     def finish(self, turns_ago: int = 0) -> None:
         """Wait until everything has left that was sent in this turn or, with `turns_ago`, in older ones."""
