@@ -76,13 +76,11 @@ def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimi
     return optimizer
 
 
-def _cut(
-    model: nn.Module, layout: Layout, mesh: Mesh, parts: Parts, example: Any, cut_at: Sequence[str]
-) -> Cut:
+def _cut(model: nn.Module, layout: Layout, mesh: Mesh, parts: Parts, example: Any, cut_at: Sequence[str]) -> Cut:
     if example is None:
         raise UserError(
-            f'session.prepare: layout "{layout}" cuts the model, and looks at its forward for that; give an `example` '
-            "too: what the model may be called with, a few samples"
+            f'session.prepare: layout "{layout}" cuts the model, and looks at its forward for that; give an '
+            "`example` too: what the model may be called with, a few samples"
         )
     return cut(model, layout, mesh, trace(model, example), parts, cut_at)
 

@@ -109,9 +109,7 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
         for module, mode_before in training.items():
             module.training = mode_before
     calls = sorted(recorder.calls, key=lambda call: call.began)
-    return Trace(
-        calls=calls, functions=recorder.functions.counts, parameters=parameters, flops=recorder.flops.count
-    )
+    return Trace(calls=calls, functions=recorder.functions.counts, parameters=parameters, flops=recorder.flops.count)
 
 
 def imagine(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:

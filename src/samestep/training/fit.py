@@ -43,8 +43,8 @@ class Training:
             cut_at=job.run.cut_at or (),
         )
         self.samples = task.train_set()
-        steps_per_epoch = -(-len(self.samples) // recipe.batch)
-        self.total_steps = recipe.total_steps(steps_per_epoch)
+        self._steps_per_epoch = -(-len(self.samples) // recipe.batch)
+        self.total_steps = recipe.total_steps(self._steps_per_epoch)
         model = build_model(task, recipe.seed)
         if not recipe.dropout:
             switch_off(model)
@@ -59,6 +59,12 @@ class Training:
         """What the model is called with: the inputs of the first samples."""
         first = [self.samples[index] for index in range(min(2, len(self.samples)))]
         return Batch(*self.task.collate(first)).inputs
+
+    def late_step(self) -> int:
+        """The last step of a whole batch, where there is one: what a step looks like when all is warm."""
+        last = self.total_steps - 1
+        short = (last + 1) % self._steps_per_epoch == 0 and len(self.samples) % self.recipe.batch > 0
+        return last - 1 if short and last else last
 
     def steps(self, stop: int | None = None) -> Iterator[tuple[StepBatch, StepReport]]:
         """Take steps up to `stop` or the end, one for each that is asked for."""
@@ -100,13 +106,16 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
     session = training.session
     folder = results.folder_of(job)
     bar = Bar(f"train {layout}", training.total_steps, shown=session.is_main)
+    timeline = session.trainer.timeline
+    if timeline is not None:
+        timeline.step = training.late_step()
     with Records(folder if session.is_main else None, tensorboard=job.run.tensorboard) as records, bar:
         log = StepLog(records, bar, Tally(len(training.samples)))
         take_all_steps(training, log)
         metrics = training.evaluate(bar)
         records.evaluation(len(log.losses), metrics)
     if job.run.rank_lines:
-        lines = log.tally.gather()
+        lines = log.tally.gather(session.mesh.data_group)
         if session.is_main:
             print("\n".join(lines), flush=True)
     result = TrainResult(
@@ -119,8 +128,9 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
     )
     peaks = results.gather_peak_memory(session)
     state = session.trainer.state()
+    schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
-        results.write(result, session, peaks=peaks, state=state)
+        results.write(result, session, peaks=peaks, state=state, schedule=schedule)
     return result
 
 

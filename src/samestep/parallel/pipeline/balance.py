@@ -1,7 +1,7 @@
 """Balance: where to cut a list of blocks, so that the largest stage is as small as it can be."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 from torch import nn
 
@@ -19,7 +19,7 @@ def best_starts(blocks: int, stages: int, cost: Cost) -> list[int]:
     stages from the last to the first; blocks^2 x stages costs).
     """
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
         if stage == stages - 1:
             return cost(stage, first, blocks), ()

@@ -181,5 +181,3 @@ class _Groups:
             assert mine is not None
             self._made[ranks] = mine
         return self._made[ranks]
-
-

@@ -72,7 +72,7 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list
 
 
 def _plain(actions: Sequence[Any]) -> list[Action]:
-    """Without idle slots and messages, which follow from the order; halves of a backward side by side are one."""
+    """Without idle slots and messages, which follow from the order."""
     found: list[Action] = []
     for action in actions:
         if action is None or action.computation_type.value not in ("F", "B", "I", "W"):
@@ -82,11 +82,7 @@ def _plain(actions: Sequence[Any]) -> list[Action]:
             if kind == "I":
                 continue  # nobody waits for a gradient of the first stage's input
             kind = "B"
-        before = Action(stage=stage, kind="I", micro_batch=micro_batch)
-        if kind == "W" and found and found[-1] == before:
-            found[-1] = Action(stage=stage, kind="B", micro_batch=micro_batch)
-        else:
-            found.append(Action(stage=stage, kind=kind, micro_batch=micro_batch))
+        found.append(Action(stage=stage, kind=kind, micro_batch=micro_batch))
     return found
 
 
@@ -103,6 +99,8 @@ def backward_in_two(
     _, groups = stage_backward_input([root], gradients, [received], iter(weights))
 
     def of_weights() -> None:
-        stage_backward_weight(iter(weights), groups)
+        # Retained, since groups of weights may share nodes: a tensor that all layers take beside the hidden state
+        # ties them together. All of it goes with the groups.
+        stage_backward_weight(iter(weights), groups, retain_graph=True)
 
     return of_weights

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from samestep.layout import Layout
 from samestep.parallel.pipeline.orders import Action, Orders
+from samestep.parallel.pipeline.rules import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,24 +70,30 @@ class Timeline:
             return None
         spans: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(spans, self._spans, group=self._group)
-        first = min(span.start for rank in spans for span in rank)
+        count = 1 + max(span.micro_batch for rank in spans for span in rank)
+        ideal = ideal_times(self._orders)
         return {
             "layout": str(self._layout),
             "schedule": self._layout.schedule,
             "step": self.step,
-            "micro_batches": 1 + max(span.micro_batch for rank in spans for span in rank),
-            "stages": 1 + max(span.stage for rank in spans for span in rank),
-            "seconds": max(span.end for rank in spans for span in rank) - first,
+            "micro_batches": count,
+            "stages": self._layout.pipeline * self._layout.stages_a_rank,
             "bubble": {
                 "measured": bubble(spans),
-                "ideal": bubble(ideal_times(self._orders)),
-                "formula": bubble_formula(self._layout, 1 + max(span.micro_batch for rank in spans for span in rank)),
+                "ideal": bubble(ideal),
+                "formula": bubble_formula(self._layout, count),
             },
-            "ranks": [
-                [{**asdict(span), "start": span.start - first, "end": span.end - first} for span in rank]
-                for rank in spans
-            ],
+            "ranks": _as_json(spans),
+            "ideal_ranks": _as_json(ideal),
         }
+
+
+def _as_json(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
+    """Counted from the first start of all."""
+    first = min(span.start for rank in ranks for span in rank)
+    return [
+        [{**asdict(span), "start": span.start - first, "end": span.end - first} for span in rank] for rank in ranks
+    ]
 
 
 def bubble(ranks: Sequence[Sequence[Span]]) -> float:
@@ -100,14 +107,12 @@ def bubble_formula(layout: Layout, micro_batches: int) -> float:
     """The idle share by the schedules' papers, for p ranks, v stages a rank and m micro-batches.
 
     GPipe and 1F1B: (p - 1) / (m + p - 1) (Huang et al. 2019; Narayanan et al. 2021, section 2.2.1). Interleaved:
-    (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2.2). Zero bubble: what is left when gradients of
-    weights, a third of the work, fill the gaps (Qi et al. 2023): (p - 1) / (3 v m + p - 1) for one direction, none
-    for ZBV, where forward and both halves of backward take equally long and m is 2 p - 1 or more.
+    (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2.2). Zero bubble: gradients of weights, a third of
+    the work, fill what they can, which leaves (p - 1) / (3 v m + p - 1), where m is 2 p - 1 or more for ZBV. Qi et
+    al. (2023) count it as none, since they count each rank from its own first action to its own last.
     """
     waiting, work = layout.pipeline - 1, layout.stages_a_rank * micro_batches
-    if layout.schedule == "zbv-zero-bubble":
-        return 0.0
-    if layout.schedule == "interleaved-zero-bubble":
+    if SCHEDULES[layout.schedule].splits_backward:
         work *= 3
     return waiting / (work + waiting)
 
