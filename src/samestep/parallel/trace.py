@@ -117,7 +117,7 @@ def imagine(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
         arguments, keywords = pytree.tree_map_only(Tensor, _unreal, (arguments, dict(keywords)))
-        output = functional_call(module, state, arguments, keywords, tie_weights=True)
+        output = functional_call(module, state, arguments, dict(keywords), tie_weights=True)
         return pytree.tree_map_only(Tensor, _seen, output)
 
 

@@ -54,15 +54,15 @@ def schedule_svg(values: Mapping[str, Any]) -> str:
     ]
     second = 104 + panel + 62
     ideal = (
-        f"as it would be with equal stages, messages in no time, and backward = 2 x forward: idle {idle['ideal']:.1%}; "
+        f"as it would be with equal stages, messages in no time, backward = 2 x forward: idle {idle['ideal']:.1%}; "
         f"formula {idle['formula']:.1%} ({_SOURCES[values['schedule']]})"
     )
     parts += [_text(_LEFT, second - 12, ideal, size=14), *_panel(values["ideal_ranks"], top=second)]
     height = second + panel + 12
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-            'font-family="Helvetica, Arial, sans-serif">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+            f'width="{_WIDTH}" height="{height}" font-family="Helvetica, Arial, sans-serif">',
             f"<title>{escape(title)}</title>",
             f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
             *parts,
@@ -101,18 +101,18 @@ def _panel(ranks: Ranks, *, top: int) -> list[str]:
 def _box(span: Mapping[str, Any], y: int, scale: float, later: int) -> str:
     x, width = _LEFT + span["start"] * scale, (span["end"] - span["start"]) * scale
     about = f"{_NAMES[span['kind']]}, stage {span['stage']}, micro-batch {span['micro_batch']}"
-    shade = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="black" opacity="{min(0.22 * later, 0.6)}"/>'
+    place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}"'
+    parts = [
+        f"<title>{about}</title>",
+        f'<rect {place} fill="{_COLOURS[span["kind"]]}" stroke="white" stroke-width="0.8"/>',
+    ]
+    if later:
+        parts.append(f'<rect {place} fill="black" opacity="{min(0.22 * later, 0.6):.2f}"/>')
     label = str(span["micro_batch"])
-    fits = width > 7 * len(label) + 4
-    colour = "white" if later else "#1b2430"
-    return (
-        f"<g><title>{about}</title>"
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_COLOURS[span["kind"]]}" '
-        'stroke="white" stroke-width="0.8"/>'
-        + (shade if later else "")
-        + (_text(x + width / 2, y + _ROW / 2 + 4.5, label, size=12, anchor="middle", colour=colour) if fits else "")
-        + "</g>"
-    )
+    if width > 7 * len(label) + 4:
+        colour = "white" if later else "#1b2430"
+        parts.append(_text(x + width / 2, y + _ROW / 2 + 4.5, label, size=12, anchor="middle", colour=colour))
+    return f"<g>{''.join(parts)}</g>"
 
 
 def _axis(seconds: float, *, top: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 
 from torch import nn
 
@@ -36,7 +37,7 @@ def time_cost(trace: Trace, blocks: Sequence[Call]) -> Cost:
     """Multiplications of a forward, with those of what stands before, between and after the blocks."""
     ends = [0, *(block.flops_after for block in blocks[:-1]), trace.flops]
     # A block of no product takes a little time too.
-    each = [max(after - before, 1) for before, after in zip(ends, ends[1:], strict=False)]
+    each = [max(after - before, 1) for before, after in pairwise(ends)]
     return lambda stage, first, last: sum(each[first:last])
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.comm.mesh import Mesh
+from samestep.comm.mesh import Mesh, new_group
 from samestep.layout import Layout
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.hollow import BlankOutput, Received, blank, hidden_of, hollow
@@ -175,7 +175,7 @@ class _Groups:
         if ranks not in self._made:
             mine: dist.ProcessGroup | None = None
             for line in pipelines(self._mesh):
-                group = dist.new_group([line[rank] for rank in ranks])
+                group = new_group([line[rank] for rank in ranks])
                 if dist.get_rank() in line:
                     mine = group  # of a rank that is no member, a mark that nobody uses
             assert mine is not None

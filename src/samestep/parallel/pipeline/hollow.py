@@ -65,8 +65,7 @@ class BlankOutput:
         tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
         for seen, tensor in zip(self._call.inputs(), tensors, strict=False):
             if seen.shape == traced.shape and seen.dtype == traced.dtype:
-                given = Seen(identity=0, shape=tuple(tensor.shape), dtype=tensor.dtype)
-                return pytree.tree_map_only(Seen, lambda _: given, self._call.output)
+                return _filled(self._call.output, Seen(identity=0, shape=tuple(tensor.shape), dtype=tensor.dtype))
         return None
 
     def _imagine(self, arguments: Any, keywords: Any) -> Any:
@@ -78,14 +77,19 @@ class BlankOutput:
 
 
 class Received:
-    """The forward of the hollow block before a stage's first: what came from the stage before, as the block gave it."""
+    """The forward of the hollow block before a stage's first: what was received, as the block gave it."""
 
     def __init__(self, call: Call, tensor: Callable[[], Tensor]) -> None:
         self._call = call
         self._tensor = tensor
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return pytree.tree_map_only(Seen, lambda _: self._tensor(), self._call.output)
+        return _filled(self._call.output, self._tensor())
+
+
+def _filled(nest: Any, value: Any) -> Any:
+    """A nest with a value in place of what the trace saw."""
+    return pytree.tree_map_only(Seen, lambda _: value, nest)
 
 
 def hidden_of(output: Any) -> Tensor:

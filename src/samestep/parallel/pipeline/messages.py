@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.comm.mesh import Mesh
+from samestep.comm.mesh import Mesh, new_group
 from samestep.parallel.pipeline.cut import pipelines
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +74,7 @@ class Messages:
         neighbours = {(a, b) for a, b in zip(self._rank_of, self._rank_of[1:], strict=False) if a != b}
         for a, b in sorted(neighbours | {(b, a) for a, b in neighbours}):
             for line in pipelines(mesh):
-                group = dist.new_group([line[a], line[b]])
+                group = new_group([line[a], line[b]])
                 if line != self._ranks:
                     continue
                 if a == self._me:
@@ -110,8 +110,8 @@ class Messages:
         known = self._forms.get((letter.to, self._key(letter)))
         if known is not None and known != Form.of(tensor):
             raise RuntimeError(
-                f"stage {letter.to - 1} hands on {tuple(tensor.shape)} of {tensor.dtype}, and before, for inputs of the "
-                f"same shapes, {known.shape} of {known.dtype}: a pipeline needs a shape that no value decides"
+                f"stage {letter.to - 1} hands on {tuple(tensor.shape)} of {tensor.dtype}, and before, for inputs of "
+                f"the same shapes, {known.shape} of {known.dtype}: a pipeline needs a shape that no value decides"
             )
         return known
 

@@ -33,7 +33,7 @@ class Pipeline(Spread):
         **common: Any,
     ) -> None:
         super().__init__(**common)
-        self.timeline = Timeline(layout, mesh.group("pipeline"), device)
+        self.timeline = self.times = Timeline(layout, mesh.group("pipeline"), device)
         self.cut = cut
         self._layout = layout
         self._mesh = mesh
@@ -61,7 +61,7 @@ class Pipeline(Spread):
         last_backward = _last(mine, lambda action: action.kind == "B")
         keys = [_shapes(micro_batch.batch.inputs) for micro_batch in micro_batches]
         self._messages.begin(_sends(orders, self._last_stage), lambda letter: keys[letter.micro_batch])
-        with self.timeline.of_step(micro_batches[0].moment.step, orders):
+        with self.times.of_step(micro_batches[0].moment.step, orders):
             for number, action in enumerate(mine):
                 if isinstance(self.cut, FSDPModule):
                     # Shards add gradients up on this rank, and exchange them once.
@@ -133,7 +133,7 @@ class _Step:
         if received is not None:
             received.requires_grad_()
         micro_batch = self._micro_batches[action.micro_batch]
-        with pipeline.timeline.of(action), pipeline.now.at(micro_batch.moment):
+        with pipeline.times.of(action), pipeline.now.at(micro_batch.moment):
             root = pipeline.forward(stage, micro_batch.batch.inputs, received)
             if stage == self._last_stage:
                 with pipeline.autocast():
@@ -144,7 +144,7 @@ class _Step:
 
     def _whole_backward(self, action: Action) -> None:
         gradient, received, root = self._ends(action)
-        with self._pipeline.timeline.of(action):
+        with self._pipeline.times.of(action):
             if gradient is None:
                 self._backward(root)
             elif root.requires_grad:
@@ -155,7 +155,7 @@ class _Step:
         gradient, received, root = self._ends(action)
         assert received is not None
         weights = self._pipeline.cut.weights_of(action.stage)
-        with self._pipeline.timeline.of(action):
+        with self._pipeline.times.of(action):
             # The root is cut from its graph in place, which no view allows.
             root = root.clone() if root._is_view() else root
             later = backward_in_two(root, gradient, received, weights)
@@ -163,7 +163,7 @@ class _Step:
         self._hand_back(action, received)
 
     def _weight_backward(self, action: Action) -> None:
-        with self._pipeline.timeline.of(action):
+        with self._pipeline.times.of(action):
             self._of_weights.pop((action.stage, action.micro_batch))()
 
     def _ends(self, action: Action) -> tuple[Tensor | None, Tensor | None, Tensor]:

@@ -90,7 +90,7 @@ def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> lis
     starts = [0, *(blocks.index(name) for name in cut_at)]
     if starts != sorted(set(starts)):
         raise UserError(
-            f"run.cut_at is {', '.join(cut_at)}; each names the first layer of a stage after the first, in their order"
+            f"run.cut_at is {', '.join(cut_at)}; each names the first layer of a stage but the first, in order"
         )
     if len(starts) != stages:
         raise UserError(

@@ -1,9 +1,10 @@
 """Timeline: when each rank of a pipeline did what, as it was measured in one step and as it would be ideally."""
 
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from samestep.parallel.pipeline.rules import SCHEDULES
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """An action and when it ran: seconds from the step's first."""
+    """An action and when it ran, in seconds."""
 
     stage: int
     kind: str
@@ -44,7 +45,7 @@ class Timeline:
         self._recording = step == self.step
         if self._recording:
             self._orders, self._spans = orders, []
-            dist.barrier(self._group)  # the ranks' clocks have different origins; they leave together
+            dist.barrier(self._group)  # clocks of different hosts have different origins; they leave together
             self._origin = time.perf_counter()
         yield
         self._recording = False
@@ -57,7 +58,7 @@ class Timeline:
             return
         began = self._now()
         yield
-        self._spans.append(Span(**vars(action), start=began - self._origin, end=self._now() - self._origin))
+        self._spans.append(Span(**vars(action), start=began, end=self._now()))
 
     def _now(self) -> float:
         if self._device.type != "cpu":
@@ -68,8 +69,9 @@ class Timeline:
         """The recorded step of this pipeline's ranks, as JSON; None where none was. Every rank must ask."""
         if self.step is None or not self._orders:
             return None
-        spans: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(spans, self._spans, group=self._group)
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, (socket.gethostname(), self._origin, self._spans), group=self._group)
+        spans = _on_one_clock(told)
         count = 1 + max(span.micro_batch for rank in spans for span in rank)
         ideal = ideal_times(self._orders)
         return {
@@ -86,6 +88,20 @@ class Timeline:
             "ranks": _as_json(spans),
             "ideal_ranks": _as_json(ideal),
         }
+
+
+def _on_one_clock(told: Sequence[tuple[str, float, list[Span]]]) -> list[list[Span]]:
+    """Every rank's spans from the moment at which the first rank of its host left the barrier.
+
+    Ranks of one host read the same clock, and leave a barrier with up to milliseconds between them.
+    """
+    origins: dict[str, float] = {}
+    for host, origin, _ in told:
+        origins[host] = min(origin, origins.get(host, origin))
+    return [
+        [replace(span, start=span.start - origins[host], end=span.end - origins[host]) for span in spans]
+        for host, _, spans in told
+    ]
 
 
 def _as_json(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
