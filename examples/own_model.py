@@ -1,6 +1,6 @@
 """A model of one's own under five layouts: it knows nothing of ranks, and every layout takes the same step.
 
-    python examples/own_model.py
+python examples/own_model.py
 """
 
 from collections.abc import Sequence

@@ -19,6 +19,7 @@ from samestep.layout import Layout, unsized
 from samestep.matrix import Row
 from samestep.proof import Proof, Reference, hold_against, reference
 from samestep.recipe import Recipe
+from samestep.report.schedule import draw_schedule
 from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.training.fit import fit
@@ -29,8 +30,8 @@ from samestep.validation import checked
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:
     """Train a recipe under a layout, in as many processes as it needs.
 
-    `run` takes the keys of a job file's `run:` section: processes, engine, micro_batch, device, threads, workers,
-    folder, tensorboard, rank_lines. Raises UserError for a mistake in the job, RankFailedError where a rank
+    `run` takes the keys of a job file's `run:` section: processes, engine, micro_batch, cut_at, device, threads,
+    workers, folder, tensorboard, rank_lines. Raises UserError for a mistake in the job, RankFailedError where a rank
     fails, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
@@ -101,7 +102,10 @@ def _row(job: Job, text: str, steps: int, known: Reference) -> Row:
 
 def _train_rank(job: Job, layout: Layout) -> TrainResult:
     with join(device=job.run.device, threads=job.run.threads) as world:
-        return fit(job, resolve_task(job.recipe), world, layout)
+        result = fit(job, resolve_task(job.recipe), world, layout)
+        if world.rank == 0 and layout.pipeline > 1:
+            draw_schedule(result.folder)
+        return result
 
 
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
@@ -131,6 +135,10 @@ def _check(job: Job, layout: Layout) -> Task:
     if environment.ranks() is None:
         check_devices(layout.size, job.run.device)
     Precision(recipe.precision, device_of(0, job.run.device))
+    if job.run.cut_at is not None and layout.pipeline == 1:
+        raise UserError(
+            f'run.cut_at names pipeline stages, and layout "{layout}" has none; pp2 would do, or no cut_at'
+        )
     layout.check_batch(recipe.batch, job.run.micro_batch)
     task = resolve_task(recipe)
     layout.check_model(task.shape())

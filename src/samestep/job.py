@@ -21,6 +21,7 @@ class Run:
     processes: Positive | None = None  # None: as many as the layout's sizes say
     engine: Any = "native"  # the name of a shipped engine, or an engine object
     micro_batch: Positive | None = None  # samples of one forward on one rank; None: the whole slice
+    cut_at: tuple[str, ...] | None = None  # layers with which pipeline stages begin, but the first; None: found
     device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one
     threads: Positive | None = None  # a process; None: cores / local ranks
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank

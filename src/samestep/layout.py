@@ -27,6 +27,10 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "sequence": get_args(SequenceOption),
     "balance": get_args(Balance),
 }
+
+# Schedules that are made for several stages a rank.
+_FEWEST_STAGES: Mapping[str, int] = {"interleaved-1f1b": 2, "zbv-zero-bubble": 2}
+
 DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_DIMENSIONS)
 
 # A preset is a layout whose unsized dimension takes the processes that are left.
@@ -67,7 +71,7 @@ class Layout:
     tensor: int = 1
     zero: int = 0  # what is sharded over `shard`: 1 optimizer state, 2 + gradients, 3 + parameters
     schedule: Schedule = "1f1b"
-    stages: int = 1  # pipeline stages a rank holds
+    stages: int = 1  # pipeline stages a rank holds, where the schedule is not made for more
     recompute: Recompute = "none"
     offload: Offload = "none"
     sequence: SequenceOption = "whole"  # split: between its slices tensor parallel also splits the tokens
@@ -117,6 +121,16 @@ class Layout:
     def size(self) -> int:
         """Processes that the layout needs."""
         return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+
+    @property
+    def cuts_model(self) -> bool:
+        """Whether ranks hold parts of the model's own computation, and not just of its parameters."""
+        return self.pipeline * self.context * self.tensor > 1
+
+    @property
+    def stages_a_rank(self) -> int:
+        """Pipeline stages that a rank holds: at least as many as the schedule is made for."""
+        return max(self.stages, _FEWEST_STAGES.get(self.schedule, 1))
 
     @property
     def data_ranks(self) -> int:
@@ -191,7 +205,7 @@ class Layout:
         heads = math.gcd(shape.heads or 0, shape.key_value_heads or 0)  # what divides this divides both
         self._check_divides("tensor", shape.heads, "attention heads", heads)
         self._check_divides("tensor", shape.key_value_heads, "key-value heads", heads)
-        stages = self.pipeline * self.stages
+        stages = self.pipeline * self.stages_a_rank
         if shape.layers is not None and self.pipeline > 1 and shape.layers < stages:
             raise LayoutError(
                 f'layout "{self}": {stages} pipeline stages for {shape.layers} layers; '

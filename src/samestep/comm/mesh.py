@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,15 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         data_place=Place(index=data.get_local_rank(), of=data.size()),
         loss_group=grid["pipeline", "replicate", "shard"]._flatten("loss").get_group(),
     )
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of some ranks. Every rank of the world must make it, in the same order of groups.
+
+    A rank that is no member gets a mark that it can't use.
+    """
+    group: Any = dist.new_group(list(ranks))
+    return group
 
 
 def rank_grid(layout: Layout) -> torch.Tensor:

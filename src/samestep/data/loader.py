@@ -70,6 +70,7 @@ class Loader:
         start: int,
         stop: int,
         micro_batch: int | None = None,
+        micro_batches: int | None = None,
         workers: int = 0,
     ) -> None:
         self._samples = samples
@@ -81,6 +82,7 @@ class Loader:
         self.start = start
         self.stop = stop
         self._micro_batch = micro_batch
+        self._micro_batches = micro_batches  # of every step; None: as the samples say
         self._workers = workers
 
     def __len__(self) -> int:
@@ -104,7 +106,7 @@ class Loader:
             )
 
     def _shares(self, step: int) -> list[Share]:
-        return self.order.shares(step, self._place, self._micro_batch)
+        return self.order.shares(step, self._place, self._micro_batch, self._micro_batches)
 
     def _data_loader(self) -> DataLoader[Any]:
         return DataLoader(

@@ -62,20 +62,25 @@ class SampleOrder:
         order = permutation(self.seed, epoch, self.size) if self.shuffle else np.arange(self.size)
         return order[index * self.batch : (index + 1) * self.batch]
 
-    def shares(self, step: int, place: Place, micro_batch: int | None) -> list[Share]:
-        """What one rank does in a step: as many micro-batches as every other rank, of at most `micro_batch`."""
+    def shares(
+        self, step: int, place: Place, micro_batch: int | None, micro_batches: int | None = None
+    ) -> list[Share]:
+        """What one rank does in a step: as many micro-batches as every other rank, of at most `micro_batch`.
+
+        With `micro_batches` their number is the same in every step; where samples are too few, some are lent.
+        """
         batch = self.global_batch(step)
-        return cut(batch, place, micro_batch)
+        return cut(batch, place, micro_batch, micro_batches)
 
 
-def cut(batch: Indices, place: Place, micro_batch: int | None) -> list[Share]:
+def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: int | None = None) -> list[Share]:
     """Cut a global batch into a rank's micro-batches.
 
     Every rank gets a consecutive slice, slices differ by at most one sample, and every rank gets the same
     number of micro-batches.
     """
     largest = -(-len(batch) // place.of)
-    count = -(-largest // min(micro_batch or largest, largest))
+    count = micro_batches or -(-largest // min(micro_batch or largest, largest))
     start, stop = bounds(len(batch), place.index, place.of)
     shares = []
     for part in range(count):

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
 from samestep.layout import Layout
+from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch
 
@@ -44,6 +45,8 @@ class StepReport:
 
 class Trainer(ABC):
     """A model and its optimizer on one rank, spread as the layout says."""
+
+    timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
 
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:

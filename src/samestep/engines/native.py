@@ -39,6 +39,7 @@ class NativeTrainer(Trainer):
         self.optimizer = optimizer
         self.schedule = schedule
         self._spread = spread_model
+        self.timeline = spread_model.timeline
         self._precision = precision
         self._clip = clip
         self._mesh = mesh
@@ -147,7 +148,7 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate", "shard", "context", "tensor"}),
+        dimensions=frozenset({"pipeline", "replicate", "shard", "context", "tensor"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset({"none", "parameters"}),

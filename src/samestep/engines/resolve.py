@@ -8,6 +8,7 @@ from samestep.engines import ENGINES
 from samestep.engines.base import Engine
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
+from samestep.parallel.pipeline import rules
 from samestep.validation import closest
 
 
@@ -37,10 +38,13 @@ def check(engine: Engine, layout: Layout, precision: str) -> None:
         value = getattr(layout, option)
         if value not in getattr(able, option):
             raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
+    rules.check(layout, precision)
     if layout.offload == "parameters" and layout.zero < 2:
         raise LayoutError(
             f'layout "{layout}": offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do'
         )
+    if layout.sequence == "split" and layout.context > 1:
+        raise LayoutError(f'layout "{layout}": cp splits the tokens already; sequence=whole would do')
     if layout.sequence == "split" and layout.tensor == 1:
         raise LayoutError(
             f'layout "{layout}": sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do'

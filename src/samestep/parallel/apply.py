@@ -1,4 +1,4 @@
-"""A layout applied to a module, in this order: cut, slice, recompute, compile, shard or replicate."""
+"""A layout applied to a module, in this order: slice, split, cut, recompute, compile, shard or replicate."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -17,6 +17,8 @@ from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.context.split import split_tokens
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
+from samestep.parallel.pipeline.cut import cut
+from samestep.parallel.pipeline.pipeline import Pipeline
 from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
@@ -41,27 +43,37 @@ def spread(
     Raises LayoutError where it could not take the same step then.
     """
     keep_no_cache(model)
-    if layout.data_ranks > 1:
+    if layout.data_ranks * layout.pipeline > 1:
         _check_batch_norm(model, layout)
     parts = Parts.of(model, layout, mesh)
     blocks = find_blocks(model)
-    if layout.context > 1:
-        split_tokens(model, blocks, _look(model, layout, details.example), mesh, parts)
+    seen = _look(model, layout, details.example) if layout.cuts_model else None
     vocabulary = None
     if layout.tensor > 1:
         vocabulary = slice_tensors(
             model, blocks, parts, mesh, device, example=details.example, given=details.tensor_plan
         )
+    if seen is not None and layout.context > 1:
+        split_tokens(model, blocks, seen, mesh, parts)
+    of_pipeline = None
+    if seen is not None and layout.pipeline > 1:
+        of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at)
+        blocks = of_pipeline.blocks
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
     common = {"model": model, "parts": parts, "now": Now(), "autocast": autocast, "vocabulary": vocabulary}
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
-        shard(model, blocks, layout, grid, precision)
+        root = of_pipeline or model
+        shard(root, blocks, layout, grid, precision)
         if details.initial is not None:
             details.initial.fill(model, torch.device("cpu") if layout.offload == "parameters" else device)
-        assert isinstance(model, FSDPModule)
-        return WholeModel(module=model, accumulating=partial(without_messages, model), **common)
+        assert isinstance(root, FSDPModule)
+        if of_pipeline is None:
+            return WholeModel(module=root, accumulating=partial(without_messages, root), **common)
+    if of_pipeline is not None:
+        of_pipeline.end_stages()
+        return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
     if layout.data_ranks > 1:
         replicated = replicate(model, mesh.data_group, device)
         return WholeModel(module=replicated, accumulating=replicated.no_sync, **common)
@@ -87,7 +99,8 @@ def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimi
 def _check_batch_norm(model: nn.Module, layout: Layout) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            of = "one micro-batch's" if layout.pipeline > 1 else "one rank's"
             raise LayoutError(
-                f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from one rank\'s '
+                f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from {of} '
                 "samples, which is another step than one process takes; layer norm or group norm would do"
             )

@@ -125,7 +125,7 @@ class Parts:
                 for group in self.part(name).sum_over:
                     groups.setdefault(group, []).append(parameter)
         for group, parameters in groups.items():
-            _sum_over(group, parameters, self.mesh.grid.device_type)
+            sum_gradients_over(group, parameters, self.mesh.grid.device_type)
 
     def norm_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different parts of a gradient; None where every rank holds all of it."""
@@ -165,7 +165,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _sum_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], device_type: str) -> None:
+def sum_gradients_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], device_type: str) -> None:
     """Add up gradients over a group in one message a dtype, and with them whether any rank has one."""
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         some = [parameter for parameter in parameters if parameter.dtype == dtype]

@@ -13,6 +13,7 @@ from samestep.data.loader import MicroBatch
 from samestep.parallel.initial import InitialValues
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
+from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
 from samestep.tasks.base import call
 
@@ -32,10 +33,14 @@ class Details:
     initial: InitialValues | None = None
     # Which layers a tensor parallel layout slices how (name or pattern -> role), where that is not to be found.
     tensor_plan: Mapping[str, str] | None = None
+    # The layers with which pipeline stages begin, but the first; without it they are found.
+    cut_at: Sequence[str] = ()
 
 
 class Spread(ABC):
     """A model spread over ranks."""
+
+    timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
 
     def __init__(
         self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context, vocabulary: Vocabulary | None = None

@@ -1,7 +1,7 @@
 """Trace: which modules a model's forward calls, in which order, with which tensors; found without computing."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from samestep.errors import UserError
 
@@ -23,6 +26,7 @@ class Seen:
     identity: int  # the same number is the same tensor object
     shape: tuple[int, ...]
     dtype: torch.dtype
+    source: Node | None = None  # what autograd knows of how it was computed; None: of no parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,8 @@ class Call:
     keywords: Mapping[str, Any]
     output: Any
     functions: Mapping[str, int]  # how often each of PyTorch's functions was called in it, by name
+    flops_before: int  # of the forward up to its beginning: products of matrices and convolutions
+    flops_after: int  # and up to its end
 
     def inputs(self) -> list[Seen]:
         return seen_in((self.arguments, self.keywords))
@@ -49,10 +55,27 @@ class Trace:
     """The calls of one forward, in the order in which they began."""
 
     calls: Sequence[Call]
+    parameters: Mapping[Node, str]  # autograd's leaves, by the name of the parameter
+    flops: int  # of the whole forward
 
     def of(self, name: str) -> list[Call]:
         """The calls of the module of that name."""
         return [call for call in self.calls if call.name == name]
+
+    def behind(self, tensors: Iterable[Seen], *, up_to: Iterable[Seen] = ()) -> set[str]:
+        """The parameters from which tensors are computed, not looking behind those of `up_to`."""
+        seen = {tensor.source for tensor in up_to}
+        waiting = [tensor.source for tensor in tensors if tensor.source not in seen]
+        found: set[str] = set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self.parameters:
+                found.add(self.parameters[node])
+            waiting += [before for before, _ in node.next_functions]
+        return found
 
 
 def trace(model: nn.Module, inputs: Any) -> Trace:
@@ -69,10 +92,12 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
         with ExitStack() as stack:
             for handle in recorder.attach(model):
                 stack.callback(handle.remove)
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.enable_grad())
             stack.enter_context(mode)
             stack.enter_context(recorder.functions)
             state = {name: _unreal(tensor) for name, tensor in _named_tensors(model)}
+            parameters = {get_gradient_edge(leaf).node: name for name, leaf in state.items() if leaf.requires_grad}
+            stack.enter_context(recorder.flops)
             arguments, keywords = _as_call(pytree.tree_map_only(Tensor, _unreal, _plain(inputs)))
             functional_call(model, state, arguments, keywords, tie_weights=True)
     except (RuntimeError, NotImplementedError, TypeError) as error:
@@ -84,7 +109,17 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
     finally:
         for module, mode_before in training.items():
             module.training = mode_before
-    return Trace(calls=sorted(recorder.calls, key=lambda call: call.began))
+    calls = sorted(recorder.calls, key=lambda call: call.began)
+    return Trace(calls=calls, parameters=parameters, flops=recorder.flops.count)
+
+
+def imagine(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """What a module would give for these arguments: a nest in which every tensor is a `Seen`."""
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
+        arguments, keywords = pytree.tree_map_only(Tensor, _unreal, (arguments, dict(keywords)))
+        output = functional_call(module, state, arguments, dict(keywords), tie_weights=True)
+        return pytree.tree_map_only(Tensor, _seen, output)
 
 
 def seen_in(nest: Any) -> list[Seen]:
@@ -103,7 +138,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _unreal(tensor: Tensor) -> Tensor:
     """A tensor of the same shape on the CPU, made inside a fake mode: no memory, no values."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    unreal = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    # Also what is frozen: a layout asks which parameters a tensor is computed from, not which are trained.
+    return unreal.requires_grad_(isinstance(tensor, nn.Parameter) and tensor.is_floating_point())
 
 
 def _plain(inputs: Any) -> Any:
@@ -132,14 +169,38 @@ class _Counted(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Flops(TorchDispatchMode):
+    """Counts the multiplications and additions of operators that PyTorch has a formula for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.count += formula(*args, **(kwargs or {}), out_val=output)
+        return output
+
+
+def _seen(tensor: Tensor) -> Seen:
+    # A leaf has no node of its own until it is asked for one.
+    source = get_gradient_edge(tensor).node if tensor.requires_grad else None
+    return Seen(identity=id(tensor), shape=tuple(tensor.shape), dtype=tensor.dtype, source=source)
+
+
 class _Recorder:
     """Hooks that write down every call of every module."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.functions = _Counted()
+        self.flops = _Flops()
         self._clock = 0
-        self._open: list[tuple[int, tuple[Any, ...], dict[str, Any], Counter[str]]] = []
+        self._open: list[tuple[int, int, Counter[str], tuple[Any, ...], dict[str, Any]]] = []
         self._kept: list[Any] = []  # alive, so that no two tensors share an identity
 
     def attach(self, model: nn.Module) -> Iterator[Any]:
@@ -149,13 +210,13 @@ class _Recorder:
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._clock += 1
-        before = self.functions.counts.copy()
-        self._open.append((self._clock, self._see(arguments), self._see(keywords), before))
+        counts = self.functions.counts.copy()
+        self._open.append((self._clock, self.flops.count, counts, self._see(arguments), self._see(keywords)))
 
     def _end_of(self, name: str) -> Any:
         def end(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
             self._clock += 1
-            began, seen_arguments, seen_keywords, before = self._open.pop()
+            began, flops_before, counts, seen_arguments, seen_keywords = self._open.pop()
             self.calls.append(
                 Call(
                     name=name,
@@ -164,7 +225,9 @@ class _Recorder:
                     arguments=seen_arguments,
                     keywords=seen_keywords,
                     output=self._see(output),
-                    functions=self.functions.counts - before,
+                    functions=self.functions.counts - counts,
+                    flops_before=flops_before,
+                    flops_after=self.flops.count,
                 )
             )
 
@@ -176,4 +239,4 @@ class _Recorder:
 
     def _seen(self, tensor: Tensor) -> Seen:
         assert isinstance(tensor, FakeTensor) or tensor.numel() < 1024  # a constant of the model's own
-        return Seen(identity=id(tensor), shape=tuple(tensor.shape), dtype=tensor.dtype)
+        return _seen(tensor)

@@ -1,6 +1,7 @@
 """Evaluation: every held-out sample once over all ranks, and metrics that are exactly those of one process."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,21 +28,27 @@ def evaluate(
     group: dist.ProcessGroup,
     class_names: Sequence[str] | None = None,
     advance: Callable[[], None] | None = None,
+    at_once: int = 1,
 ) -> dict[str, Any]:
     """Update metrics with every rank's chunks in the order of the data set, and return their values.
 
     Ranks exchange predictions rather than sums of metrics, so every metric sees the calls, and their order,
     that it would see in one process. The values are plain numbers, lists and dicts, the same on every rank.
+    Ranks that get no output from `predict` take the others' scores. They exchange them after `at_once` chunks, so
+    that the stages of a pipeline need not wait for each other after every one.
     """
     for metric in metrics.values():
         metric.distributed_available_fn = _alone  # the samples are gathered already
-    for chunk in chunks:
-        output = trainer.predict(chunk.batch.inputs)
-        for predictions, targets in _gather(None if chunk.lent else scores(output, chunk.batch), group):
+    for some in _batched(chunks, at_once):
+        mine = []
+        for chunk in some:
+            output = trainer.predict(chunk.batch.inputs)
+            mine.append(None if chunk.lent or output is None else _on_cpu(scores(output, chunk.batch)))
+            if advance is not None:
+                advance()
+        for predictions, targets in _gather(mine, group):
             for metric in metrics.values():
                 metric.update(predictions, targets)
-        if advance is not None:
-            advance()
     return {name: plain(named_parts(metric, metric.compute()), class_names) for name, metric in metrics.items()}
 
 
@@ -49,12 +56,23 @@ def _alone() -> bool:
     return False
 
 
-def _gather(mine: tuple[Tensor, Tensor] | None, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
-    """One chunk's scores of every rank, in the order of the ranks, which is the order of the chunks."""
-    scores = None if mine is None else tuple(part.detach().cpu() for part in mine)
+def _batched(chunks: Iterable[Chunk], count: int) -> Iterator[list[Chunk]]:
+    """Chunks in groups of `count`; each is loaded when it is looked at."""
+    iterator = iter(chunks)
+    while some := list(islice(iterator, count)):
+        yield some
+
+
+def _on_cpu(scores: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    predictions, targets = scores
+    return predictions.detach().cpu(), targets.detach().cpu()
+
+
+def _gather(mine: list[tuple[Tensor, Tensor] | None], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+    """Some chunks' scores of every rank: the first of each, in the order of the ranks, then the second of each."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, scores, group=group)
-    return [pair for pair in gathered if pair is not None]
+    dist.all_gather_object(gathered, mine, group=group)
+    return [pair for same in zip(*gathered, strict=True) for pair in same if pair is not None]
 
 
 def plain(value: Any, class_names: Sequence[str] | None = None) -> Any:

@@ -45,8 +45,8 @@ class Training:
             workers=job.run.workers,
         )
         self.samples = task.train_set()
-        steps_per_epoch = -(-len(self.samples) // recipe.batch)
-        self.total_steps = recipe.total_steps(steps_per_epoch)
+        self._steps_per_epoch = -(-len(self.samples) // recipe.batch)
+        self.total_steps = recipe.total_steps(self._steps_per_epoch)
         built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
         if not recipe.dropout:
             switch_off(built.model)
@@ -54,13 +54,24 @@ class Training:
             built.model,
             optimizer_of=partial(make_optimizer, recipe.optimizer),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
-            details=Details(example=self._example(), initial=built.values, tensor_plan=job.run.tensor_plan),
+            details=Details(
+                example=self._example(),
+                initial=built.values,
+                tensor_plan=job.run.tensor_plan,
+                cut_at=job.run.cut_at or (),
+            ),
         )
 
     def _example(self) -> Any:
         """What the model is called with: the inputs of the first samples."""
         first = [self.samples[index] for index in range(min(2, len(self.samples)))]
         return Batch(*self.task.collate(first)).inputs
+
+    def late_step(self) -> int:
+        """The last step of a whole batch, where there is one: what a step looks like when all is warm."""
+        last = self.total_steps - 1
+        short = (last + 1) % self._steps_per_epoch == 0 and len(self.samples) % self.recipe.batch > 0
+        return last - 1 if short and last else last
 
     def steps(self, stop: int | None = None) -> Iterator[tuple[StepBatch, StepReport]]:
         """Take steps up to `stop` or the end, one for each that is asked for."""
@@ -109,13 +120,16 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
     session = training.session
     folder = results.folder_of(job)
     bar = Bar(f"train {layout}", training.total_steps, shown=session.is_main)
+    timeline = session.trainer.timeline
+    if timeline is not None:
+        timeline.step = training.late_step()
     with Records(folder if session.is_main else None, tensorboard=job.run.tensorboard) as records, bar:
         log = StepLog(records, bar, Tally(len(training.samples)))
         take_all_steps(training, log)
         metrics = training.evaluate(bar)
         records.evaluation(len(log.losses), metrics)
     if job.run.rank_lines:
-        lines = log.tally.gather()
+        lines = log.tally.gather(session.mesh.data_group)
         if session.is_main:
             print("\n".join(lines), flush=True)
     peaks = results.gather_peak_memory(session)
@@ -130,8 +144,9 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         folder=folder,
     )
     state = session.trainer.state()
+    schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
-        results.write(result, session, peaks=peaks, state=state)
+        results.write(result, session, peaks=peaks, state=state, schedule=schedule)
     return result
 
 

@@ -38,6 +38,7 @@ class TrainResult:
 MODEL_FILE = "model.safetensors"
 CURVES_FILE = "curves.json"
 REPORT_FILE = "report.json"
+SCHEDULE_FILE = "schedule.json"  # of runs with a pipeline
 
 
 def free_folder(wanted: Path) -> Path:
@@ -73,8 +74,10 @@ def gather_peak_memory(session: Session) -> list[int]:
     return peaks
 
 
-def write(result: TrainResult, session: Session, *, peaks: list[int], state: dict[str, Tensor]) -> None:
-    """Write report.json, the curves, and the model's weights into the run's folder."""
+def write(
+    result: TrainResult, session: Session, *, peaks: list[int], state: dict[str, Tensor], schedule: Any
+) -> None:
+    """Write report.json, the curves, the model's weights and a pipeline's schedule into the run's folder."""
     report = {
         "metrics": {name: value for name, value in result.metrics.items() if not is_curve(value)},
         "final_loss": result.losses[-1],
@@ -94,6 +97,8 @@ def write(result: TrainResult, session: Session, *, peaks: list[int], state: dic
     curves = {name: value for name, value in result.metrics.items() if is_curve(value)}
     if curves:
         _write_json(result.folder / CURVES_FILE, curves)
+    if schedule is not None:
+        _write_json(result.folder / SCHEDULE_FILE, schedule)
     _write_weights(result.folder / MODEL_FILE, state)
 
 

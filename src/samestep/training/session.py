@@ -22,6 +22,7 @@ from samestep.engines.resolve import check, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
 from samestep.parallel.initial import move
+from samestep.parallel.pipeline.rules import micro_batches
 from samestep.parallel.spread import Details
 from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
@@ -48,6 +49,7 @@ class Session:
         micro_batch: int | None = None,
         workers: int = 0,
         tensor_plan: Mapping[str, str] | None = None,
+        cut_at: Sequence[str] = (),
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision)
@@ -62,6 +64,7 @@ class Session:
         self._micro_batch = micro_batch
         self._workers = workers
         self._tensor_plan = tensor_plan
+        self._cut_at = cut_at
         self._trainer: Trainer | None = None
 
     @property
@@ -88,7 +91,7 @@ class Session:
             model,
             optimizer_of=partial(_point_to, optimizer, names),
             schedule_of=_no_schedule,
-            details=Details(example=example, tensor_plan=self._tensor_plan),
+            details=Details(example=example, tensor_plan=self._tensor_plan, cut_at=self._cut_at),
         )
         return model, optimizer
 
@@ -138,6 +141,7 @@ class Session:
             start=start,
             stop=steps if steps is not None else epochs * order.steps_per_epoch,
             micro_batch=self._micro_batch,
+            micro_batches=micro_batches(self.layout, batch, self._micro_batch),
             workers=self._workers,
         )
 
@@ -172,7 +176,8 @@ class Session:
                 chunks,
                 metrics=metrics,
                 scores=scores,
-                group=self.mesh.data_group,
+                group=self.mesh.loss_group,
+                at_once=2 * self.layout.pipeline if self.layout.pipeline > 1 else 1,
                 class_names=class_names,
                 advance=advance,
             )
@@ -191,6 +196,7 @@ def session(
     workers: int = 0,
     device: DeviceChoice = "auto",
     tensor_plan: Mapping[str, str] | None = None,
+    cut_at: Sequence[str] = (),
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -211,6 +217,7 @@ def session(
             micro_batch=micro_batch,
             workers=workers,
             tensor_plan=tensor_plan,
+            cut_at=cut_at,
         )
 
 
@@ -234,7 +241,8 @@ def _point_to(
     for group in optimizer.param_groups:
         if unknown := [p for p in group["params"] if id(p) not in names]:
             raise UserError(f"session.prepare: the optimizer has {len(unknown)} parameters that the model has not")
-        group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
+        held = [names[id(parameter)] for parameter in group["params"]]
+        group["params"] = [now[name] for name in held if name in now]  # a pipeline's rank holds some of them
     return optimizer
 
 

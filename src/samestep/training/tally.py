@@ -19,13 +19,15 @@ class Tally:
         if batch.epoch == 0:
             self._samples.append(batch.local_samples)
 
-    def gather(self) -> list[str]:
-        """A line a rank and one for all, from every rank's counts; the same lines on every rank."""
-        counts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(counts, self._samples)
+    def gather(self, group: dist.ProcessGroup) -> list[str]:
+        """A line for each rank of a group that shares the samples out, and one for all of them."""
+        ranks = dist.get_process_group_ranks(group)
+        counts: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(counts, self._samples, group=group)
         like = len({size for mine in counts for size in mine}) == 1
         lines = [
-            f"rank {rank}: {_product(mine, len(counts)) if like else _sum(mine)}" for rank, mine in enumerate(counts)
+            f"rank {rank}: {_product(mine, len(counts)) if like else _sum(mine)}"
+            for rank, mine in zip(ranks, counts, strict=True)
         ]
         total = sum(sum(mine) for mine in counts)
         return [*lines, f"all ranks: {total:,} of {self._data_set:,} samples in the first epoch"]

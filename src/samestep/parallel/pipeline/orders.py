@@ -1,0 +1,106 @@
+"""Orders: what each pipeline rank does one after the other. The one file that touches PyTorch's own pipelining.
+
+The orders are those of PyTorch's schedules: GPipe (Huang et al. 2019), 1F1B and interleaved 1F1B (Narayanan et al.
+2021), interleaved zero bubble and ZBV (Qi et al. 2023).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+Kind = Literal["F", "B", "I", "W"]  # forward, backward, and backward's two halves: of inputs, of weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One forward or backward of one micro-batch in one stage."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+
+Orders = Sequence[Sequence[Action]]  # of each pipeline rank
+
+
+@lru_cache(maxsize=8)
+def orders_of(schedule: str, *, ranks: int, stages_a_rank: int, micro_batches: int) -> Orders:
+    """The actions of every rank. The number of micro-batches must be one that the schedule is made for."""
+    if schedule == "1f1b":
+        return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
+    from torch.distributed import pipelining
+
+    name, one_stage = _SCHEDULES[schedule]
+    stages = [
+        # All that a schedule looks at before it runs.
+        SimpleNamespace(
+            stage_index=index * ranks,
+            num_stages=ranks * stages_a_rank,
+            group_size=ranks,
+            group_rank=0,
+            is_first=index == 0,
+            submod=None,
+            has_backward=True,
+        )
+        for index in range(stages_a_rank)
+    ]
+    made: Any = getattr(pipelining, name)(stages[0] if one_stage else stages, micro_batches)
+    return [_plain(made.pipeline_order[rank]) for rank in range(ranks)]
+
+
+_SCHEDULES = {
+    "gpipe": ("ScheduleGPipe", True),
+    "interleaved-1f1b": ("ScheduleInterleaved1F1B", False),
+    "interleaved-zero-bubble": ("ScheduleInterleavedZeroBubble", False),
+    "zbv-zero-bubble": ("ScheduleZBVZeroBubble", False),
+}
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """1F1B (Narayanan et al. 2021, section 2.2). PyTorch's own table of it counts the last rank's forwards from 1."""
+    ahead = min(ranks - 1 - rank, micro_batches)  # forwards before the first backward
+    found = [Action(stage=rank, kind="F", micro_batch=number) for number in range(ahead)]
+    for number in range(micro_batches):
+        if ahead + number < micro_batches:
+            found.append(Action(stage=rank, kind="F", micro_batch=ahead + number))
+        found.append(Action(stage=rank, kind="B", micro_batch=number))
+    return found
+
+
+def _plain(actions: Sequence[Any]) -> list[Action]:
+    """Without idle slots and messages, which follow from the order."""
+    found: list[Action] = []
+    for action in actions:
+        if action is None or action.computation_type.value not in ("F", "B", "I", "W"):
+            continue
+        kind, stage, micro_batch = action.computation_type.value, action.stage_index, action.microbatch_index
+        if stage == 0 and kind in ("I", "W"):
+            if kind == "I":
+                continue  # nobody waits for a gradient of the first stage's input
+            kind = "B"
+        found.append(Action(stage=stage, kind=kind, micro_batch=micro_batch))
+    return found
+
+
+def backward_in_two(
+    root: Tensor, gradient: Tensor | None, received: Tensor, weights: Sequence[nn.Parameter]
+) -> Callable[[], None]:
+    """Compute the gradient of `received` now, and return what adds those of the weights later.
+
+    `root` is a loss where there is no `gradient` of it. It is cut from its graph, and must be no view.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    gradients = None if gradient is None else [gradient]
+    _, groups = stage_backward_input([root], gradients, [received], iter(weights))
+
+    def of_weights() -> None:
+        # Retained, since groups of weights may share nodes: a tensor that all layers take beside the hidden state
+        # ties them together. All of it goes with the groups.
+        stage_backward_weight(iter(weights), groups, retain_graph=True)
+
+    return of_weights

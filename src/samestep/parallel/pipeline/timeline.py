@@ -1,0 +1,177 @@
+"""Timeline: when each rank of a pipeline did what, as it was measured in one step and as it would be ideally."""
+
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.layout import Layout
+from samestep.parallel.pipeline.orders import Action, Orders
+from samestep.parallel.pipeline.rules import SCHEDULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """An action and when it ran, in seconds."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+    start: float
+    end: float
+
+
+class Timeline:
+    """Records one step of this rank, where it is told which; nothing is measured in the others."""
+
+    def __init__(self, layout: Layout, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.step: int | None = None  # the one to record
+        self._layout = layout
+        self._group = group
+        self._device = device
+        self._recording = False
+        self._origin = 0.0
+        self._spans: list[Span] = []
+        self._orders: Orders = ()
+
+    @contextmanager
+    def of_step(self, step: int, orders: Orders) -> Iterator[None]:
+        """What runs in here is recorded where `step` is the one asked for."""
+        self._recording = step == self.step
+        if self._recording:
+            self._orders, self._spans = orders, []
+            dist.barrier(self._group)  # clocks of different hosts have different origins; they leave together
+            self._origin = time.perf_counter()
+        yield
+        self._recording = False
+
+    @contextmanager
+    def of(self, action: Action) -> Iterator[None]:
+        """Measure an action: from when its messages are there to when it is computed."""
+        if not self._recording:
+            yield
+            return
+        began = self._now()
+        yield
+        self._spans.append(Span(**vars(action), start=began, end=self._now()))
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
+
+    def gathered(self) -> dict[str, Any] | None:
+        """The recorded step of this pipeline's ranks, as JSON; None where none was. Every rank must ask."""
+        if self.step is None or not self._orders:
+            return None
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, (socket.gethostname(), self._origin, self._spans), group=self._group)
+        spans = _on_one_clock(told)
+        count = 1 + max(span.micro_batch for rank in spans for span in rank)
+        ideal = ideal_times(self._orders)
+        return {
+            "layout": str(self._layout),
+            "schedule": self._layout.schedule,
+            "step": self.step,
+            "micro_batches": count,
+            "stages": self._layout.pipeline * self._layout.stages_a_rank,
+            "bubble": {
+                "measured": bubble(spans),
+                "ideal": bubble(ideal),
+                "formula": bubble_formula(self._layout, count),
+            },
+            "ranks": _as_json(spans),
+            "ideal_ranks": _as_json(ideal),
+        }
+
+
+def _on_one_clock(told: Sequence[tuple[str, float, list[Span]]]) -> list[list[Span]]:
+    """Every rank's spans from the moment at which the first rank of its host left the barrier.
+
+    Ranks of one host read the same clock, and leave a barrier with up to milliseconds between them.
+    """
+    origins: dict[str, float] = {}
+    for host, origin, _ in told:
+        origins[host] = min(origin, origins.get(host, origin))
+    return [
+        [replace(span, start=span.start - origins[host], end=span.end - origins[host]) for span in spans]
+        for host, _, spans in told
+    ]
+
+
+def _as_json(ranks: Sequence[Sequence[Span]]) -> list[list[dict[str, Any]]]:
+    """Counted from the first start of all."""
+    first = min(span.start for rank in ranks for span in rank)
+    return [
+        [{**asdict(span), "start": span.start - first, "end": span.end - first} for span in rank] for rank in ranks
+    ]
+
+
+def bubble(ranks: Sequence[Sequence[Span]]) -> float:
+    """The idle share of all ranks' time, from the first action to the end of the last."""
+    spans = [span for rank in ranks for span in rank]
+    total = (max(span.end for span in spans) - min(span.start for span in spans)) * len(ranks)
+    return 1 - sum(span.end - span.start for span in spans) / total
+
+
+def bubble_formula(layout: Layout, micro_batches: int) -> float:
+    """The idle share by the schedules' papers, for p ranks, v stages a rank and m micro-batches.
+
+    GPipe and 1F1B: (p - 1) / (m + p - 1) (Huang et al. 2019; Narayanan et al. 2021, section 2.2.1). Interleaved:
+    (p - 1) / (v m + p - 1) (Narayanan et al. 2021, section 2.2.2). Zero bubble: gradients of weights, a third of
+    the work, fill what they can, which leaves (p - 1) / (3 v m + p - 1), where m is 2 p - 1 or more for ZBV. Qi et
+    al. (2023) count it as none, since they count each rank from its own first action to its own last.
+    """
+    waiting, work = layout.pipeline - 1, layout.stages_a_rank * micro_batches
+    if SCHEDULES[layout.schedule].splits_backward:
+        work *= 3
+    return waiting / (work + waiting)
+
+
+# Forward and both halves of backward take equally long where matrices are all there is to compute.
+_UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[list[Span]]:
+    """When each action would run if messages took no time and all stages were alike.
+
+    Raises ValueError where ranks would wait for each other for ever.
+    """
+    last_stage = max(action.stage for rank in orders for action in rank)
+    done: dict[tuple[int, str, int], float] = {}
+    times: list[list[Span]] = [[] for _ in orders]
+    clocks = [0.0] * len(orders)
+    left = sum(len(rank) for rank in orders)
+    while left:
+        before = left
+        for rank, actions in enumerate(orders):
+            while len(times[rank]) < len(actions):
+                action = actions[len(times[rank])]
+                needed = _needed(action, last_stage)
+                if any(need not in done for need in needed):
+                    break
+                start = max([clocks[rank], *(done[need] for need in needed)])
+                clocks[rank] = start + units[action.kind]
+                times[rank].append(Span(**vars(action), start=start, end=clocks[rank]))
+                # What others wait for is known when the input's gradient is.
+                half = "B" if action.kind == "I" else action.kind
+                done[action.stage, half, action.micro_batch] = clocks[rank]
+                left -= 1
+        if left == before:
+            raise ValueError("the ranks wait for each other")
+    return times
+
+
+def _needed(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind == "F":
+        return [(stage - 1, "F", micro_batch)] if stage else []
+    if action.kind == "W":
+        return [(stage, "B", micro_batch)]
+    own = (stage, "F", micro_batch)
+    return [own] if stage == last_stage else [own, (stage + 1, "B", micro_batch)]

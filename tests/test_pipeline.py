@@ -1,0 +1,361 @@
+"""Pipelines: the same step under every schedule, on models that nobody rewrote, each rank with its part alone."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mistakes_of_pipelines as mistakes
+import pipeline_tasks as tasks
+import pytest
+import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from many import Case, verify_all
+from model_tasks import NextWord, Sentences
+from small_tasks import BatchNorm, Points, Words
+from torch import nn
+
+import samestep
+from samestep.engines.native import Native, NativeTrainer
+from samestep.layout import Layout
+from samestep.parallel.pipeline.balance import best_starts
+from samestep.parallel.pipeline.orders import orders_of
+from samestep.parallel.pipeline.rules import micro_batches, owners
+from samestep.parallel.pipeline.timeline import bubble, bubble_formula, ideal_times
+from samestep.proof import TOLERANCE
+
+
+def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
+    settings: dict[str, Any] = {
+        "batch": 17,
+        "epochs": 2,
+        "clip": 0.5,
+        "optimizer": samestep.AdamW(lr=1e-2),
+        "schedule": samestep.Schedule(warmup=4, decay="cosine"),
+    }
+    return samestep.Recipe(task=task, **{**settings, **values})
+
+
+def assert_same_steps(cases: list[Case], steps: int) -> None:
+    for (_, layout, run), proof in zip(cases, verify_all(cases, steps=steps), strict=True):
+        assert proof.same_step, (layout, run, proof)
+
+
+# 90 samples in batches of 17: the sixth step has 5. Sentences of other lengths in every micro-batch.
+LLAMA = recipe(NextWord(kind="tied-llama"))
+LONGER_LLAMA = recipe(NextWord(kind="tied-llama", layers=9))
+SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
+
+
+def test_every_schedule_takes_the_same_step_on_two_ranks() -> None:
+    cases: list[Case] = [(LLAMA, f"pp2 schedule={schedule}", {}) for schedule in SCHEDULES]
+    cases += [(LLAMA, f"pp2 schedule={schedule}", {"micro_batch": 2}) for schedule in SCHEDULES]
+    cases += [
+        (LLAMA, "pp2", {"micro_batch": 7}),
+        (LLAMA, "pp2 balance=memory recompute=full", {}),
+        (LLAMA, "pp2 schedule=interleaved-zero-bubble stages=2", {}),
+        (LLAMA, "pp2", {"cut_at": ("model.layers.1",)}),
+        (LONGER_LLAMA, "pp2 schedule=interleaved-1f1b stages=3", {"micro_batch": 5}),
+    ]
+    assert_same_steps(cases, steps=7)
+
+
+def test_models_as_they_come_take_the_same_step() -> None:
+    kinds = [Sentences(kind="bert"), Sentences(kind="distilbert"), NextWord(kind="gpt2"), NextWord(kind="qwen2")]
+    kinds += [NextWord(kind="llama"), NextWord(kind="mistral"), Points(dropout=0.1), Words()]
+    kinds += [tasks.Images(), tasks.Encoder(), tasks.Conditioned(), tasks.Narrowing()]
+    momentum = samestep.SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
+    cases: list[Case] = [(recipe(task), "pp2", {}) for task in kinds]
+    cases.append((recipe(Sentences(kind="bert"), optimizer=momentum), "pp2 schedule=zbv-zero-bubble", {}))
+    cases.append((recipe(tasks.Conditioned()), "pp2 schedule=interleaved-zero-bubble", {}))
+    assert_same_steps(cases, steps=4)
+
+
+def test_four_ranks_and_data_ranks_take_the_same_step() -> None:
+    cases: list[Case] = [(LLAMA, "pp4", {}), (LONGER_LLAMA, "pp4 schedule=zbv-zero-bubble", {})]
+    cases += [
+        (LLAMA, layout, {})
+        for layout in [
+            "dp2 pp2",
+            "pp2 zero1x2",
+            "pp2 zero2x2",
+            "pp2 fsdp2",
+            "pp2 fsdp2 schedule=interleaved-1f1b",
+            "pp2 fsdp2 recompute=full",
+            "dp2 pp2 schedule=zbv-zero-bubble",
+            "pp2 zero1x2 schedule=interleaved-zero-bubble",
+            "pp2 dp2 order=dp.pp.fsdp.cp.tp",
+        ]
+    ]
+    cases.append((recipe(Sentences(kind="bert"), batch=3), "dp2 pp2", {}))  # most micro-batches are lent
+    assert_same_steps(cases, steps=7)
+
+
+@pytest.mark.parametrize("mistake", mistakes.PLANTED, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_in_a_pipeline_is_seen(mistake: type[Native]) -> None:
+    proof = samestep.verify(LLAMA, layout="pp2", engine=mistake(), steps=3, threads=1)
+    assert not proof.same_step
+    assert max(proof.max_relative_difference.values()) > 100 * TOLERANCE
+
+
+class CountedTrainer(NativeTrainer):
+    """Writes the names and sizes of what this rank holds, and how often its shards' gradients are exchanged."""
+
+    folder: Path
+
+    def step(self, batch: Any, loss: Any) -> Any:
+        from unittest import mock
+
+        name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+        with mock.patch.object(dist, name, wraps=getattr(dist, name)) as reduced:
+            report = super().step(batch, loss)
+        held = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        state = sum(value.numel() for each in self.optimizer.state.values() for value in each.values() if value.ndim)
+        written = {"held": held, "state": state, "reduced": reduced.call_count, "micro": len(batch.micro_batches)}
+        (self.folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(written), encoding="utf-8")
+        return report
+
+
+class Counted(Native):
+    trainer_class = CountedTrainer
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        trainer = super().prepare(model, **settings)
+        assert isinstance(trainer, CountedTrainer)
+        trainer.folder = self.folder
+        return trainer
+
+
+def counted(layout: str, folder: Path, **run: Any) -> tuple[list[dict[str, Any]], samestep.TrainResult]:
+    short = recipe(NextWord(kind="tied-llama"), steps=3, epochs=None)
+    result = samestep.train(
+        short, layout=layout, engine=Counted(folder), folder=folder / "run", threads=1, tensorboard=False, **run
+    )
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))], result
+
+
+def test_a_rank_holds_its_stage_alone_and_the_run_its_picture(tmp_path: Path) -> None:
+    ranks, result = counted("pp2", tmp_path, rank_lines=True)
+    whole = {name: parameter.numel() for name, parameter in NextWord(kind="tied-llama").model().named_parameters()}
+    first, second = (rank["held"] for rank in ranks)
+    assert {**first, **second} == whole
+    # The head's weight is the embedding's: what both need, and nothing else.
+    assert first.keys() & second.keys() == {"model.embed_tokens.weight"}
+    assert sum(first.values()) < 0.65 * sum(whole.values()) > sum(second.values())
+    assert [rank["state"] for rank in ranks] == [2 * sum(first.values()), 2 * sum(second.values())]
+    assert ranks[0]["micro"] == 4  # two for each of the pipeline's ranks
+    alone = samestep.train(
+        recipe(NextWord(kind="tied-llama"), steps=3, epochs=None), folder=tmp_path / "alone", tensorboard=False
+    )
+    assert result.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert result.metrics == pytest.approx(alone.metrics, abs=0.02)
+    _check_schedule(result.folder)
+
+
+def _check_schedule(folder: Path) -> None:
+    schedule = json.loads((folder / "schedule.json").read_text(encoding="utf-8"))
+    assert (schedule["layout"], schedule["step"], schedule["micro_batches"]) == ("pp2", 2, 4)
+    for rank, spans in enumerate(schedule["ranks"]):
+        assert sorted((s["kind"], s["stage"], s["micro_batch"]) for s in spans) == sorted(
+            (kind, rank, number) for kind in "FB" for number in range(4)
+        )
+        assert all(before["end"] <= after["start"] for before, after in itertools.pairwise(spans))
+    ends = {(s["kind"], s["stage"], s["micro_batch"]): s for rank in schedule["ranks"] for s in rank}
+    for number in range(4):
+        assert ends["F", 0, number]["end"] <= ends["F", 1, number]["start"]
+        assert ends["B", 1, number]["end"] <= ends["B", 0, number]["start"]
+    assert 0 < schedule["bubble"]["measured"] < 1
+    assert schedule["bubble"]["formula"] == schedule["bubble"]["ideal"] == pytest.approx(1 / 5)
+    _check_picture((folder / "schedule.svg").read_text(encoding="utf-8"), schedule)
+
+
+def _check_picture(svg: str, schedule: dict[str, Any]) -> None:
+    import xml.etree.ElementTree as ElementTree
+
+    root = ElementTree.fromstring(svg)
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    # A box each in the picture of the step and in that of the ideal.
+    assert titles.count("backward, stage 1, micro-batch 3") == 2
+    assert len(titles) == 1 + 2 * 2 * 8
+    assert {"rank 0", "rank 1", "forward", "backward", "idle"} <= set(texts)
+    assert any(f"idle {schedule['bubble']['measured']:.1%}" in str(text) for text in texts)
+
+
+def test_shards_of_a_pipeline_hold_a_part_and_reduce_gradients_once_a_step(tmp_path: Path) -> None:
+    few, _ = counted("pp2 fsdp2", tmp_path)
+    many, _ = counted("pp2 fsdp2", tmp_path, micro_batch=1)
+    assert few[0]["micro"] < many[0]["micro"]
+    for before, after in zip(few, many, strict=True):
+        assert before["reduced"] == after["reduced"] > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_mixed_precision_trains(tmp_path: Path, precision: Any) -> None:
+    task = NextWord(kind="tied-llama", dropout=0)
+    plain = samestep.train(recipe(task, steps=4, epochs=None), folder=tmp_path / "plain", tensorboard=False)
+    for layout in ["pp2", "pp2 schedule=interleaved-zero-bubble"]:
+        mixed = samestep.train(
+            recipe(task, steps=4, epochs=None, precision=precision),
+            layout=layout,
+            folder=tmp_path / layout,
+            threads=1,
+            tensorboard=False,
+        )
+        assert mixed.losses == pytest.approx(plain.losses, rel=2e-2)
+        assert mixed.losses != plain.losses
+
+
+def message(task: samestep.Task, layout: str, **values: Any) -> str:
+    run = {name: values.pop(name) for name in ("cut_at", "micro_batch") if name in values}
+    with pytest.raises(samestep.UserError) as error:
+        samestep.verify(recipe(task, **values), layout=layout, threads=1, **run)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("pp2 stages=2", "schedule 1f1b runs 1 stage a rank, not 2; schedule=interleaved-1f1b would do"),
+        ("pp2 schedule=zbv-zero-bubble stages=3", "runs 2 stages a rank, not 3; 4 stages over 2 ranks are what"),
+        ("pp2 fsdp2 schedule=zbv-zero-bubble", "shards of parameters would be put away in between; zero1, or"),
+        ("pp2 schedule=interleaved-zero-bubble recompute=full", "recompute=full would compute every block again"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_any_process_starts(layout: str, said: str) -> None:
+    assert said in message(Points(), layout)
+
+
+def test_fp16_is_refused() -> None:
+    with pytest.raises(samestep.LayoutError, match="fp16, which pipelines do not have; bf16 would do"):
+        samestep.train(recipe(Points(), precision="fp16"), layout="pp2")
+
+
+def test_cut_at_without_a_pipeline_is_refused() -> None:
+    assert 'run.cut_at names pipeline stages, and layout "dp2" has none' in message(Points(), "dp2", cut_at=("1",))
+
+
+class Alone:
+    """A model's plan, as every rank of a pipeline makes it."""
+
+    def __init__(self, task: samestep.Task, layout: str, cut_at: tuple[str, ...] = ()) -> None:
+        from samestep.parallel.pipeline.plan import make_plan
+        from samestep.parallel.trace import trace
+
+        model = task.model()
+        inputs = samestep.Batch(*task.collate([task.train_set()[index] for index in range(2)])).inputs
+        self.plan = make_plan(model, Layout.parse(layout), trace(model, inputs), cut_at)
+
+
+@pytest.mark.parametrize(
+    ("task", "layout", "cut_at", "said"),
+    [
+        (NextWord(kind="llama"), "pp5", (), "5 pipeline stages for 4 layers; 4 stages or fewer would do"),
+        (
+            NextWord(kind="llama"),
+            "pp2",
+            ("model.layer.1",),
+            'no layer "model.layer.1"; did you mean "model.layers.1"',
+        ),
+        (NextWord(kind="llama"), "pp3", ("model.layers.1",), "1 name, which makes 2 stages; the layout has 3, so 2"),
+        (NextWord(kind="llama"), "pp2", ("model.layers.0",), "the first layer of a stage but the first, in order"),
+        (tasks.T5(), "pp2", (), "encoder.block.1 gives 2 tensors to the layer after it, and a stage hands on one"),
+        (tasks.Skipping(), "pp2", (), "layers of stage 1 take more that is computed from it than the hidden state"),
+        (tasks.Repeating(), "pp2", (), "layers.0 is called 2 times in one forward, and a pipeline passes each"),
+        (tasks.TiedLayers(), "pp2", (), "is needed by stage 1 too, since it is tied to 2.0.weight"),
+        (tasks.Deciding(), "pp2", (), "Sequential: its forward can't be followed without values"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_model_that_cannot_be_cut_so_is_refused_with_the_reason(
+    task: samestep.Task, layout: str, cut_at: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(samestep.UserError) as error:
+        Alone(task, layout, cut_at)
+    assert said in str(error.value)
+
+
+def test_a_refusal_in_the_ranks_is_one_line() -> None:
+    assert message(tasks.T5(), "pp2").startswith('layout "pp2": encoder.block.1 gives 2 tensors')
+    assert "1 (BatchNorm1d) would take its statistics from one micro-batch's samples" in message(BatchNorm(), "pp2")
+
+
+def test_what_a_stage_needs_is_found_in_the_forward() -> None:
+    plan = Alone(NextWord(kind="gpt2"), "pp2").plan
+    assert plan.modules["transformer.wte"] == plan.modules["lm_head"] == {0, 1}  # tied
+    assert plan.modules["transformer.wpe"] == {0}
+    assert plan.modules["transformer.ln_f"] == {1}
+    conditioned = Alone(tasks.Conditioned(), "pp2").plan
+    assert conditioned.modules["condition"] == {0, 1}
+    assert conditioned.parameters["position"] == {0}
+
+
+def test_the_hidden_state_must_have_a_shape_that_no_value_decides() -> None:
+    with pytest.raises(samestep.RankFailedError, match="a pipeline needs a shape that no value decides"):
+        samestep.verify(recipe(tasks.Shortening()), layout="pp2", threads=1)
+
+
+def test_memory_balance_counts_what_is_in_flight() -> None:
+    task = NextWord(kind="llama", layers=16)
+    assert Alone(task, "pp2").plan.starts == [0, 8]
+    # The first rank keeps the activations of twice as many micro-batches.
+    assert Alone(task, "pp2 balance=memory").plan.starts == [0, 7]
+
+
+def cost_of(costs: Sequence[float], starts: Sequence[int]) -> float:
+    ends = [*starts[1:], len(costs)]
+    # Later stages cost less for the same blocks, as activations in flight do.
+    return max(sum(costs[a:b]) * (1 + 1 / (1 + s)) for s, (a, b) in enumerate(zip(starts, ends, strict=True)))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 4))
+def test_the_largest_stage_is_as_small_as_can_be(costs: list[int], stages: int) -> None:
+    assume(stages <= len(costs))
+    found = best_starts(len(costs), stages, lambda s, a, b: sum(costs[a:b]) * (1 + 1 / (1 + s)))
+    every = ([0, *rest] for rest in itertools.combinations(range(1, len(costs)), stages - 1))
+    assert found[0] == 0
+    assert cost_of(costs, found) == min(cost_of(costs, starts) for starts in every)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_schedule_does_everything_once_and_idles_as_its_paper_says(schedule: Any, ranks: int) -> None:
+    layout = Layout(pipeline=ranks, schedule=schedule)
+    for batch in (2 * ranks, 2 * ranks + 1, 5 * ranks):
+        count = micro_batches(layout, batch, micro_batch=1)
+        assert count is not None
+        assert count >= batch
+        stages = layout.stages_a_rank
+        orders = orders_of(schedule, ranks=ranks, stages_a_rank=stages, micro_batches=count)
+        done = Counter((a.stage, a.kind, a.micro_batch) for actions in orders for a in actions)
+        assert set(done.values()) == {1}
+        for stage, number in itertools.product(range(ranks * stages), range(count)):
+            assert (stage, "F", number) in done
+            assert ((stage, "B", number) in done) != ({(stage, "I", number), (stage, "W", number)} <= done.keys())
+        assert owners(layout) == [
+            next(rank for rank, actions in enumerate(orders) if any(a.stage == stage for a in actions))
+            for stage in range(ranks * stages)
+        ]
+        assert bubble(ideal_times(orders)) == pytest.approx(bubble_formula(layout, count))
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "micro_batch", "count"),
+    [
+        ("dp4", 64, None, None),
+        ("pp2", 64, None, 4),
+        ("pp2", 3, None, 3),
+        ("pp4", 2, None, 4),
+        ("pp2 dp2", 33, 3, 6),
+        ("pp3 schedule=interleaved-1f1b", 64, 8, 9),
+        ("pp2 schedule=zbv-zero-bubble", 15, 3, 5),
+    ],
+)
+def test_how_many_micro_batches(layout: str, batch: int, micro_batch: int | None, count: int | None) -> None:
+    assert micro_batches(Layout.parse(layout), batch, micro_batch) == count
