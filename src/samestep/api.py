@@ -1,6 +1,6 @@
 """`samestep.train` and `samestep.verify`: check a job, start its ranks, bring back what they found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,12 +15,14 @@ from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout, unsized
+from samestep.parallel.mapped_file import check_offload_folder
 from samestep.proof import Proof, Reference, hold_against, reference
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
-from samestep.training.fit import fit
+from samestep.training.fit import fit, try_out
 from samestep.training.result import TrainResult, check_folder
+from samestep.training.usage import Usage
 from samestep.validation import checked
 
 
@@ -28,8 +30,8 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     """Train a recipe under a layout, in as many processes as it needs.
 
     `run` takes the keys of a job file's `run:` section: processes, engine, micro_batch, device, threads, workers,
-    folder, tensorboard, rank_lines. Raises UserError for a mistake in the job, RankFailedError where a rank
-    fails, InterruptedJobError where a signal stops the job.
+    folder, offload_folder, tensorboard, rank_lines. Raises UserError for a mistake in the job, RankFailedError
+    where a rank fails, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
@@ -60,6 +62,18 @@ def verify_job(job: Job, *, steps: int = 5) -> Proof:
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder)) if ranks is None or ranks.rank == 0 else None
         return _on_ranks(_verify_rank, job, layout, steps, known)
+
+
+def dry_run(job: Job) -> Sequence[Usage]:
+    """What each rank of a job would hold and send: its ranks start, build, take three steps, and write nothing."""
+    layout = _layout_of(job)
+    _check(job, layout)
+    return _on_ranks(_dry_run_rank, job, layout)
+
+
+def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
+    with join(device=job.run.device, threads=job.run.threads) as world:
+        return try_out(job, resolve_task(job.recipe), world, layout)
 
 
 def _train_rank(job: Job, layout: Layout) -> TrainResult:
@@ -94,6 +108,7 @@ def _check(job: Job, layout: Layout) -> Task:
     if environment.ranks() is None:
         check_devices(layout.size, job.run.device)
     Precision(recipe.precision, device_of(0, job.run.device))
+    check_offload_folder(job.run.offload_folder)
     layout.check_batch(recipe.batch, job.run.micro_batch)
     task = resolve_task(recipe)
     layout.check_model(task.shape())

@@ -22,6 +22,7 @@ class Run:
     threads: Positive | None = None  # a process; None: cores / local ranks
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
     folder: Path | None = None  # None: runs/<name of the job file>
+    offload_folder: Path | None = None  # for layouts that offload to disk; None: the system's temporary folder
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
 from samestep.layout import Layout
+from samestep.parallel.holdings import Holdings
 from samestep.tasks.base import Batch
 
 # The loss summed over a batch's terms, and how many terms those are.
@@ -57,6 +59,10 @@ class Trainer(ABC):
         """Every parameter, whole, by its name in the model; the same on every rank."""
 
     @abstractmethod
+    def holdings(self) -> Holdings:
+        """What this rank holds when a step is over."""
+
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, on the CPU."""
 
@@ -80,8 +86,10 @@ class Engine(ABC):
         optimizer_of: OptimizerOf,
         schedule_of: ScheduleOf,
         example: Any = None,
+        offload_folder: Path | None = None,
     ) -> Trainer:
         """Spread the model, then make the optimizer of the parameters that this rank holds.
 
-        `example` is what the model may be called with: a batch's inputs, a few samples.
+        `example` is what the model may be called with: a batch's inputs, a few samples. `offload_folder` is for
+        layouts that move something to disk; None: the system's folder for temporary files.
         """

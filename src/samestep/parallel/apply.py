@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,12 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
+from samestep.parallel.offload_activations import offload_activations
+from samestep.parallel.offload_optimizer import offloaded_kind
 from samestep.parallel.parts import Parts
+from samestep.parallel.rebuild import rebuild
 from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
@@ -41,10 +46,19 @@ def spread(
     keep_no_cache(model)
     if layout.data_ranks > 1:
         _check_batch_norm(model, layout)
-    common = {"model": model, "parts": Parts.of(model, layout, mesh), "now": Now(), "autocast": autocast}
+    host = HostMemory(device)
+    common = {
+        "model": model,
+        "parts": Parts.of(model, layout, mesh),
+        "now": Now(),
+        "autocast": autocast,
+        "host": host,
+    }
     blocks = find_blocks(model)
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
+    if layout.offloads("activations"):
+        offload_activations(blocks, host)
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)
@@ -56,11 +70,14 @@ def spread(
     return WholeModel(module=model, accumulating=nullcontext, **common)
 
 
-def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimizer:
+def spread_optimizer(
+    optimizer: Optimizer, layout: Layout, mesh: Mesh, device: torch.device, *, offload_folder: Path | None = None
+) -> Optimizer:
     """Spread an optimizer as its layout says; shards of parameters bring their shards of state along."""
+    kind = offloaded_kind(type(optimizer), layout, device, offload_folder)
     if layout.zero == 1:
-        return shard_optimizer(optimizer, mesh.grid.get_group("shard"))
-    return optimizer
+        return shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
+    return optimizer if kind is type(optimizer) else rebuild(optimizer, kind)
 
 
 def _check_batch_norm(model: nn.Module, layout: Layout) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
+from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.tasks.base import call
@@ -21,11 +22,12 @@ Context = Callable[[], AbstractContextManager[Any]]
 class Spread(ABC):
     """A model spread over ranks."""
 
-    def __init__(self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context) -> None:
+    def __init__(self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context, host: HostMemory) -> None:
         self.model = model  # with the parameters that this rank holds, by their names in the whole model
         self.parts = parts
         self.now = now
         self.autocast = autocast
+        self.host = host  # where offloaded activations wait
 
     @abstractmethod
     def take(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ class Session:
         seed: int = 0,
         micro_batch: int | None = None,
         workers: int = 0,
+        offload_folder: Path | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision)
@@ -57,6 +59,7 @@ class Session:
         self._seed = seed
         self._micro_batch = micro_batch
         self._workers = workers
+        self._offload_folder = offload_folder
         self._trainer: Trainer | None = None
 
     @property
@@ -99,6 +102,7 @@ class Session:
             optimizer_of=optimizer_of,
             schedule_of=schedule_of,
             example=None if example is None else to_device(example, self.world.device, self._dtype),
+            offload_folder=self._offload_folder,
         )
         # Dropout differs by data rank, since every rank has other samples.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
@@ -179,6 +183,7 @@ def session(
     micro_batch: int | None = None,
     threads: int | None = None,
     workers: int = 0,
+    offload_folder: Path | None = None,
     device: DeviceChoice = "auto",
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
@@ -199,6 +204,7 @@ def session(
             seed=seed,
             micro_batch=micro_batch,
             workers=workers,
+            offload_folder=offload_folder,
         )
 
 
