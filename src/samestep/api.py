@@ -44,12 +44,27 @@ def verify(recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, *
     return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps)
 
 
+def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequence[Usage]:
+    """What each rank of a job would hold and send: its ranks start, build, take three steps, and write nothing.
+
+    `run` is as for `train`, and so are the errors.
+    """
+    return dry_run_job(Job(recipe=recipe, run=_run(layout, run)))
+
+
 def train_job(job: Job) -> TrainResult:
     """Train a job. Where this process is already one of many ranks, it takes its part; else it starts them."""
     layout = _layout_of(job)
     check_folder(job.run.folder)
     _check(job, layout)
     return _on_ranks(_train_rank, job, layout)
+
+
+def dry_run_job(job: Job) -> Sequence[Usage]:
+    """What each rank of a job would hold and send. Where this process is one of the ranks, it takes its part."""
+    layout = _layout_of(job)
+    _check(job, layout)
+    return _on_ranks(_dry_run_rank, job, layout)
 
 
 def verify_job(job: Job, *, steps: int = 5) -> Proof:
@@ -64,21 +79,14 @@ def verify_job(job: Job, *, steps: int = 5) -> Proof:
         return _on_ranks(_verify_rank, job, layout, steps, known)
 
 
-def dry_run(job: Job) -> Sequence[Usage]:
-    """What each rank of a job would hold and send: its ranks start, build, take three steps, and write nothing."""
-    layout = _layout_of(job)
-    _check(job, layout)
-    return _on_ranks(_dry_run_rank, job, layout)
+def _train_rank(job: Job, layout: Layout) -> TrainResult:
+    with join(device=job.run.device, threads=job.run.threads) as world:
+        return fit(job, resolve_task(job.recipe), world, layout)
 
 
 def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
     with join(device=job.run.device, threads=job.run.threads) as world:
         return try_out(job, resolve_task(job.recipe), world, layout)
-
-
-def _train_rank(job: Job, layout: Layout) -> TrainResult:
-    with join(device=job.run.device, threads=job.run.threads) as world:
-        return fit(job, resolve_task(job.recipe), world, layout)
 
 
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:

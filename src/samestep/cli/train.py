@@ -45,10 +45,10 @@ def _dry_run(job: "Job", file: Path | None) -> int:
     if file is not None:
         job_options.check_file(file)
 
-    from samestep.api import dry_run
+    from samestep.api import dry_run_job
     from samestep.report.tables import print_usage
 
-    ranks = dry_run(job)
+    ranks = dry_run_job(job)
     if job_options.is_main():
         if file is not None:
             values = [usage.to_json() for usage in ranks]

@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ class MappedFile:
             self._file = tempfile.TemporaryFile(dir=folder, prefix="samestep-")  # noqa: SIM115 - lives with the job
         except OSError as error:
             raise UserError(f"offload to {folder or 'the temporary folder'}: {error.strerror}") from None
+        weakref.finalize(self, self._file.close)
         self._folder = folder or Path(tempfile.gettempdir())
         self._chunks: list[mmap.mmap] = []
         self._end = self._chunk_end = 0  # in the file

@@ -59,6 +59,8 @@ class OffloadedOptimizer(Optimizer):
         else:
             lots = [dict(enumerate(copies))]
         self._lots = [_Lot(kind, settings, self.param_groups, lot) for lot in lots]
+        for lot in self._lots:
+            lot.complete(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -178,6 +180,12 @@ class _Lot:
             [{**groups[number], "params": [copy.host for copy in mine]} for number, mine in copies.items()],
             **settings,
         )
+
+    def complete(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Write into the groups what was not said, so that their state dict is that of the kind of optimizer."""
+        for number, mine in zip(self._numbers, self.optimizer.param_groups, strict=True):
+            for name, value in mine.items():
+                groups[number].setdefault(name, value)
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for number, mine in zip(self._numbers, self.optimizer.param_groups, strict=True):
