@@ -119,9 +119,9 @@ def test_state_moves_to_a_plain_optimizer_and_back(disk: bool, tmp_path: Path) -
     assert same(plain, moved)
     again = copy.deepcopy(plain)
     third = torch.optim.AdamW(again.parameters(), lr=1e-2)
-    third.load_state_dict(second.state_dict())
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
     fourth = offloaded(moved, memory())
-    fourth.load_state_dict(first.state_dict())
+    fourth.load_state_dict(copy.deepcopy(first.state_dict()))
     for model, optimizer in ((plain, first), (again, third), (moved, fourth)):
         steps(model, optimizer, 2)
     assert same(plain, again)
