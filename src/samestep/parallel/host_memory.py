@@ -21,15 +21,22 @@ class HostMemory:
 
     def lend(self, like: Tensor, until_gone: object) -> Tensor:
         """A contiguous tensor of that shape and dtype, whose memory is used again when `until_gone` is gone."""
-        free = self._free.setdefault(like.nbytes, [])
+        size = _rounded(like.nbytes)
+        free = self._free.setdefault(size, [])
         if free:
             buffer = free.pop()
         else:
-            buffer = self.empty([like.nbytes], torch.uint8)
+            buffer = self.empty([size], torch.uint8)
             self._buffers.append(buffer)
         weakref.finalize(until_gone, free.append, buffer)
-        return buffer.view(like.dtype).view(like.shape)
+        return buffer[: like.nbytes].view(like.dtype).view(like.shape)
 
     def lent(self) -> Iterator[Tensor]:
         """All memory that was lent at one time or another, and is kept for the next."""
         yield from self._buffers
+
+
+def _rounded(size: int) -> int:
+    """A size of which there are eight between a power of two and the next, so that batches of many lengths share."""
+    step = 1 << max(0, size.bit_length() - 4)
+    return -(-size // step) * step
