@@ -1,14 +1,19 @@
 # make demo: the main job on 2 processes, and its proof.  make test: what every change must pass.
+# make memory: what a rank holds and sends under each way to share the data out.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo memory test test-slow lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
 	$(BIN)/samestep verify examples/reviews.yaml --layout dp2
+
+# Writes the tables of docs/memory.md; 8 processes, some minutes.
+memory: $(VENV)/installed
+	$(BIN)/python benchmarks/memory.py --docs
 
 test: lint
 	$(BIN)/python -m pytest

@@ -109,10 +109,6 @@ MISTAKES = {
         "train good.yaml --layout fsdp2 --set recipe.precision=fp16",
         r"recipe.precision is fp16, which shards do not have yet; bf16 would do",
     ),
-    "an offload that is not there yet": (
-        "train good.yaml --layout dp2|offload=optimizer",
-        r'engine "native" has no offload=optimizer yet',
-    ),
     "fewer samples than ranks": (
         "train good.yaml --layout dp4 --set recipe.batch=3",
         r"a batch of 3 leaves some of its 4 data ranks without a sample; a batch of 4 or more would do",

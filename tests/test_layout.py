@@ -25,7 +25,9 @@ LAYOUTS = st.builds(
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]),
     stages=st.integers(1, 4),
     recompute=st.sampled_from(["none", "selective", "full"]),
-    offload=st.sampled_from(["none", "activations", "optimizer", "parameters"]),
+    offload=st.sampled_from(
+        ["none", "activations", "optimizer", "optimizer-disk", "parameters", "activations+optimizer"]
+    ),
 )
 
 
@@ -158,7 +160,7 @@ UNKNOWN = "write parts such as pp2 dp2 fsdp2 cp2 tp2 zero1x4, or one of " + ", "
         (
             "offload=disk",
             None,
-            'layout "offload=disk": offload=disk; it can be none, activations, optimizer, parameters',
+            'layout "offload=disk": offload=disk; it can be none, activations, optimizer, optimizer-disk, parameters',
         ),
         ("stages=0", None, 'layout "stages=0": stages=0; it must be a whole number of 1 or more'),
         ("stages=two", None, 'layout "stages=two": stages=two; it must be a whole number of 1 or more'),

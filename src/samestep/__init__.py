@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from samestep.api import train, verify
+    from samestep.api import dry_run, train, verify
     from samestep.errors import InterruptedJobError, LayoutError, RankFailedError, UserError
     from samestep.job import Job, Run
     from samestep.layout import Layout
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from samestep.tasks.base import Batch, Samples, Task, Work
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
+    from samestep.training.usage import Usage
 
 __version__ = "0.1.0"
 
@@ -21,9 +22,11 @@ __version__ = "0.1.0"
 _HOME = {
     "train": "samestep.api",
     "verify": "samestep.api",
+    "dry_run": "samestep.api",
     "session": "samestep.training.session",
     "Session": "samestep.training.session",
     "TrainResult": "samestep.training.result",
+    "Usage": "samestep.training.usage",
     "Proof": "samestep.proof",
     "Recipe": "samestep.recipe",
     "AdamW": "samestep.recipe",
@@ -61,8 +64,10 @@ __all__ = [
     "Session",
     "Task",
     "TrainResult",
+    "Usage",
     "UserError",
     "Work",
+    "dry_run",
     "session",
     "train",
     "verify",

@@ -17,22 +17,24 @@ from samestep.errors import RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout, unsized
 from samestep.matrix import Row
+from samestep.parallel.mapped_file import check_offload_folder
 from samestep.proof import Proof, Reference, hold_against, reference
 from samestep.recipe import Recipe
 from samestep.report.schedule import draw_schedule
 from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
-from samestep.training.fit import fit
+from samestep.training.fit import fit, try_out
 from samestep.training.result import TrainResult, check_folder
+from samestep.training.usage import Usage
 from samestep.validation import checked
 
 
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:
     """Train a recipe under a layout, in as many processes as it needs.
 
-    `run` takes the keys of a job file's `run:` section: processes, engine, micro_batch, cut_at, device, threads,
-    workers, folder, tensorboard, rank_lines. Raises UserError for a mistake in the job, RankFailedError where a rank
-    fails, InterruptedJobError where a signal stops the job.
+    `run` takes the keys of a job file's `run:` section: processes, engine, micro_batch, tensor_plan, cut_at, device,
+    threads, workers, folder, offload_folder, tensorboard, rank_lines. Raises UserError for a mistake in the job,
+    RankFailedError where a rank fails, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
@@ -45,12 +47,27 @@ def verify(recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, *
     return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps)
 
 
+def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequence[Usage]:
+    """What each rank of a job would hold and send: its ranks start, build, take three steps, and write nothing.
+
+    `run` is as for `train`, and so are the errors.
+    """
+    return dry_run_job(Job(recipe=recipe, run=_run(layout, run)))
+
+
 def train_job(job: Job) -> TrainResult:
     """Train a job. Where this process is already one of many ranks, it takes its part; else it starts them."""
     layout = _layout_of(job)
     check_folder(job.run.folder)
     _check(job, layout)
     return _on_ranks(_train_rank, job, layout)
+
+
+def dry_run_job(job: Job) -> Sequence[Usage]:
+    """What each rank of a job would hold and send. Where this process is one of the ranks, it takes its part."""
+    layout = _layout_of(job)
+    _check(job, layout)
+    return _on_ranks(_dry_run_rank, job, layout)
 
 
 def verify_job(job: Job, *, steps: int = 5) -> Proof:
@@ -108,6 +125,11 @@ def _train_rank(job: Job, layout: Layout) -> TrainResult:
         return result
 
 
+def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
+    with join(device=job.run.device, threads=job.run.threads) as world:
+        return try_out(job, resolve_task(job.recipe), world, layout)
+
+
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
     with join(device=job.run.device, threads=job.run.threads) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
@@ -139,6 +161,7 @@ def _check(job: Job, layout: Layout) -> Task:
         raise UserError(
             f'run.cut_at names pipeline stages, and layout "{layout}" has none; pp2 would do, or no cut_at'
         )
+    check_offload_folder(job.run.offload_folder)
     layout.check_batch(recipe.batch, job.run.micro_batch)
     task = resolve_task(recipe)
     layout.check_model(task.shape())

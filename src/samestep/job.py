@@ -27,6 +27,7 @@ class Run:
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     folder: Path | None = None  # None: runs/<name of the job file>
+    offload_folder: Path | None = None  # for layouts that offload to disk; None: the system's temporary folder
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
 

@@ -10,7 +10,7 @@ from samestep.errors import LayoutError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "activations", "optimizer", "parameters"]
+Offload = Literal["none", "activations", "optimizer", "optimizer-disk", "parameters"]
 SequenceOption = Literal["whole", "split"]
 Balance = Literal["speed", "memory"]
 
@@ -31,6 +31,8 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 # Schedules that are made for several stages a rank.
 _FEWEST_STAGES: Mapping[str, int] = {"interleaved-1f1b": 2, "zbv-zero-bubble": 2}
 
+# Offloads that go together. Parameters take the optimizer's state along.
+_OFFLOADS_TOGETHER = [["activations", other] for other in ("optimizer", "optimizer-disk", "parameters")]
 DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_DIMENSIONS)
 
 # A preset is a layout whose unsized dimension takes the processes that are left.
@@ -73,7 +75,7 @@ class Layout:
     schedule: Schedule = "1f1b"
     stages: int = 1  # pipeline stages a rank holds, where the schedule is not made for more
     recompute: Recompute = "none"
-    offload: Offload = "none"
+    offload: str = "none"  # an Offload, or several that go together: activations+optimizer
     sequence: SequenceOption = "whole"  # split: between its slices tensor parallel also splits the tokens
     balance: Balance = "speed"  # what pipeline stages have alike: the time they take, or the memory they fill
     order: str = DEFAULT_ORDER  # of the mesh dimensions over the ranks, outermost first
@@ -82,9 +84,9 @@ class Layout:
         for name in (*MESH_DIMENSIONS, "stages"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"layout: {name} is {getattr(self, name)}; it must be 1 or more")
-        for name, choices in _OPTIONS.items():
-            if getattr(self, name) not in choices:
-                raise LayoutError(f"layout: {name} is {getattr(self, name)!r}; it can be {', '.join(choices)}")
+        for name in _OPTIONS:
+            if wrong := _wrong_choice(name, getattr(self, name)):
+                raise LayoutError(f"layout: {name} is {getattr(self, name)!r}; {wrong}")
         if sorted(self.order.split(".")) != sorted(_LETTERS):
             raise LayoutError(
                 f"layout: order is {self.order!r}; it names each of {', '.join(_LETTERS)} once, outermost first, "
@@ -136,6 +138,10 @@ class Layout:
     def data_ranks(self) -> int:
         """Ranks that see different samples: replicas and shards."""
         return self.replicate * self.shard
+
+    def offloads(self, what: Offload) -> bool:
+        """Whether this is one of the things that are moved away from the device."""
+        return what in self.offload.split("+")
 
     def mesh_shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, name) for name in MESH_DIMENSIONS)
@@ -301,9 +307,19 @@ def _read_option(text: str, name: str, value: str) -> int | str:
         return value
     if name not in _OPTIONS:
         raise LayoutError(f'layout "{text}": no option "{name}"; there are stages, order, {", ".join(_OPTIONS)}')
-    if value not in _OPTIONS[name]:
-        raise LayoutError(f'layout "{text}": {name}={value}; it can be {", ".join(_OPTIONS[name])}')
+    if wrong := _wrong_choice(name, value):
+        raise LayoutError(f'layout "{text}": {name}={value}; {wrong}')
     return value
+
+
+def _wrong_choice(name: str, value: str) -> str | None:
+    """What would do instead of an option's value; None where it is right."""
+    if name == "offload" and "+" in value:
+        parts = value.split("+")
+        if sorted(parts) in _OFFLOADS_TOGETHER:
+            return None
+        return f"together there are {_either(['+'.join(pair) for pair in _OFFLOADS_TOGETHER])}"
+    return None if value in _OPTIONS[name] else f"it can be {', '.join(_OPTIONS[name])}"
 
 
 def _left_over(text: str, values: Mapping[str, int | str], processes: int) -> int:

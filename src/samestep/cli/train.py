@@ -1,12 +1,25 @@
 """Train the job of a file, under any layout."""
 
 import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samestep.cli import job_options
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from samestep.job import Job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="take three steps, write no run, print what each rank held and sent",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --dry-run: write its numbers to a file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -14,10 +27,31 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         return job_options.print_config(loaded)
 
+    if options.json is not None and not options.dry_run:
+        raise UserError("--json goes with --dry-run; a training writes report.json into its folder")
+    if options.dry_run:
+        return _dry_run(loaded.job, options.json)
+
     from samestep.api import train_job
     from samestep.report.tables import print_result
 
     result = train_job(loaded.job)
     if job_options.is_main():
         print_result(result)
+    return 0
+
+
+def _dry_run(job: "Job", file: Path | None) -> int:
+    if file is not None:
+        job_options.check_file(file)
+
+    from samestep.api import dry_run_job
+    from samestep.report.tables import print_usage
+
+    ranks = dry_run_job(job)
+    if job_options.is_main():
+        if file is not None:
+            values = [usage.to_json() for usage in ranks]
+            file.write_text(json.dumps({"usage_bytes": values}, indent=2) + "\n", encoding="utf-8")
+        print_usage(ranks)
     return 0

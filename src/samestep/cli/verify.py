@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         return job_options.print_config(loaded)
 
     if options.json is not None:
-        _check_file(options.json)
+        job_options.check_file(options.json)
     if options.layouts is not None:
         return _matrix(options, loaded)
     if options.more:
@@ -58,11 +58,3 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8")
     print_matrix(rows)
     return 0 if all(row.passed for row in rows) else 1
-
-
-def _check_file(file: Path) -> None:
-    """Raise UserError where a file can't be written; before minutes are spent on what would stand in it."""
-    if file.is_dir():
-        raise UserError(f"--json {file}: this is a folder; the path of a file is wanted")
-    if not file.parent.is_dir():
-        raise UserError(f"--json {file}: there is no folder {file.parent}; make it, or write elsewhere")

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
 from samestep.layout import Layout
+from samestep.parallel.holdings import Holdings
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch
@@ -59,6 +60,10 @@ class Trainer(ABC):
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, whole, by its name in the model; the same on every rank."""
+
+    @abstractmethod
+    def holdings(self) -> Holdings:
+        """What this rank holds when a step is over."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:

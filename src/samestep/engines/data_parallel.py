@@ -15,6 +15,7 @@ from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.layout import Layout
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.spread import Details, WholeModel
@@ -65,6 +66,7 @@ class DataParallel(Engine):
                 parts=Parts.of(model, layout, mesh),
                 now=Now(),
                 autocast=in_precision.autocast,
+                host=HostMemory(device),
             ),
             optimizer=optimizer,
             schedule=schedule_of(optimizer),

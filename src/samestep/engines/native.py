@@ -1,7 +1,7 @@
 """The native engine: samestep's own step on torch.distributed, the same code for one rank and for many."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,9 @@ from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
 from samestep.engines.precision import Precision
-from samestep.layout import Layout
+from samestep.layout import Layout, Offload
 from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.parts import local
 from samestep.parallel.spread import Details, Spread
 from samestep.tasks.base import sum_and_count
@@ -131,6 +132,10 @@ class NativeTrainer(Trainer):
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._spread.parts.whole_parameters(self.model)
 
+    def holdings(self) -> Holdings:
+        spread = self._spread
+        return holdings(self.model, self.optimizer, spread.parts.layout, host_activations=spread.host.lent())
+
     def state(self) -> dict[str, Tensor]:
         return self._spread.parts.whole_state(self.model)
 
@@ -151,7 +156,7 @@ class Native(Engine):
         dimensions=frozenset({"pipeline", "replicate", "shard", "context", "tensor"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
-        offload=frozenset({"none", "parameters"}),
+        offload=frozenset(get_args(Offload)),
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
@@ -176,7 +181,9 @@ class Native(Engine):
         spread_model = spread(
             model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, details=details
         )
-        optimizer = spread_optimizer(optimizer_of(model.named_parameters()), layout, mesh)
+        optimizer = spread_optimizer(
+            optimizer_of(model.named_parameters()), layout, mesh, device, offload_folder=details.offload_folder
+        )
         return self.trainer_class(
             model=model,
             spread_model=spread_model,

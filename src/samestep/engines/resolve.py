@@ -35,11 +35,11 @@ def check(engine: Engine, layout: Layout, precision: str) -> None:
                 f"it splits {', '.join(sorted(able.dimensions)) or 'nothing'}"
             )
     for option in ("recompute", "offload"):
-        value = getattr(layout, option)
-        if value not in getattr(able, option):
-            raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
+        for value in getattr(layout, option).split("+"):
+            if value not in getattr(able, option):
+                raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
     rules.check(layout, precision)
-    if layout.offload == "parameters" and layout.zero < 2:
+    if layout.offloads("parameters") and layout.zero < 2:
         raise LayoutError(
             f'layout "{layout}": offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do'
         )

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.context.split import split_tokens
+from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
+from samestep.parallel.offload_activations import offload_activations
+from samestep.parallel.offload_optimizer import offloaded_kind
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.cut import cut
 from samestep.parallel.pipeline.pipeline import Pipeline
+from samestep.parallel.rebuild import rebuild
 from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
@@ -46,6 +51,7 @@ def spread(
     if layout.data_ranks * layout.pipeline > 1:
         _check_batch_norm(model, layout)
     parts = Parts.of(model, layout, mesh)
+    host = HostMemory(device)
     blocks = find_blocks(model)
     seen = _look(model, layout, details.example) if layout.cuts_model else None
     vocabulary = None
@@ -61,13 +67,22 @@ def spread(
         blocks = of_pipeline.blocks
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
-    common = {"model": model, "parts": parts, "now": Now(), "autocast": autocast, "vocabulary": vocabulary}
+    if layout.offloads("activations"):
+        offload_activations(blocks, host)
+    common = {
+        "model": model,
+        "parts": parts,
+        "now": Now(),
+        "autocast": autocast,
+        "vocabulary": vocabulary,
+        "host": host,
+    }
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         root = of_pipeline or model
         shard(root, blocks, layout, grid, precision)
         if details.initial is not None:
-            details.initial.fill(model, torch.device("cpu") if layout.offload == "parameters" else device)
+            details.initial.fill(model, torch.device("cpu") if layout.offloads("parameters") else device)
         assert isinstance(root, FSDPModule)
         if of_pipeline is None:
             return WholeModel(module=root, accumulating=partial(without_messages, root), **common)
@@ -89,11 +104,14 @@ def _look(model: nn.Module, layout: Layout, example: Any) -> Trace:
     return trace(model, example)
 
 
-def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimizer:
+def spread_optimizer(
+    optimizer: Optimizer, layout: Layout, mesh: Mesh, device: torch.device, *, offload_folder: Path | None = None
+) -> Optimizer:
     """Spread an optimizer as its layout says; shards of parameters bring their shards of state along."""
+    kind = offloaded_kind(type(optimizer), layout, device, offload_folder)
     if layout.zero == 1:
-        return shard_optimizer(optimizer, mesh.grid.get_group("shard"))
-    return optimizer
+        return shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
+    return optimizer if kind is type(optimizer) else rebuild(optimizer, kind)
 
 
 def _check_batch_norm(model: nn.Module, layout: Layout) -> None:

@@ -32,7 +32,7 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, grid: D
         # Half the bytes to gather; gradients are summed over ranks in float32, where bf16 would lose digits.
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = OffloadPolicy()
-    if layout.offload == "parameters":
+    if layout.offloads("parameters"):
         offload = CPUOffloadPolicy(pin_memory=grid.device_type != "cpu")
     for part in [*blocks, model]:
         fully_shard(part, mesh=grid, reshard_after_forward=layout.zero == 3, mp_policy=mixed, offload_policy=offload)

@@ -1,23 +1,24 @@
 """ZeRO-1: whole parameters and gradients on every data rank, and each keeps the optimizer state of a part."""
 
-import inspect
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from samestep.parallel.rebuild import rebuild
 
-def shard_optimizer(optimizer: Optimizer, group: ProcessGroup) -> Optimizer:
-    """An optimizer that does what the given one would, each rank of `group` for its part of the parameters."""
+
+def shard_optimizer(optimizer: Optimizer, group: ProcessGroup, kind: Callable[..., Optimizer]) -> Optimizer:
+    """An optimizer that does what the given one would, each rank of `group` for its part of the parameters.
+
+    `kind` makes the optimizer of a part.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from what it imports along
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    kind = type(optimizer)
-    accepted = inspect.signature(kind).parameters  # an optimizer's defaults also hold what it sets for itself
-    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-    groups = [
-        {name: value for name, value in each.items() if name == "params" or name in accepted}
-        for each in optimizer.param_groups
-    ]
-    return ZeroRedundancyOptimizer(groups, optimizer_class=kind, process_group=group, **settings)
+    maker: Any = kind  # PyTorch's hint says a class; it calls whatever it is
+    return rebuild(optimizer, partial(ZeroRedundancyOptimizer, optimizer_class=maker, process_group=group))

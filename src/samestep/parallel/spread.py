@@ -4,12 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
+from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.initial import InitialValues
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
@@ -35,6 +37,8 @@ class Details:
     tensor_plan: Mapping[str, str] | None = None
     # The layers with which pipeline stages begin, but the first; without it they are found.
     cut_at: Sequence[str] = ()
+    # For layouts that move something to disk; None: the system's folder for temporary files.
+    offload_folder: Path | None = None
 
 
 class Spread(ABC):
@@ -43,13 +47,21 @@ class Spread(ABC):
     timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
 
     def __init__(
-        self, *, model: nn.Module, parts: Parts, now: Now, autocast: Context, vocabulary: Vocabulary | None = None
+        self,
+        *,
+        model: nn.Module,
+        parts: Parts,
+        now: Now,
+        autocast: Context,
+        host: HostMemory,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.model = model  # with the parameters that this rank holds, by their names in the whole model
         self.parts = parts
         self.now = now
         self.autocast = autocast
         self._vocabulary = vocabulary  # where the output layer may be sliced
+        self.host = host  # where offloaded activations wait
 
     @abstractmethod
     def take(

@@ -7,10 +7,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from samestep.comm.traffic import KINDS
 from samestep.matrix import Row
 from samestep.proof import Proof
 from samestep.training.evaluation import scalars
 from samestep.training.result import TrainResult, is_curve
+from samestep.training.usage import Usage
 
 # How a table says what result.speeds holds.
 _SPEEDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -42,7 +44,49 @@ def print_result(result: TrainResult, console: Console | None = None) -> None:
     for name, value in numbers.items():
         table.add_row(name, value)
     console.print(table)
+    print_usage(result.usage, console)
     console.print(f"files: {result.folder}", soft_wrap=True)  # whole, so that it can be copied
+
+
+def print_usage(ranks: Sequence[Usage], console: Console | None = None) -> None:
+    """What each rank held, and what it sent in a step; of many ranks the least and the most of each."""
+    if not ranks:
+        return
+    console = console or _console()
+    rows = [{**usage.to_json(), **usage.sent} for usage in ranks]
+    few = len(ranks) <= _MOST_RANKS
+    table = Table(title="bytes of a rank in one step")
+    table.add_column("")
+    for title in [f"rank {rank}" for rank in range(len(ranks))] if few else ["least", "most"]:
+        table.add_column(title, justify="right")
+    for name in (*_HELD, *KINDS):
+        counts = [row.get(name, 0) for row in rows]
+        if name in _ALWAYS_SHOWN or any(counts):
+            shown = counts if few else [min(counts), max(counts)]
+            table.add_row(_HELD.get(name, f"sent by {name}"), *map(_bytes, shown))
+    console.print(table)
+
+
+# What a rank holds, and what that is called in a table.
+_HELD = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "peak activations",
+    "gathered": "peak gathered",
+    "host": "in host memory",
+    "disk": "on disk",
+}
+_ALWAYS_SHOWN = ("parameters", "gradients", "optimizer_state", "activations")
+_MOST_RANKS = 4
+
+
+def _bytes(count: int) -> str:
+    """Three digits and a unit: 1.23 MB is 1,230,000 bytes."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
 
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:

@@ -1,7 +1,7 @@
 """A whole training on one rank: build, step, evaluate, record."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from samestep.parallel.initial import InitialModel, build_recorded
 from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch, Task
 from samestep.training import result as results
+from samestep.training import usage as usages
 from samestep.training.dropout import switch_off
 from samestep.training.optimizer import make_optimizer, make_schedule
 from samestep.training.progress import Bar
@@ -25,6 +26,7 @@ from samestep.training.result import TrainResult
 from samestep.training.session import Session
 from samestep.training.speed import speeds
 from samestep.training.tally import Tally
+from samestep.training.usage import Usage
 
 
 class Training:
@@ -34,6 +36,7 @@ class Training:
         recipe = job.recipe
         self.recipe = recipe
         self.task = task
+        self.usage: Usage | None = None
         self.session = Session(
             world=world,
             layout=layout,
@@ -59,6 +62,7 @@ class Training:
                 initial=built.values,
                 tensor_plan=job.run.tensor_plan,
                 cut_at=job.run.cut_at or (),
+                offload_folder=job.run.offload_folder,
             ),
         )
 
@@ -73,8 +77,10 @@ class Training:
         short = (last + 1) % self._steps_per_epoch == 0 and len(self.samples) % self.recipe.batch > 0
         return last - 1 if short and last else last
 
-    def steps(self, stop: int | None = None) -> Iterator[tuple[StepBatch, StepReport]]:
-        """Take steps up to `stop` or the end, one for each that is asked for."""
+    def steps(
+        self, stop: int | None = None, *, measured: int | None = None
+    ) -> Iterator[tuple[StepBatch, StepReport]]:
+        """Take steps up to `stop` or the end, one for each that is asked for; `usage` is of step `measured`."""
         batches = self.session.batches(
             self.samples,
             batch=self.recipe.batch,
@@ -82,7 +88,17 @@ class Training:
             steps=min(stop or self.total_steps, self.total_steps),
         )
         for batch in batches:
-            yield batch, self.session.step(batch, self.task.loss)
+            take = partial(self.session.step, batch, self.task.loss)
+            if batch.step == measured:
+                report, self.usage = usages.measured(self.session.trainer, take)
+            else:
+                report = take()
+            yield batch, report
+
+    @property
+    def measured_step(self) -> int:
+        """The step that is measured: the third where there is one; state and buffers are made in the first two."""
+        return min(2, self.total_steps - 1)
 
     def evaluate(self, bar: Bar | None = None) -> dict[str, Any]:
         """The task's metrics over its held-out samples; nothing where it has none."""
@@ -142,12 +158,22 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         samples_per_second=samples_per_second,
         speeds=speeds(samples_per_second, task.work(), job.recipe.precision, world.device),
         folder=folder,
+        usage=usages.gather(training.usage),
     )
     state = session.trainer.state()
     schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
         results.write(result, session, peaks=peaks, state=state, schedule=schedule)
     return result
+
+
+def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usage]:
+    """Take the few steps up to the one that is measured, write nothing, and say what every rank held and sent."""
+    training = Training(job, task, world, layout)
+    last = training.measured_step
+    for _ in training.steps(stop=last + 1, measured=last):
+        pass
+    return usages.gather(training.usage)
 
 
 class StepLog:
@@ -188,7 +214,7 @@ def take_all_steps(training: Training, log: StepLog) -> None:
     every = training.recipe.evaluation.every
     before: tuple[StepBatch, StepReport, float] | None = None
     began = time.perf_counter()
-    for batch, report in training.steps():
+    for batch, report in training.steps(measured=training.measured_step):
         if before is not None:
             log.add(*before)
         now = time.perf_counter()

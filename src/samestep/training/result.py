@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +15,7 @@ from samestep.cluster.device import peak_memory
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.training.session import Session
+from samestep.training.usage import Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class TrainResult:
     samples_per_second: float
     speeds: Mapping[str, float]  # more of them, where the task says what a sample costs
     folder: Path
+    usage: Sequence[Usage] = ()  # of each rank, in one step
 
     @property
     def model_file(self) -> Path:
@@ -86,6 +88,7 @@ def write(
         "samples_per_second": result.samples_per_second,
         **result.speeds,
         "peak_memory_bytes": peaks,
+        "usage_bytes": [usage.to_json() for usage in result.usage],
         "layout": str(session.layout),
         "engine": session.engine.name,
         "processes": session.world.world_size,

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,7 @@ class Session:
         workers: int = 0,
         tensor_plan: Mapping[str, str] | None = None,
         cut_at: Sequence[str] = (),
+        offload_folder: Path | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision)
@@ -65,6 +67,7 @@ class Session:
         self._workers = workers
         self._tensor_plan = tensor_plan
         self._cut_at = cut_at
+        self._offload_folder = offload_folder
         self._trainer: Trainer | None = None
 
     @property
@@ -91,7 +94,12 @@ class Session:
             model,
             optimizer_of=partial(_point_to, optimizer, names),
             schedule_of=_no_schedule,
-            details=Details(example=example, tensor_plan=self._tensor_plan, cut_at=self._cut_at),
+            details=Details(
+                example=example,
+                tensor_plan=self._tensor_plan,
+                cut_at=self._cut_at,
+                offload_folder=self._offload_folder,
+            ),
         )
         return model, optimizer
 
@@ -197,6 +205,7 @@ def session(
     device: DeviceChoice = "auto",
     tensor_plan: Mapping[str, str] | None = None,
     cut_at: Sequence[str] = (),
+    offload_folder: Path | None = None,
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -218,6 +227,7 @@ def session(
             workers=workers,
             tensor_plan=tensor_plan,
             cut_at=cut_at,
+            offload_folder=offload_folder,
         )
 
 

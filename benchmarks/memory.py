@@ -1,0 +1,269 @@
+"""What a rank holds and sends under each way to share the data out: measured beside the formulas.
+
+    python benchmarks/memory.py [--ranks 1 2 4 8] [--json FILE] [--docs]
+
+The model is 16 square layers of 256 (1,048,576 parameters, no biases, 8 ranks share every one of them evenly), with
+Adam, so that rounding and small parts don't blur the figures. A rank takes three steps, and the third is measured
+(see `samestep.training.usage`); of all ranks the one with the most counts. `--docs` writes the tables into
+docs/memory.md and docs/zh/memory.md.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import samestep
+from samestep.cluster.start import local
+from samestep.cluster.world import join
+from samestep.layout import Layout
+from samestep.training.fit import try_out
+from samestep.training.usage import Usage
+
+DOCS = Path(__file__).parent.parent / "docs"
+BLOCKS, WIDTH = 16, 256
+PARAMETERS = BLOCKS * WIDTH * WIDTH
+
+# A way to share out -> its layout for n ranks.
+LAYOUTS: Mapping[str, Callable[[int], str]] = {
+    "dpN": lambda n: f"dp{n}",
+    "zero1xN": lambda n: f"zero1x{n}",
+    "zero2xN": lambda n: f"zero2x{n}",
+    "fsdpN": lambda n: f"fsdp{n}",
+}
+PRECISIONS = ("fp32", "bf16")
+
+
+class Formula:
+    """A formula of N, the number of ranks: as it is written, and its value."""
+
+    def __init__(self, text: str, value: Callable[[int], float]) -> None:
+        self.text = text
+        self.value = value
+
+
+# Bytes a parameter that a rank keeps from step to step: float32 parameters (4), gradients (4), Adam's averages (8).
+# With bf16 it is the same: autocast and FSDP2 both keep float32, and make bf16 copies of it when they compute.
+KEPT = {
+    "dpN": Formula("16", lambda n: 16),
+    "zero1xN": Formula("8 + 8/N", lambda n: 8 + 8 / n),
+    "zero2xN": Formula("16/N", lambda n: 16 / n),
+    "fsdpN": Formula("16/N", lambda n: 16 / n),
+}
+
+# Bytes a parameter that are gathered at the peak. zero2xN: all parameters, from forward to backward, and the messages
+# of two blocks of L. fsdpN: the block that computes, the next one, and the messages of both where they last.
+GATHERED = {
+    ("zero2xN", "fp32"): Formula("4 + 8/L", lambda n: 4 + 8 / BLOCKS),
+    ("fsdpN", "fp32"): Formula("up to 16/L", lambda n: 16 / BLOCKS),
+    ("zero2xN", "bf16"): Formula("2 + 4/L", lambda n: 2 + 4 / BLOCKS),
+    ("fsdpN", "bf16"): Formula("up to 8/L", lambda n: 8 / BLOCKS),
+}
+
+# What Rajbhandari et al. 2020 (section 3, table 1) give for bf16 parameters and gradients with a float32 copy.
+PAPER = {
+    "dpN": Formula("16", lambda n: 16),
+    "zero1xN": Formula("4 + 12/N", lambda n: 4 + 12 / n),
+    "zero2xN": Formula("2 + 14/N", lambda n: 2 + 14 / n),
+    "fsdpN": Formula("16/N", lambda n: 16 / n),
+}
+
+
+# Bytes a parameter that a rank sends in a step. An all-gather or a reduce-scatter of b bytes a parameter is
+# b(N-1)/N, an all-reduce twice that (Thakur et al. 2005, section 4).
+def _sent(text: str, bytes_in_all: float) -> Formula:
+    return Formula(f"{text} × (N-1)/N", lambda n: bytes_in_all * (n - 1) / n)
+
+
+SENT = {
+    ("dpN", "fp32"): _sent("8", 8),
+    ("zero1xN", "fp32"): _sent("12", 12),
+    ("zero2xN", "fp32"): _sent("8", 8),
+    ("fsdpN", "fp32"): _sent("12", 12),
+    ("dpN", "bf16"): _sent("8", 8),
+    ("zero1xN", "bf16"): _sent("12", 12),
+    ("zero2xN", "bf16"): _sent("6", 6),
+    ("fsdpN", "bf16"): _sent("8", 8),
+}
+
+
+class Stack(samestep.Task):
+    """Square layers on random vectors, learning to give them back."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(BLOCKS)))
+
+    def train_set(self) -> samestep.Samples:
+        vectors = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+        return [(vector, vector) for vector in vectors]
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        return (output.float() - batch.targets).square().sum(), len(output)
+
+
+Measured = Mapping[str, float]  # bytes a parameter, of the rank with the most of each
+
+
+def measure(n: int) -> Mapping[tuple[str, str], Measured]:
+    """Every way and precision, one after the other in one start of n ranks."""
+    if n > 1:
+        return local.start(in_a_rank, [n], n)
+    alone = {precision: in_a_rank(1, ["dpN"])["dpN", precision] for precision in PRECISIONS}
+    # One rank alone is the same whatever is shared out.
+    return {(name, precision): alone[precision] for name in LAYOUTS for precision in PRECISIONS}
+
+
+def in_a_rank(n: int, names: Sequence[str] = tuple(LAYOUTS)) -> Mapping[tuple[str, str], Measured]:
+    with join(device="cpu", threads=1) as world:
+        return {
+            (name, precision): a_parameter(
+                try_out(job(precision), Stack(), world, Layout.parse(LAYOUTS[name](n) if n > 1 else "single"))
+            )
+            for name in names
+            for precision in PRECISIONS
+        }
+
+
+def job(precision: Any) -> samestep.Job:
+    return samestep.Job(recipe=samestep.Recipe(task=Stack(), batch=16, steps=3, precision=precision))
+
+
+def a_parameter(ranks: Sequence[Usage]) -> Measured:
+    return {
+        "kept": max(rank.parameters + rank.gradients + rank.optimizer_state for rank in ranks) / PARAMETERS,
+        "gathered": max(rank.gathered for rank in ranks) / PARAMETERS,
+        "sent": max(rank.sent_in_all for rank in ranks) / PARAMETERS,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    figures: dict[tuple[str, str, int], Measured] = {}
+    for n in options.ranks:
+        figures |= {(name, precision, n): figure for (name, precision), figure in measure(n).items()}
+    for language in TITLES:
+        tables = all_tables(figures, options.ranks, language)
+        if language == "en":
+            Console().print(tables, markup=False, soft_wrap=True)
+        if options.docs:
+            write_between_markers(PAGES[language], tables)
+    if options.json is not None:
+        rows = [{"layout": name, "precision": p, "ranks": n, **row} for (name, p, n), row in figures.items()]
+        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+PAGES = {"en": DOCS / "memory.md", "zh": DOCS / "zh" / "memory.md"}
+
+# The words of the tables.
+TITLES = {
+    "en": {
+        "layout": "layout",
+        "precision": "precision",
+        "kept": "kept, formula",
+        "gathered": "gathered at the peak, formula",
+        "sent": "sent, formula",
+        "ranks": "N = {}",
+        "paper": "the paper's, at N = {}",
+        "ours": "kept and gathered, at N = {}",
+        "paper formula": "the paper's formula",
+        "times": "times dpN in fp32, formula",
+    },
+    "zh": {
+        "layout": "布局",
+        "precision": "精度",
+        "kept": "保存，公式",
+        "gathered": "峰值时收集，公式",
+        "sent": "发送，公式",
+        "ranks": "N = {}",
+        "paper": "论文值，N = {}",
+        "ours": "保存加收集，N = {}",
+        "paper formula": "论文的公式",
+        "times": "是 fp32 的 dpN 的几倍，公式",
+    },
+}
+
+
+def all_tables(figures: Mapping[tuple[str, str, int], Measured], ranks: Sequence[int], language: str) -> str:
+    """The tables of measured figures in a language, as Markdown."""
+    words = TITLES[language]
+    shared = [n for n in ranks if n > 1]
+    most = max(ranks)
+    kept = table(
+        [words["layout"], words["kept"], *(words["ranks"].format(n) for n in ranks)],
+        [[name, KEPT[name].text, *(figures[name, "fp32", n]["kept"] for n in ranks)] for name in LAYOUTS],
+    )
+    gathered = table(
+        [words["layout"], words["precision"], words["gathered"], *(words["ranks"].format(n) for n in shared)],
+        [
+            [name, precision, formula.text, *(figures[name, precision, n]["gathered"] for n in shared)]
+            for (name, precision), formula in GATHERED.items()
+        ],
+    )
+    beside = table(
+        [words["layout"], words["ours"].format(most), words["paper formula"], words["paper"].format(most)],
+        [
+            [
+                name,
+                figures[name, "bf16", most]["kept"] + figures[name, "bf16", most]["gathered"],
+                PAPER[name].text,
+                PAPER[name].value(most),
+            ]
+            for name in LAYOUTS
+        ],
+    )
+    sent = table(
+        [
+            words["layout"],
+            words["precision"],
+            words["sent"],
+            *(words["ranks"].format(n) for n in shared),
+            words["times"],
+        ],
+        [
+            [
+                name,
+                precision,
+                formula.text,
+                *(figures[name, precision, n]["sent"] for n in shared),
+                f"{formula.value(2) / SENT['dpN', 'fp32'].value(2):g}",
+            ]
+            for (name, precision), formula in SENT.items()
+        ],
+    )
+    return "\n\n".join([kept, gathered, beside, sent])
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
+    """A Markdown table. Numbers have two digits after the point."""
+    names = set(LAYOUTS)
+    lines = [titles, ["---"] * len(titles)]
+    for row in rows:
+        lines.append(
+            [f"`{cell}`" if cell in names else cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row]
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write_between_markers(page: Path, tables: str) -> None:
+    """Put each table in its place: between `<!-- table 1 -->` and `<!-- end -->`, and so on."""
+    text = page.read_text(encoding="utf-8")
+    for number, one in enumerate(tables.split("\n\n"), start=1):
+        place = re.compile(rf"(<!-- table {number} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not place.search(text):
+            raise SystemExit(f"{page} has no place for table {number}")
+        text = place.sub(lambda found, one=one: f"{found[1]}{one}\n{found[2]}", text)
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

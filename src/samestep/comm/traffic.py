@@ -1,0 +1,159 @@
+"""Traffic: the bytes that a rank sends while a block of code runs, by kind of collective."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "broadcast",
+    "point-to-point",
+    "all-to-all",
+    "reduce",
+    "gather",
+    "scatter",
+)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what this rank sends, by the formulas of ring algorithms.
+
+    With n ranks, a rank sends 2(n-1)/n of an all-reduce's message, (n-1)/n of the whole of an all-gather, a
+    reduce-scatter or an all-to-all, and all of a point-to-point message (Thakur et al. 2005, section 4). Where
+    one rank gives or takes (broadcast, reduce, gather, scatter), all that is sent is shared out over the ranks
+    alike. What a back end puts on the wire may be more: headers, and other algorithms for short messages.
+
+    Every message of PyTorch passes its dispatcher, also those that DistributedDataParallel sends from C++ while
+    backward runs; there this mode sees them. Nothing is counted in other threads than the caller's and autograd's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, float] = dict.fromkeys(KINDS, 0.0)  # bytes
+        self.calls: dict[str, int] = dict.fromkeys(KINDS, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types):
+            return NotImplemented  # its own dispatch comes first, and calls the operators on plain tensors
+        if func.namespace in _NAMESPACES:
+            self._count(func, func._schema.name.partition("::")[2], args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        collective = _COLLECTIVES.get(name.removesuffix("_out").strip("_"))
+        if collective is None:
+            return  # a wait, a barrier, a receive
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs
+        n = _group_size(given)
+        bytes_sent = collective.sent(collective.message(given, n), n)
+        if bytes_sent:
+            self.sent[collective.kind] += bytes_sent
+            self.calls[collective.kind] += 1
+
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+
+Given = Mapping[str, Any]  # an operator's arguments by their names
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Collective:
+    kind: str
+    message: Callable[[Given, int], float]  # bytes of the whole message, from the arguments and the group's size
+    sent: Callable[[float, int], float]  # bytes that one rank sends of it
+
+
+def _group_size(given: Given) -> int:
+    if "process_group" in given:
+        return cast(dist.ProcessGroup, dist.ProcessGroup.unbox(given["process_group"])).size()
+    if isinstance(given.get("group_size"), int):
+        return given["group_size"]
+    return dist.distributed_c10d._resolve_process_group(given["group_name"]).size()
+
+
+def _twice_all_but_own(message: float, n: int) -> float:
+    return 2 * message * (n - 1) / n
+
+
+def _all_but_own(message: float, n: int) -> float:
+    return message * (n - 1) / n
+
+
+def _everything(message: float, n: int) -> float:
+    return message
+
+
+def _nbytes(nest: Any) -> float:
+    return float(sum(leaf.nbytes for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)))
+
+
+def _given_whole(given: Given, n: int) -> float:
+    """Where what a rank puts in is the message."""
+    return _nbytes([given.get(name) for name in _INPUTS])
+
+
+def _given_part(given: Given, n: int) -> float:
+    """Where what a rank puts in is its part of the message, one of n."""
+    return n * _given_whole(given, n)
+
+
+def _taken_part(given: Given, n: int) -> float:
+    """Where what a rank gets is its part of the message: only the root puts anything in."""
+    return _nbytes(given["output_tensors"])
+
+
+def _sends_of_batch(given: Given, n: int) -> float:
+    pairs = zip(given["op_list"], given["tensors"], strict=True)
+    return _nbytes([tensor for operator, tensor in pairs if operator == "isend"])
+
+
+# PyTorch's names for what a rank puts in.
+_INPUTS = ("tensor", "tensors", "input", "inputs", "input_list", "input_tensor", "input_tensors")
+
+_ALL_REDUCE = _Collective(kind="all-reduce", message=_given_whole, sent=_twice_all_but_own)
+_ALL_GATHER = _Collective(kind="all-gather", message=_given_part, sent=_all_but_own)
+_REDUCE_SCATTER = _Collective(kind="reduce-scatter", message=_given_whole, sent=_all_but_own)
+_BROADCAST = _Collective(kind="broadcast", message=_given_whole, sent=_all_but_own)
+_SEND = _Collective(kind="point-to-point", message=_given_whole, sent=_everything)
+_ALL_TO_ALL = _Collective(kind="all-to-all", message=_given_whole, sent=_all_but_own)
+
+# By the operator's name, without the underscores around it that say that it writes in place.
+_COLLECTIVES: Mapping[str, _Collective] = {
+    "allreduce": _ALL_REDUCE,
+    "allreduce_coalesced": _ALL_REDUCE,
+    "all_reduce": _ALL_REDUCE,
+    "all_reduce_coalesced": _ALL_REDUCE,
+    "allgather": _ALL_GATHER,
+    "allgather_base": _ALL_GATHER,
+    "allgather_coalesced": _ALL_GATHER,
+    "allgather_into_tensor_coalesced": _ALL_GATHER,
+    "all_gather_into_tensor": _ALL_GATHER,
+    "all_gather_into_tensor_coalesced": _ALL_GATHER,
+    "reduce_scatter": _REDUCE_SCATTER,
+    "reduce_scatter_base": _REDUCE_SCATTER,
+    "reduce_scatter_tensor": _REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": _REDUCE_SCATTER,
+    "broadcast": _BROADCAST,
+    "send": _SEND,
+    "isend": _SEND,
+    "batch_p2p_ops": _Collective(kind="point-to-point", message=_sends_of_batch, sent=_everything),
+    "alltoall": _ALL_TO_ALL,
+    "alltoall_base": _ALL_TO_ALL,
+    "all_to_all_single": _ALL_TO_ALL,
+    "shard_dim_alltoall": _ALL_TO_ALL,
+    "reduce": _Collective(kind="reduce", message=_given_whole, sent=_all_but_own),
+    "gather": _Collective(kind="gather", message=_given_whole, sent=_all_but_own),
+    "scatter": _Collective(kind="scatter", message=_taken_part, sent=_all_but_own),
+}

@@ -1,0 +1,53 @@
+"""Holdings: the tensors that a rank keeps from step to step, by what they are and where they lie."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.layout import Layout
+from samestep.parallel.offload_optimizer import OffloadedOptimizer
+from samestep.parallel.parts import local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """What a rank holds when a step is over: its shards of what is sharded. Nothing stands in two of them."""
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    optimizer_state: Sequence[Tensor]
+    host: Sequence[Tensor] = ()  # what the layout moved to the host's memory, whatever it is
+    disk: Sequence[Tensor] = ()  # what it moved to files
+
+
+def holdings(
+    model: nn.Module, optimizer: Optimizer, layout: Layout, *, host_activations: Iterable[Tensor] = ()
+) -> Holdings:
+    """What a spread model and its spread optimizer hold."""
+    parameters = [local(parameter.detach()) for parameter in model.parameters()]
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    inner: Any = optimizer
+    while hasattr(inner, "optim"):  # ZeroRedundancyOptimizer keeps the one of its part there
+        inner = inner.optim
+    host, disk = list(host_activations), list[Tensor]()
+    state = list[Tensor]()
+    if isinstance(inner, OffloadedOptimizer):
+        host += inner.host_tensors()
+        disk += inner.disk_tensors()
+    else:
+        state += state_tensors(inner)
+    if layout.offloads("parameters"):  # the shards, and with them all that is made of them
+        host += [*parameters, *gradients, *state]
+        parameters = gradients = state = []
+    return Holdings(parameters=parameters, gradients=gradients, optimizer_state=state, host=host, disk=disk)
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Every tensor of an optimizer's state, the parts that this rank holds."""
+    for values in optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, Tensor):
+                yield local(value)

@@ -1,0 +1,257 @@
+"""What a rank holds and sends: counted and measured, held against formulas."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_tasks import Points
+from torch import Tensor, nn
+
+import samestep
+from samestep.cli.main import main
+from samestep.comm.traffic import Traffic
+from samestep.training.allocations import Allocations
+from samestep.training.usage import Usage
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH, LAYERS = 64, 4
+PARAMETERS = LAYERS * WIDTH * WIDTH
+
+
+def benchmark() -> Any:
+    """benchmarks/memory.py, which writes the tables of docs/memory.md."""
+    spec = importlib.util.spec_from_file_location("memory_benchmark", ROOT / "benchmarks" / "memory.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Layers(Points):
+    """Square layers that two ranks share evenly."""
+
+    def model(self) -> nn.Module:
+        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS))
+        return nn.Sequential(*layers)
+
+    def train_set(self) -> samestep.Samples:
+        vectors = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0))
+        return [(vector, vector) for vector in vectors]
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        return (output.float() - batch.targets).square().sum(), len(output)
+
+
+def usage(layout: str, *, precision: Any = "fp32", task: samestep.Task | None = None, **run: Any) -> Sequence[Usage]:
+    recipe = samestep.Recipe(task=task or Layers(), batch=16, precision=precision)
+    return samestep.dry_run(recipe, layout, threads=1, **run)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("dpN", "fp32"), ("zero1xN", "fp32"), ("zero2xN", "fp32"), ("fsdpN", "fp32"), ("fsdpN", "bf16")],
+)
+def test_bytes_of_two_ranks_follow_the_formulas(name: str, precision: str) -> None:
+    formulas = benchmark()
+    ranks = usage(formulas.LAYOUTS[name](2), precision=precision)
+    assert len(ranks) == 2
+    for rank in ranks:
+        kept = rank.parameters + rank.gradients + rank.optimizer_state
+        assert kept == pytest.approx(PARAMETERS * formulas.KEPT[name].value(2), rel=0.03)
+        assert rank.sent_in_all == pytest.approx(PARAMETERS * formulas.SENT[name, precision].value(2), rel=0.03)
+        if (name, precision) in formulas.GATHERED:
+            # Of every layer here two are under way at a time, so all of them may be at the peak.
+            assert 0 < rank.gathered <= PARAMETERS * 2 * formulas.GATHERED["zero2xN", precision].value(2)
+        else:
+            assert rank.gathered == 0
+
+
+def test_one_rank_holds_four_tensors_a_parameter_and_sends_nothing() -> None:
+    (rank,) = usage("single")
+    assert rank.parameters == rank.gradients == 4 * PARAMETERS
+    assert rank.optimizer_state == pytest.approx(8 * PARAMETERS, rel=0.001)
+    assert (rank.host, rank.disk, rank.gathered, rank.sent_in_all) == (0, 0, 0, 0)
+
+
+def test_activations_are_what_backward_needs() -> None:
+    # 16 samples; each layer keeps its output alone, its input being the layer's before. While a gradient of a
+    # layer's output is multiplied there are two of them, and one of a weight; the loss has two of its own.
+    (rank,) = usage("single")
+    layer = 4 * 16 * WIDTH
+    kept = 2 * LAYERS * layer  # tanh keeps its output, and its input dies with the forward that made it
+    assert LAYERS * layer < rank.activations <= kept + 4 * layer + 4 * WIDTH * WIDTH
+
+
+def test_half_the_samples_have_half_the_activations() -> None:
+    whole, half = (usage("single", micro_batch=size, task=Wide())[0].activations for size in (16, 8))
+    assert half == pytest.approx(whole / 2, rel=0.1)
+
+
+def test_recomputation_holds_less() -> None:
+    plain, full = (usage(layout, task=Deep())[0].activations for layout in ("single", "single recompute=full"))
+    assert full < 0.6 * plain
+
+
+class Wide(Layers):
+    """Activations far larger than weights: 16 values a weight."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Unflatten(1, (WIDTH, 1)), nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten())
+
+
+class Deep(Layers):
+    """Blocks that keep several times their input."""
+
+    def model(self) -> nn.Module:
+        def block() -> nn.Module:
+            inner = 4 * WIDTH
+            return nn.Sequential(nn.Linear(WIDTH, inner), nn.GELU(), nn.LayerNorm(inner), nn.Linear(inner, WIDTH))
+
+        return nn.Sequential(*(block() for _ in range(6)))
+
+
+def test_a_training_reports_what_ranks_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("recipe: {task: regression, steps: 4, batch: 8, args: {samples: 32, held_out: 0}}\n")
+    assert main(["train", str(job), "--folder", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    for words in ("bytes of a rank in one step", "optimizer state", "peak activations"):
+        assert words in shown
+    (rank,) = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))["usage_bytes"]
+    # 20 weights and a bias in float32; AdamW's averages, and two counts of steps.
+    assert (rank["parameters"], rank["gradients"], rank["optimizer_state"]) == (84, 84, 176)
+    assert rank["sent"] == {}
+
+
+def test_a_dry_run_prints_and_writes_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = tmp_path / "job.yaml"
+    job.write_text("recipe: {task: regression, epochs: 50}\n")
+    assert main(["train", str(job), "--dry-run", "--json", "out.json"]) == 0
+    assert "peak activations" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"job.yaml", "out.json"}
+    (rank,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["usage_bytes"]
+    assert rank["parameters"] == 84
+
+
+def test_json_without_a_dry_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("recipe: {task: regression}\n")
+    assert main(["train", str(job), "--json", "out.json"]) == 2
+    assert "--json goes with --dry-run" in capsys.readouterr().err
+
+
+def test_a_step_that_is_not_measured_is_as_before() -> None:
+    proofs = [samestep.verify(samestep.Recipe(task=Points(), batch=33), steps=4)]
+    assert all(proof.same_step for proof in proofs)
+
+
+def all_collectives(rank: int) -> None:
+    """Each collective once, with messages of 12 or 2 x 12 float32."""
+    mine, both = torch.zeros(12), torch.zeros(24)
+    dist.all_reduce(mine)
+    dist.all_gather_into_tensor(both, mine)
+    dist.all_gather([torch.zeros(12), torch.zeros(12)], mine)
+    dist.reduce_scatter_tensor(mine, both)
+    dist.broadcast(mine, src=0)
+    dist.all_to_all_single(torch.zeros(24), both)
+    dist.reduce(mine, dst=0)
+    dist.barrier()
+    if rank == 0:
+        dist.send(mine, 1)
+    else:
+        dist.recv(mine, 0)
+
+
+def count_collectives() -> tuple[dict[str, float], dict[str, float]]:
+    with Traffic() as traffic:
+        all_collectives(dist.get_rank())
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, traffic.sent)
+    return everyone[0], everyone[1]
+
+
+def in_ranks(function: Callable[[], Any], processes: int) -> Any:
+    from samestep.cluster.start import local
+
+    return local.start(_joined, (function,), processes)
+
+
+def _joined(function: Callable[[], Any]) -> Any:
+    from samestep.cluster.world import join
+
+    with join(device="cpu", threads=1):
+        return function()
+
+
+def test_every_collective_is_counted_by_its_formula() -> None:
+    first, second = in_ranks(count_collectives, 2)
+    message = 48.0  # bytes; of two ranks each sends half of what is shared
+    expected = {
+        "all-reduce": message,
+        "all-gather": 2 * message,
+        "reduce-scatter": message,
+        "broadcast": message / 2,
+        "all-to-all": message,
+        "reduce": message / 2,
+        "gather": 0.0,
+        "scatter": 0.0,
+    }
+    assert first == {**expected, "point-to-point": message}
+    assert second == {**expected, "point-to-point": 0.0}
+
+
+def test_allocations_follow_storages_and_forget_the_freed() -> None:
+    kept = torch.ones(100)
+    allocations = Allocations()
+    with allocations.follow():
+        first = torch.zeros(1000)  # 4,000 bytes
+        view = first[10:]
+        del first
+        second = view + 1  # 3,960
+        del view
+        third = kept.add_(1)[5:]  # a view of what was there
+        fourth = torch.zeros(500)
+    assert allocations.peak(without=[]) == 4000 + 3960
+    assert allocations.peak(without=[second]) == 4000
+    assert allocations.peak_gathered() == 0
+    assert len(third) + len(fourth) == 595
+
+
+def test_the_docs_show_the_same_tables_in_both_languages() -> None:
+    texts = [(ROOT / "docs" / page).read_text("utf-8") for page in ("memory.md", "zh/memory.md")]
+    places = [re.findall(r"<!-- table \d -->\n(.*?)<!-- end -->", text, re.DOTALL) for text in texts]
+    assert [len(tables) for tables in places] == [4, 4]
+    for english, chinese in zip(*places, strict=True):
+        assert english.splitlines()[2:] == chinese.splitlines()[2:]
+
+
+def rows(number: int) -> list[list[str]]:
+    """The cells of a table of docs/memory.md, without its titles."""
+    text = (ROOT / "docs" / "memory.md").read_text("utf-8")
+    found = re.search(rf"<!-- table {number} -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert found is not None
+    return [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in found[1].splitlines()[2:]]
+
+
+def test_the_docs_tables_are_the_formulas_within_three_percent() -> None:
+    formulas = benchmark()
+    for name, text, *measured in rows(1):
+        assert text == formulas.KEPT[name].text
+        for n, figure in zip((1, 2, 4, 8), measured, strict=True):
+            assert float(figure) == pytest.approx(formulas.KEPT[name].value(n), rel=0.03)
+    for name, precision, text, *measured, times in rows(4):
+        formula = formulas.SENT[name, precision]
+        assert text == formula.text
+        for n, figure in zip((2, 4, 8), measured, strict=True):
+            assert float(figure) == pytest.approx(formula.value(n), rel=0.03)
+        assert float(times) == formula.value(2) / formulas.SENT["dpN", "fp32"].value(2)
