@@ -4,8 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from samestep.cli import job_options
-from samestep.errors import UserError
+from samestep.cli import job_options, output_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +18,7 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         return job_options.print_config(loaded)
 
-    if options.json is not None:
-        _check_file(options.json)
+    output_files.check("--json", options.json)
 
     from samestep.api import verify_job
     from samestep.report.tables import print_proof
@@ -31,11 +29,3 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps(proof.to_json(), indent=2) + "\n", encoding="utf-8")
         print_proof(proof)
     return 0 if proof.same_step else 1
-
-
-def _check_file(file: Path) -> None:
-    """Raise UserError where a file can't be written; before minutes are spent on what would stand in it."""
-    if file.is_dir():
-        raise UserError(f"--json {file}: this is a folder; the path of a file is wanted")
-    if not file.parent.is_dir():
-        raise UserError(f"--json {file}: there is no folder {file.parent}; make it, or write elsewhere")
