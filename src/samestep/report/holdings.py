@@ -76,7 +76,7 @@ class Holdings:
 
     @property
     def parameters_stay_gathered(self) -> bool:
-        """Whether a rank that keeps a part of the parameters has all of them from forward to backward."""
+        """Whether a rank keeps a part of the parameters between steps, and has them all from forward to backward."""
         return self.layout.zero == 2
 
     def to_json(self) -> dict[str, Any]:
@@ -111,7 +111,9 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
         layout.check_batch(batch, None)
     per_rank = _stages_per_rank(layout)
     # Rank numbers run through the grid with the last dimension fastest, as in a device mesh.
-    grid = [dict(zip(MESH_DIMENSIONS, place, strict=True)) for place in product(*map(range, layout.mesh_shape()))]
+    grid: list[Mapping[str, int]] = [
+        dict(zip(MESH_DIMENSIONS, place, strict=True)) for place in product(*map(range, layout.mesh_shape()))
+    ]
     return Holdings(
         layout=layout,
         batch=batch,
@@ -174,10 +176,8 @@ _SCATTER = Exchange(operation="reduce-scatter", of="gradients", when=_STEP)
 
 
 def _along_pipeline(layout: Layout) -> tuple[Exchange, ...]:
-    when = "for every micro-batch, from stage to stage"
-    return (
-        Exchange(operation="send and receive", of="activations (forward) and their gradients (backward)", when=when),
-    )
+    when = "from stage to stage, for every micro-batch"
+    return (Exchange(operation="send and receive", of="activations and their gradients", when=when),)
 
 
 def _along_replicate(layout: Layout) -> tuple[Exchange, ...]:

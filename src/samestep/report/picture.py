@@ -16,7 +16,7 @@ LARGEST = 64  # ranks beside each other that a screen can scroll through
 _LEFT = 176  # width of the names of the rows
 _RIGHT = 24
 _TALL = 66  # height of the batch and of the model
-_FINE = 3  # pixels below which cuts would hide what they cut
+_FINE = 5  # pixels of a cell below which the cuts would hide it
 
 # Light, dark.
 _COLORS = {
@@ -57,7 +57,7 @@ class _Columns:
 
     @property
     def width(self) -> float:
-        return min(max(800 / self.ranks, 100), 200)
+        return min(max(800 / self.ranks, 100), 240)
 
     @property
     def box(self) -> float:
@@ -66,7 +66,8 @@ class _Columns:
 
     @property
     def picture_width(self) -> float:
-        return max(_LEFT + self.ranks * self.width, 976) + _RIGHT
+        least = 800 if self.ranks > 1 else 440  # what is sent must fit below the lines
+        return max(_LEFT + self.ranks * self.width + _RIGHT, least)
 
     def middle(self, rank: float) -> float:
         return _LEFT + (rank + 0.5) * self.width
@@ -146,7 +147,7 @@ def _state(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
     """Bars as long as the whole model's state, filled where the rank keeps it."""
     layout = shown.layout
     _name(drawing, y, "keeps")
-    drawing.text("quiet", 62, y + 12, "of the model's")
+    drawing.text("quiet", 68, y + 12, "of the model's")
     y += 22
     cuts = [
         "shard" if cell % layout.shard else "tensor" if cell % (layout.shard * layout.tensor) else "pipeline"
@@ -161,8 +162,9 @@ def _state(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
                 for stage in holding.stages
                 for shard in range(layout.shard)
             ]
-            own = [cell for cell in computed if kept.of == 1 or cell % layout.shard == kept.index]
             lent = computed if state == "parameters" and shown.parameters_stay_gathered else []
+            own_shards = {holding.coordinates["shard"]} if lent or kept.of > 1 else set(range(layout.shard))
+            own = [cell for cell in computed if cell % layout.shard in own_shards]
             grid = _Grid(
                 rows=["pipeline"], columns=cuts, own=[(0, cell) for cell in own], lent=[(0, c) for c in lent]
             )
@@ -213,9 +215,11 @@ def _words(drawing: Drawing, columns: _Columns, y: float, name: str, cells: Sequ
 
 
 def _legend(drawing: Drawing, shown: Holdings, y: float) -> float:
-    entries = [("own", "this rank's"), ("empty", "other ranks'")]
+    entries = [("own", "this rank's")]
+    if len(shown.ranks) > 1:
+        entries.append(("empty", "other ranks'"))
     if shown.parameters_stay_gathered:
-        entries.insert(1, ("lent", "gathered in forward, given up after backward"))
+        entries.append(("lent", "other ranks', gathered in forward and given up after backward"))
     x = _LEFT
     for kind, meaning in entries:
         drawing.rect(kind, x, y, 14, 11)
@@ -274,7 +278,7 @@ text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu 
 """
     plain = (
         {"text": "#1f2328", "quiet": "#59636e", "paper": "#ffffff", "empty": "#eceff2", "frame": "#afb8c1"}
-        | {"own": "#44546a", "lent": "#b6bec7"},
+        | {"own": "#566882", "lent": "#b6bec7"},
         {"text": "#f0f6fc", "quiet": "#9198a1", "paper": "#0d1117", "empty": "#21262d", "frame": "#484f58"}
         | {"own": "#c9d1d9", "lent": "#6e7681"},
     )
