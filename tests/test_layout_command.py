@@ -236,6 +236,7 @@ def test_the_picture_names_every_rank_and_fills_what_it_has(text: str, tmp_path:
     filled = boxes(picture, "own")
     frames = sorted(frame for frame in boxes(picture, "frame") if frame[2] > 14)  # without the legend's
     assert len(frames) == 5 * layout.size  # batch, model, and three bars, from rank to rank
+    cells: list[Counter[tuple[int, int]]] = [Counter() for _ in range(5)]  # how many ranks have a cell
     for rank, start in zip(found["ranks"], range(0, len(frames), 5), strict=True):
         own = sorted(frames[start : start + 5], key=lambda frame: frame[1])
         share = rank["share_of_the_model"]
@@ -247,10 +248,19 @@ def test_the_picture_names_every_rank_and_fills_what_it_has(text: str, tmp_path:
             share["optimizer state"],
         ]
         areas = []
-        for x, y, width, height in own:
+        for (x, y, width, height), counted in zip(own, cells, strict=True):
             inside = [box for box in filled if x - 0.1 <= box[0] < x + width and y - 0.1 <= box[1] < y + height]
             areas.append(sum(box[2] * box[3] for box in inside) / (width * height))
+            counted.update((round(10 * (box[0] - x)), round(10 * (box[1] - y))) for box in inside)
         assert areas == pytest.approx([float(value) for value in wanted], rel=0.01)
+    # All ranks together have every cell, and each as often as every other one.
+    state = found["stages"] * layout.tensor * layout.shard
+    assert [len(counted) for counted in cells] == [
+        layout.data_ranks * layout.context,
+        found["stages"] * layout.tensor,
+        *[state] * 3,
+    ]
+    assert all(len(set(counted.values())) == 1 for counted in cells)
 
 
 @pytest.mark.parametrize("text", [*LAYOUTS, "dp64", "pp8 tp8", "pp2 stages=40 schedule=interleaved-1f1b"])
