@@ -81,7 +81,7 @@ def test_ranks_and_groups_are_those_of_the_mesh(text: str, shown: Any) -> None:
             data = mesh.data_place
         entry = found["ranks"][rank]
         assert entry["rank"] == rank
-        assert [entry["coordinates"][name] for name in MESH_DIMENSIONS] == list(place)
+        assert [entry["coordinates"][name] for name in MESH_DIMENSIONS] == list(place or ())
         assert entry["samples"] == {"index": data.index, "of": data.of}
         for name, ranks in own.items():
             assert ranks in groups[name]
