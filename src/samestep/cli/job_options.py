@@ -67,13 +67,3 @@ def is_main() -> bool:
 
     ranks = environment.ranks()
     return ranks is None or ranks.rank == 0
-
-
-def check_file(file: Path) -> None:
-    """Raise UserError where a file can't be written; before minutes are spent on what would stand in it."""
-    from samestep.errors import UserError
-
-    if file.is_dir():
-        raise UserError(f"--json {file}: this is a folder; the path of a file is wanted")
-    if not file.parent.is_dir():
-        raise UserError(f"--json {file}: there is no folder {file.parent}; make it, or write elsewhere")

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options
+from samestep.cli import job_options, output_files
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dry_run(job: "Job", file: Path | None) -> int:
-    if file is not None:
-        job_options.check_file(file)
+    output_files.check("--json", file)
 
     from samestep.api import dry_run_job
     from samestep.report.tables import print_usage

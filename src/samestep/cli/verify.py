@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options
+from samestep.cli import job_options, output_files
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         return job_options.print_config(loaded)
 
-    if options.json is not None:
-        job_options.check_file(options.json)
+    output_files.check("--json", options.json)
     if options.layouts is not None:
         return _matrix(options, loaded)
     if options.more:

@@ -1,0 +1,210 @@
+"""Holdings: what each rank of a layout takes, computes and keeps, and which ranks exchange what."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+from samestep.data.order import bounds
+from samestep.errors import LayoutError, UserError
+from samestep.layout import MESH_DIMENSIONS, Layout
+
+# What the optimizer step needs of a model, and the ZeRO stage from which the shard dimension splits it
+# (Rajbhandari et al. 2020, section 5).
+STATES: Mapping[str, int] = {"parameters": 3, "gradients": 2, "optimizer state": 1}
+
+LARGEST = 1024  # ranks of a table that somebody still reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Part `index` of `of` equal ones, counted from 0; 0 of 1 is the whole."""
+
+    index: int = 0
+    of: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What one rank has of the batch and of the model."""
+
+    rank: int
+    coordinates: Mapping[str, int]  # in each dimension of the mesh
+    samples: Part
+    positions: tuple[int, int] | None  # first and last + 1 of its samples in a global batch, where its size is known
+    tokens: Part
+    stages: tuple[int, ...]  # of the pipeline
+    matrices: Part
+    kept: Mapping[str, Part]  # of the state of what it computes: split over the shard dimension or whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A message that the ranks of a group send each other."""
+
+    operation: str
+    of: str
+    when: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.of}, {self.when}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of ranks along one dimension of the mesh, and what the ranks of a group exchange."""
+
+    dimension: str
+    ranks: tuple[tuple[int, ...], ...]
+    exchanges: tuple[Exchange, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """A layout, rank by rank."""
+
+    layout: Layout
+    batch: int | None  # samples of a global batch
+    stages: int  # of the pipeline, over all ranks
+    ranks: tuple[Holding, ...]
+    groups: tuple[Groups, ...]  # of the dimensions that are split, outermost first
+
+    def share(self, holding: Holding, state: str) -> Fraction:
+        """How much of the whole model's state a rank keeps, were all stages and slices of the same size."""
+        return Fraction(len(holding.stages), self.stages * holding.matrices.of * holding.kept[state].of)
+
+    @property
+    def parameters_stay_gathered(self) -> bool:
+        """Whether a rank keeps a part of the parameters between steps, and has them all from forward to backward."""
+        return self.layout.zero == 2
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": str(self.layout),
+            "processes": self.layout.size,
+            "mesh": dict(zip(MESH_DIMENSIONS, self.layout.mesh_shape(), strict=True)),
+            "batch": self.batch,
+            "stages": self.stages,
+            "parameters_stay_gathered": self.parameters_stay_gathered,
+            "ranks": [self._rank_to_json(holding) for holding in self.ranks],
+            "groups": [asdict(groups) for groups in self.groups],
+        }
+
+    def _rank_to_json(self, holding: Holding) -> dict[str, Any]:
+        share = {state: float(self.share(holding, state)) for state in STATES}
+        return {**asdict(holding), "share_of_the_model": share}
+
+
+def holdings(layout: Layout, batch: int | None = None) -> Holdings:
+    """What every rank of a layout holds; with the size of a global batch, also which of its samples.
+
+    Raises LayoutError where the batch is too small for the layout or the schedule can't have that many stages,
+    and UserError where there are more ranks than a reader can follow.
+    """
+    if layout.size > LARGEST:
+        raise UserError(
+            f'layout "{layout}": {layout.size} ranks are too many to show; a layout of the same kind with {LARGEST} '
+            "ranks or fewer would do"
+        )
+    if batch is not None:
+        layout.check_batch(batch, None)
+    per_rank = _stages_per_rank(layout)
+    # Rank numbers run through the grid with the last dimension fastest, as in a device mesh.
+    grid: list[Mapping[str, int]] = [
+        dict(zip(MESH_DIMENSIONS, place, strict=True)) for place in product(*map(range, layout.mesh_shape()))
+    ]
+    return Holdings(
+        layout=layout,
+        batch=batch,
+        stages=layout.pipeline * per_rank,
+        ranks=tuple(_holding(layout, batch, per_rank, rank, place) for rank, place in enumerate(grid)),
+        groups=tuple(
+            Groups(dimension=name, ranks=_groups(grid, name), exchanges=_EXCHANGES[name](layout))
+            for name in layout.split_dimensions()
+        ),
+    )
+
+
+def _holding(layout: Layout, batch: int | None, per_rank: int, rank: int, place: Mapping[str, int]) -> Holding:
+    samples = Part(index=place["replicate"] * layout.shard + place["shard"], of=layout.data_ranks)
+    shard = Part(index=place["shard"], of=layout.shard)
+    return Holding(
+        rank=rank,
+        coordinates=place,
+        samples=samples,
+        positions=None if batch is None else bounds(batch, samples.index, samples.of),
+        tokens=Part(index=place["context"], of=layout.context),
+        stages=_stages(layout, per_rank, place["pipeline"]),
+        matrices=Part(index=place["tensor"], of=layout.tensor),
+        kept={state: shard if layout.zero >= stage else Part() for state, stage in STATES.items()},
+    )
+
+
+def _stages_per_rank(layout: Layout) -> int:
+    if layout.schedule != "zbv-zero-bubble":
+        return layout.stages
+    if layout.stages > 2:
+        raise LayoutError(
+            f'layout "{layout}": stages={layout.stages}; with schedule=zbv-zero-bubble a rank holds 2 stages'
+        )
+    return 2
+
+
+def _stages(layout: Layout, per_rank: int, rank: int) -> tuple[int, ...]:
+    """The stages of a pipeline rank: a V (down the ranks and back up) or one round over the ranks after another.
+
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (V); Narayanan et al. 2021, section 2.2 (rounds).
+    """
+    if layout.schedule == "zbv-zero-bubble":
+        return (rank, 2 * layout.pipeline - 1 - rank)
+    return tuple(rank + layout.pipeline * turn for turn in range(per_rank))
+
+
+def _groups(grid: Sequence[Mapping[str, int]], dimension: str) -> tuple[tuple[int, ...], ...]:
+    """The ranks whose coordinates differ in one dimension alone."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(grid):
+        others = tuple(place[name] for name in MESH_DIMENSIONS if name != dimension)
+        found.setdefault(others, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+_STEP = "once a step"
+_SUM_OF_GRADIENTS = Exchange(operation="all-reduce", of="gradients", when=_STEP)
+_SCATTER = Exchange(operation="reduce-scatter", of="gradients", when=_STEP)
+
+
+def _along_pipeline(layout: Layout) -> tuple[Exchange, ...]:
+    when = "from stage to stage, for every micro-batch"
+    return (Exchange(operation="send and receive", of="activations and their gradients", when=when),)
+
+
+def _along_replicate(layout: Layout) -> tuple[Exchange, ...]:
+    return (_SUM_OF_GRADIENTS,)
+
+
+def _along_shard(layout: Layout) -> tuple[Exchange, ...]:
+    if layout.zero == 1:
+        return (_SUM_OF_GRADIENTS, Exchange(operation="broadcast", of="updated parameters", when=_STEP))
+    when = "before every block, forward and backward" if layout.zero == 3 else "before every block, forward"
+    return (Exchange(operation="all-gather", of="parameters", when=when), _SCATTER)
+
+
+def _along_context(layout: Layout) -> tuple[Exchange, ...]:
+    when = "in every attention, forward and backward"
+    return (Exchange(operation="all-to-all", of="heads against tokens", when=when), _SUM_OF_GRADIENTS)
+
+
+def _along_tensor(layout: Layout) -> tuple[Exchange, ...]:
+    when = "in every block, forward and backward"
+    return (Exchange(operation="all-reduce (or all-gather and reduce-scatter)", of="activations", when=when),)
+
+
+_EXCHANGES = {
+    "pipeline": _along_pipeline,
+    "replicate": _along_replicate,
+    "shard": _along_shard,
+    "context": _along_context,
+    "tensor": _along_tensor,
+}
