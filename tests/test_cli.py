@@ -91,16 +91,10 @@ MISTAKES = {
         "train good.yaml --layout tp2|dp --processes 3",
         r'layout "tp2 dp" was given 3 processes, .* no multiple of the 2 .*; 2, 4 or 6 would do',
     ),
-    **{
-        f"{layout} is not there yet": (
-            f"train good.yaml --layout {layout}",
-            rf'layout "{layout}": engine "native" does not split {dimension} yet; it splits context, ',
-        )
-        for layout, dimension in {
-            "tp2": "tensor",
-            "pp2": "pipeline",
-        }.items()
-    },
+    "a dimension that an engine does not split": (
+        "train good.yaml --layout dp2 --engine data-parallel",
+        r'layout "dp2": engine "data-parallel" does not split replicate yet; it splits nothing',
+    ),
     "an offload of what is not sharded": (
         "train good.yaml --layout dp2|offload=parameters",
         r"offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do",
