@@ -15,7 +15,7 @@ from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout, unsized
-from samestep.proof import Proof, Reference, hold_against, reference
+from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
@@ -34,12 +34,14 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
 
-def verify(recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, **run: Any) -> Proof:
+def verify(
+    recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, dropout: bool = False, **run: Any
+) -> Proof:
     """Take a recipe's first steps under a layout and in one process, in float64, and compare them.
 
-    `run` is as for `train`, and so are the errors. A difference is no error: see the result's `same_step`.
+    Both without dropout, unless `dropout` asks for the recipe's. `run` is as for `train`, and so are the errors. A difference is no error: see the result's `same_step`.
     """
-    return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps)
+    return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps, dropout=dropout)
 
 
 def train_job(job: Job) -> TrainResult:
@@ -50,12 +52,13 @@ def train_job(job: Job) -> TrainResult:
     return _on_ranks(_train_rank, job, layout)
 
 
-def verify_job(job: Job, *, steps: int = 5) -> Proof:
+def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
     """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first."""
     if steps < 1:
         raise UserError(f"steps is {steps}; it must be 1 or more")
     layout = _layout_of(job)
     task = _check(job, layout)
+    job = proof_job(job, dropout=dropout)
     ranks = environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder)) if ranks is None or ranks.rank == 0 else None

@@ -11,6 +11,7 @@ from samestep.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser)
     parser.add_argument("--steps", type=int, default=5, help="how many steps are compared (default: 5)")
+    parser.add_argument("--dropout", action="store_true", help="compare steps with the recipe's dropout, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences to a file")
 
 
@@ -25,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     from samestep.api import verify_job
     from samestep.report.tables import print_proof
 
-    proof = verify_job(loaded.job, steps=options.steps)
+    proof = verify_job(loaded.job, steps=options.steps, dropout=options.dropout)
     if job_options.is_main():
         if options.json is not None:
             options.json.write_text(json.dumps(proof.to_json(), indent=2) + "\n", encoding="utf-8")

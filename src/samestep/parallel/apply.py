@@ -14,6 +14,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.dropout import same_dropout
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.recompute import recompute
@@ -41,10 +42,12 @@ def spread(
     keep_no_cache(model)
     if layout.data_ranks > 1:
         _check_batch_norm(model, layout)
-    common = {"model": model, "parts": Parts.of(model, layout, mesh), "now": Now(), "autocast": autocast}
+    now = Now()
+    same_dropout(model, now)
+    common = {"model": model, "parts": Parts.of(model, layout, mesh), "now": now, "autocast": autocast}
     blocks = find_blocks(model)
     if layout.recompute != "none":
-        recompute(blocks, layout.recompute)
+        recompute(blocks, layout.recompute, now)
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)
