@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from samestep.comm.mesh import Mesh
-from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.batch_norm import global_batch_norm
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.dropout import same_dropout
@@ -22,6 +22,7 @@ from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
 from samestep.parallel.spread import Context, Spread, WholeModel
+from samestep.parallel.used import UsedAlone, UsedByReplicas, UsedByShards
 
 
 def spread(
@@ -40,10 +41,9 @@ def spread(
     itself look with it at what its forward does.
     """
     keep_no_cache(model)
-    if layout.data_ranks > 1:
-        _check_batch_norm(model, layout)
     now = Now()
     same_dropout(model, now)
+    global_batch_norm(model, mesh.data_group, now)
     common = {"model": model, "parts": Parts.of(model, layout, mesh), "now": now, "autocast": autocast}
     blocks = find_blocks(model)
     if layout.recompute != "none":
@@ -52,11 +52,13 @@ def spread(
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         shard(model, blocks, layout, grid, precision)
         assert isinstance(model, FSDPModule)
-        return WholeModel(module=model, accumulating=partial(without_messages, model), **common)
+        used = UsedByShards(model, mesh.data_group)
+        return WholeModel(module=model, accumulating=partial(without_messages, model), used=used, **common)
     if layout.data_ranks > 1:
         replicated = replicate(model, mesh.data_group, device)
-        return WholeModel(module=replicated, accumulating=replicated.no_sync, **common)
-    return WholeModel(module=model, accumulating=nullcontext, **common)
+        used = UsedByReplicas(model, mesh.data_group)
+        return WholeModel(module=replicated, accumulating=replicated.no_sync, used=used, **common)
+    return WholeModel(module=model, accumulating=nullcontext, used=UsedAlone(), **common)
 
 
 def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimizer:
@@ -64,12 +66,3 @@ def spread_optimizer(optimizer: Optimizer, layout: Layout, mesh: Mesh) -> Optimi
     if layout.zero == 1:
         return shard_optimizer(optimizer, mesh.grid.get_group("shard"))
     return optimizer
-
-
-def _check_batch_norm(model: nn.Module, layout: Layout) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise LayoutError(
-                f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from one rank\'s '
-                "samples, which is another step than one process takes; layer norm or group norm would do"
-            )

@@ -20,4 +20,7 @@ def shard_optimizer(optimizer: Optimizer, group: ProcessGroup) -> Optimizer:
         {name: value for name, value in each.items() if name == "params" or name in accepted}
         for each in optimizer.param_groups
     ]
-    return ZeroRedundancyOptimizer(groups, optimizer_class=kind, process_group=group, **settings)
+    sharded = ZeroRedundancyOptimizer(groups, optimizer_class=kind, process_group=group, **settings)
+    # The same groups, so that a schedule of the given optimizer also sets the rates here.
+    sharded.param_groups = optimizer.param_groups
+    return sharded

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from samestep.data.loader import MicroBatch
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
+from samestep.parallel.used import Used
 from samestep.tasks.base import call
 
 # From the model's output for a micro-batch to what backward starts from.
@@ -49,8 +50,9 @@ class Spread(ABC):
 class WholeModel(Spread):
     """Every rank runs all of the model's layers, each on its own samples or its own part of every layer."""
 
-    def __init__(self, *, module: nn.Module, accumulating: Context, **common: Any) -> None:
+    def __init__(self, *, module: nn.Module, accumulating: Context, used: Used, **common: Any) -> None:
         super().__init__(**common)
+        self._used = used
         self.module = module  # what forward calls
         self._accumulating = accumulating  # forward and backward without messages
 
@@ -68,7 +70,8 @@ class WholeModel(Spread):
                 backward(self._forward(micro_batch, term))
         loss = self._forward(last, term)
         forwards_done()
-        backward(loss)
+        backward(self._used.reach(loss))
+        self._used.settle()
         self.parts.sum_gradients(self.model)
 
     def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:

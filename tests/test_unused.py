@@ -1,0 +1,94 @@
+"""Branches that some samples take, frozen and tied parameters, groups of their own: the step of one process."""
+
+import own_loops
+import pytest
+import torch
+from small_tasks import Points
+from torch import Tensor, nn
+
+import samestep
+
+BATCH, STEPS = 13, 7
+
+
+class Block(nn.Module):
+    """A layer with two experts; the sign of a sample's last feature chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.shared = nn.Linear(7, 7)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.shared(hidden)
+        for number, expert in enumerate(self.experts):
+            chosen = (hidden[:, -1] > 0) == bool(number)
+            if chosen.any():
+                out = out.index_add(0, chosen.nonzero()[:, 0], expert(hidden[chosen]))
+        return torch.tanh(out)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 7)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.frozen = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
+        self.rare = nn.Linear(4, 7)
+        self.never = nn.Linear(7, 7)
+        self.last = nn.Linear(7, 7)
+        self.last.weight = self.blocks[1].get_submodule("shared").weight  # pyright: ignore[reportAttributeAccessIssue]
+        self.head = nn.Linear(7, 3)
+        self.aside = nn.Linear(7, 1)
+        self.register_buffer("constant", torch.full((7,), 1.5))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(inputs) * self.constant
+        odd = inputs[:, 1] > 1.2
+        if odd.any():  # about one sample in nine
+            hidden = hidden + self.rare(inputs) * odd[:, None]
+        for block in [*self.blocks, *self.frozen]:
+            hidden = block(hidden)
+        return self.head(self.last(hidden)), self.aside(hidden)  # the second is for no loss
+
+
+class Branches(Points, own_loops.Looped):
+    def model(self) -> nn.Module:
+        return Branching()
+
+    def loss(self, output: tuple[Tensor, Tensor], batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        return super().loss(output[0], batch)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Three groups, with rates and decays of their own; frozen parameters stand in one of them."""
+        blocks = list(model.get_submodule("blocks").parameters())
+        head = list(model.get_submodule("head").parameters())
+        known = {id(parameter) for parameter in (*blocks, *head)}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
+        return torch.optim.AdamW(
+            [
+                {"params": blocks, "lr": 0.02, "weight_decay": 0.3},
+                {"params": head, "lr": 0.005, "weight_decay": 0.0},
+                {"params": rest, "weight_decay": 0.2},
+            ],
+            lr=0.01,
+        )
+
+
+TWO = [("dp2", None), ("dp2", 3), ("zero1x2", 2), ("zero2x2", None), ("fsdp2", None), ("fsdp2", 3)]
+FOUR = [("dp2 fsdp2", 2), ("dp2 zero1x2", None)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> own_loops.Taken:
+    # 31 samples in batches of 13: every third step has 5, for 2 ranks or 4.
+    return own_loops.plain(Branches(samples=31), batch=BATCH, steps=STEPS)
+
+
+@pytest.mark.parametrize(("cases", "ranks"), [([("single", None), ("single", 3)], 1), (TWO, 2), (FOUR, 4)])
+def test_branches_frozen_parameters_and_groups_take_the_same_step(
+    cases: list[own_loops.Case], ranks: int, expected: own_loops.Taken
+) -> None:
+    taken = own_loops.under(cases, Branches(samples=31), batch=BATCH, steps=STEPS, ranks=ranks)
+    apart = {case: own_loops.far(each, expected) for case, each in taken.items()}
+    assert max(apart.values()) < 1e-10, apart
