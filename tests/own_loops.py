@@ -1,6 +1,5 @@
 """A loop of one's own under many layouts in one start of ranks, and the same loop as a textbook has it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,28 +32,41 @@ class Taken:
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
-Case = tuple[str, int | None]  # layout, micro_batch
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to take the steps."""
+
+    layout: str = "single"
+    micro_batch: int | None = None
+    engine: Any = "native"
 
 
-def under(cases: Sequence[Case], task: Looped, *, batch: int, steps: int, ranks: int) -> dict[Case, Taken]:
-    """The loop under each layout, all of them in one start of ranks."""
+def under(cases: Sequence[Case], task: Looped, *, batch: int, steps: int, ranks: int) -> list[Any]:
+    """What the loop took under each layout, all of them in one start of ranks; or a user's mistake."""
+    if ranks == 1:
+        return [take(case, task, batch, steps) for case in cases]
     return local.start(_on_rank, (cases, task, batch, steps), ranks)
 
 
-def _on_rank(cases: Sequence[Case], task: Looped, batch: int, steps: int) -> dict[Case, Any]:
+def _on_rank(cases: Sequence[Case], task: Looped, batch: int, steps: int) -> list[Any]:
     with join(device="cpu", threads=1):
-        return {case: take(case, task, batch, steps) for case in cases}
+        return [take(case, task, batch, steps) for case in cases]
 
 
 def take(case: Case, task: Looped, batch: int, steps: int) -> Any:
     """The loop on this rank; a user's mistake is returned as its message."""
-    layout, micro_batch = case
     taken = Taken()
     torch.manual_seed(0)
     model = task.model()
     optimizer = task.optimizer(model)
     with samestep.session(
-        layout=layout, precision="fp64", clip=CLIP, micro_batch=micro_batch, device="cpu", threads=1
+        layout=case.layout,
+        engine=case.engine,
+        precision="fp64",
+        clip=CLIP,
+        micro_batch=case.micro_batch,
+        device="cpu",
+        threads=1,
     ) as session:
         try:
             model, optimizer = session.prepare(model, optimizer)
@@ -91,7 +103,7 @@ def plain(task: Looped, *, batch: int, steps: int, model: nn.Module | None = Non
         total, count = task.loss(model(each.inputs), each)
         optimizer.zero_grad()
         (total / count).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP or math.inf)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         schedule.step()
         taken.losses.append((total / count).item())

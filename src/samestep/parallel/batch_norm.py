@@ -22,6 +22,8 @@ BatchNorm = nn.modules.batchnorm._BatchNorm  # BatchNorm1d, 2d, 3d and SyncBatch
 def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, now: Now) -> None:
     """Make every batch norm of a model take its statistics over the ranks of `group`, in training steps."""
     for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _OfAnyDimensions
         if isinstance(module, BatchNorm):
             module.forward = partial(_forward, module, name, module.forward, group, now)
 
@@ -32,16 +34,15 @@ def _forward(
     # given: [samples, features] or [samples, features, ...]
     moment = now.moment
     if not module.training or moment is None:
-        own = module.training or not module.track_running_stats
-        return _untracked(module, given, batch=own) if isinstance(module, nn.SyncBatchNorm) else forward(given)
+        return forward(given)
     if moment.micro_batches > 1:
         raise UserError(
             f"{name or 'the model'} ({type(module).__name__}) takes its statistics from the whole batch, and a step of "
             f"{moment.micro_batches} micro-batches a rank never has it at once; run.micro_batch: null would do, and so "
             "would group norm or layer norm"
         )
-    if dist.get_world_size(group) == 1 and not isinstance(module, nn.SyncBatchNorm):
-        return _untracked(module, given, batch=True) if now.recomputing else forward(given)
+    if dist.get_world_size(group) == 1:
+        return _untracked(module, given) if now.recomputing else forward(given)
     mean, variance, count = _statistics(given, group, moment)
     if module.track_running_stats and not now.recomputing:
         _track(module, mean.detach(), variance.detach(), count)
@@ -82,13 +83,18 @@ def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         module.running_var.lerp_((variance * count / (count - 1)).to(module.running_var), momentum)
 
 
-def _untracked(module: Any, given: Tensor, *, batch: bool) -> Tensor:
-    """Batch norm by one process's batch or by the running statistics, which stay as they are.
+def _untracked(module: Any, given: Tensor) -> Tensor:
+    """Batch norm by this process's samples, which leaves the running statistics as they are."""
+    # Copies to throw away: a recomputed layer must keep as many tensors for backward as it kept at first.
+    known = [None if each is None else each.clone() for each in (module.running_mean, module.running_var)]
+    return F.batch_norm(given, *known, module.weight, module.bias, training=True, eps=module.eps)
 
-    SyncBatchNorm refuses to work on a CPU, also in evaluation.
-    """
-    known = (None, None) if batch else (module.running_mean, module.running_var)
-    return F.batch_norm(given, *known, module.weight, module.bias, training=batch, eps=module.eps)
+
+class _OfAnyDimensions(BatchNorm):
+    """What a SyncBatchNorm is here: PyTorch's own refuses to work on a CPU, and does as much by other messages."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
 
 
 class _SumOverRanks(torch.autograd.Function):

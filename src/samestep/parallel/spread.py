@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
+from samestep.parallel.buffers import check_buffers, versions
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.used import Used
@@ -53,6 +54,7 @@ class WholeModel(Spread):
     def __init__(self, *, module: nn.Module, accumulating: Context, used: Used, **common: Any) -> None:
         super().__init__(**common)
         self._used = used
+        self._buffers_checked = False
         self.module = module  # what forward calls
         self._accumulating = accumulating  # forward and backward without messages
 
@@ -64,6 +66,7 @@ class WholeModel(Spread):
         backward: Callable[[Tensor], None],
         forwards_done: Callable[[], None],
     ) -> None:
+        before = {} if self._buffers_checked else versions(self.model)
         *first, last = micro_batches
         for micro_batch in first:
             with self._accumulating():
@@ -72,6 +75,9 @@ class WholeModel(Spread):
         forwards_done()
         backward(self._used.reach(loss))
         self._used.settle()
+        if not self._buffers_checked:
+            self._buffers_checked = True
+            check_buffers(self.model, before, self.parts.mesh.data_group)
         self.parts.sum_gradients(self.model)
 
     def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
