@@ -281,8 +281,9 @@ def attention_inputs(heads: int = 4) -> list[Tensor]:
 )
 def test_attention_written_out_is_pytorchs(options: dict[str, Any]) -> None:
     tensors = [each.requires_grad_() for each in attention_inputs(2 if "enable_gqa" in options else 4)]
-    mine = explicit_attention(*tensors, **options, drop=lambda weights: weights)
-    theirs = F.scaled_dot_product_attention(*tensors, **options)
+    query, key, value = tensors
+    mine = explicit_attention(query, key, value, **options, drop=lambda weights: weights)
+    theirs = F.scaled_dot_product_attention(query, key, value, **options)
     torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(out.square().sum(), tensors) for out in (mine, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)

@@ -60,7 +60,7 @@ class Branches(Points, own_loops.Looped):
     def model(self) -> nn.Module:
         return Branching()
 
-    def loss(self, output: tuple[Tensor, Tensor], batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
         return super().loss(output[0], batch)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -39,7 +39,8 @@ def verify(
 ) -> Proof:
     """Take a recipe's first steps under a layout and in one process, in float64, and compare them.
 
-    Both without dropout, unless `dropout` asks for the recipe's. `run` is as for `train`, and so are the errors. A difference is no error: see the result's `same_step`.
+    Both are without dropout, unless `dropout` asks for the recipe's.
+    `run` is as for `train`, and so are the errors. A difference is no error: see the result's `same_step`.
     """
     return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps, dropout=dropout)
 

@@ -23,39 +23,40 @@ def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, now: Now) -> N
     """Make every batch norm of a model take its statistics over the ranks of `group`, in training steps."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
-            module.__class__ = _OfAnyDimensions
+            module.__class__ = _OfAnyDimensions  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(module, BatchNorm):
-            module.forward = partial(_forward, module, name, module.forward, group, now)
+            vars(module)["forward"] = partial(_forward, module, name, module.forward, group, now)
 
 
 def _forward(
     module: Any, name: str, forward: Callable[[Tensor], Tensor], group: dist.ProcessGroup, now: Now, given: Tensor
 ) -> Tensor:
-    # given: [samples, features] or [samples, features, ...]
     moment = now.moment
     if not module.training or moment is None:
         return forward(given)
     if moment.micro_batches > 1:
         raise UserError(
-            f"{name or 'the model'} ({type(module).__name__}) takes its statistics from the whole batch, and a step of "
-            f"{moment.micro_batches} micro-batches a rank never has it at once; run.micro_batch: null would do, and so "
-            "would group norm or layer norm"
+            f"{name or 'the model'} ({type(module).__name__}) takes its statistics from the whole batch, and a step "
+            f"of {moment.micro_batches} micro-batches a rank never has it at once; run.micro_batch: null would do, "
+            "and so would group norm or layer norm"
         )
     if dist.get_world_size(group) == 1:
         return _untracked(module, given) if now.recomputing else forward(given)
-    mean, variance, count = _statistics(given, group, moment)
+    centred, mean, variance, count = _statistics(given, group, moment)
     if module.track_running_stats and not now.recomputing:
         _track(module, mean.detach(), variance.detach(), count)
     shape = [1, -1, *(1 for _ in given.shape[2:])]
-    scale = (variance + module.eps).rsqrt()
-    shift = -mean * scale
+    normed = centred * (variance + module.eps).rsqrt().view(shape)
     if module.weight is not None:
-        scale, shift = scale * module.weight, shift * module.weight + module.bias
-    return (given * scale.view(shape) + shift.view(shape)).to(given.dtype)
+        normed = normed * module.weight.view(shape) + module.bias.view(shape)
+    return normed.to(given.dtype)
 
 
-def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance of each feature over all ranks' samples, and how many numbers these have."""
+def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is left of [samples, features, ...] after the mean; the mean, the biased variance and the count.
+
+    These three are of each feature over all ranks' samples; the count is of numbers, not of samples.
+    """
     weight = 0.0 if moment.lent else 1.0
     numbers = given.to(torch.promote_types(given.dtype, torch.float32))
     others = [dim for dim in range(given.ndim) if dim != 1]
@@ -70,15 +71,16 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
         )
     mean = sums[:-1] / count
     # Squares of what is left after the mean: a difference of two large sums would lose digits.
-    squares = (numbers - mean.view(shape)).square().sum(others) * weight
-    return mean, _SumOverRanks.apply(squares, group) / count, count
+    centred = numbers - mean.view(shape)
+    squares = centred.square().sum(others) * weight
+    return centred, mean, _SumOverRanks.apply(squares, group) / count, count
 
 
 def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
     """Move the running statistics as PyTorch does: the mean, and the unbiased variance."""
     with torch.no_grad():
         module.num_batches_tracked.add_(1)
-        momentum = 1 / module.num_batches_tracked if module.momentum is None else module.momentum
+        momentum = 1 / int(module.num_batches_tracked) if module.momentum is None else module.momentum
         module.running_mean.lerp_(mean.to(module.running_mean), momentum)
         module.running_var.lerp_((variance * count / (count - 1)).to(module.running_var), momentum)
 
@@ -87,7 +89,8 @@ def _untracked(module: Any, given: Tensor) -> Tensor:
     """Batch norm by this process's samples, which leaves the running statistics as they are."""
     # Copies to throw away: a recomputed layer must keep as many tensors for backward as it kept at first.
     known = [None if each is None else each.clone() for each in (module.running_mean, module.running_var)]
-    return F.batch_norm(given, *known, module.weight, module.bias, training=True, eps=module.eps)
+    mean, variance = known
+    return F.batch_norm(given, mean, variance, module.weight, module.bias, training=True, eps=module.eps)
 
 
 class _OfAnyDimensions(BatchNorm):

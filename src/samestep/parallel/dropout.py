@@ -47,15 +47,16 @@ def _check(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise UserError(
-                f"{name or 'the model'} ({type(module).__name__}) draws its dropout inside PyTorch's kernel, where it "
-                f"can't be the same for every layout; layers of one level with dropout between them, or {_SWITCH_OFF}"
+                f"{name or 'the model'} ({type(module).__name__}) draws its dropout inside PyTorch's kernel, where "
+                "it can't be the same for every layout; layers of one level with dropout between them, or "
+                f"{_SWITCH_OFF}"
             )
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             attention = module.self_attn
             if module.dropout.p and isinstance(attention, nn.MultiheadAttention) and not attention.batch_first:
                 raise UserError(
-                    f"{name or 'the model'} ({type(module).__name__}) drops elements of [tokens, batch, features], in "
-                    f"which a sample is hard to find; batch_first=True, or {_SWITCH_OFF}"
+                    f"{name or 'the model'} ({type(module).__name__}) drops elements of [tokens, batch, features], "
+                    f"in which a sample is hard to find; batch_first=True, or {_SWITCH_OFF}"
                 )
 
 
@@ -182,8 +183,9 @@ class Dropout(TorchFunctionMode):
         if len(shape) and shape[0] % samples == 0 and not doubtful:
             return samples, shape[0] // samples, *shape[1:]
         raise UserError(
-            f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} samples "
-            f"of a micro-batch are not the first dimension: nobody knows which element is whose; {_SWITCH_OFF}"
+            f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
+            f"samples of a micro-batch are not the first dimension: nobody knows which element is whose; "
+            f"{_SWITCH_OFF}"
         )
 
     def _sample_keys(self, moment: Moment, device: torch.device) -> Tensor:

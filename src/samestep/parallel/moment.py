@@ -75,7 +75,7 @@ class Now:
         return number
 
     def keep(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that is called once in this forward, and again in backward, where it finds what it found then."""
+        """A function to call once in this forward and again in backward, where it finds what it found before."""
         if self._state.moment is None:
             return function
         found = replace(self._state, calls=dict(self._state.calls), recomputing=True)

@@ -120,8 +120,8 @@ class UsedByShards(_UsedByRanks):
         if most != -least:
             raise UserError(
                 "the ranks of one step ran other blocks of the model, or in another order, each for its own samples; "
-                "sharded parameters are gathered block by block, which wants the same of all. Blocks that always run, "
-                "or replicas (dp, zero1x), would do"
+                "sharded parameters are gathered block by block, which wants the same of all. Blocks that always "
+                "run, or replicas (dp, zero1x), would do"
             )
         self._forget(used)
 
@@ -130,8 +130,9 @@ def _units(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[nn.Module, 
     """Each module that is sharded as one, and its parameters: owner, attribute, name in the model."""
     units: dict[str, tuple[nn.Module, list[tuple[nn.Module, str, str]]]] = {}
     seen: set[int] = set()
+    sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if name in sharded:
             units[name] = module, []
         unit = max((other for other in units if _inside(name, other)), key=len)
         for attribute, parameter in module.named_parameters(recurse=False):
