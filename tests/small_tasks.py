@@ -105,13 +105,6 @@ def _slow() -> None:
 _FAILURES: dict[str, Any] = {"raise": _raise, "kill": _kill, "user error": _user_error, "slow": _slow}
 
 
-class BatchNorm(Points):
-    """A model whose statistics depend on the samples of one rank."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, self.classes))
-
-
 class MeanLoss(Points):
     """A loss as most loops have it: a mean, alone."""
 

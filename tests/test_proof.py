@@ -5,7 +5,7 @@ import math
 
 import mistakes
 import pytest
-from small_tasks import BatchNorm, Points, Words
+from small_tasks import Points, Words
 
 import samestep
 from samestep.proof import TOLERANCE, difference
@@ -55,11 +55,6 @@ def test_a_classic_mistake_is_seen(mistake: type[mistakes.Native]) -> None:
 def test_the_planted_engine_without_a_mistake_takes_the_same_step() -> None:
     proof = samestep.verify(recipe(Points(), batch=33), layout="dp2", engine=mistakes.Native())
     assert proof.same_step, proof
-
-
-def test_batch_norm_over_replicas_is_refused() -> None:
-    with pytest.raises(samestep.LayoutError, match=r'layout "dp2": 1 \(BatchNorm1d\) would take its statistics'):
-        samestep.verify(recipe(BatchNorm()), layout="dp2")
 
 
 def test_steps_must_be_positive() -> None:

@@ -182,6 +182,7 @@ def test_blocks_are_the_repeated_layers(make: Any) -> None:
 
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_recomputation_keeps_less_for_backward(how: str) -> None:
+    from samestep.parallel.moment import Now
     from samestep.parallel.recompute import recompute
 
     def kept(model: nn.Module) -> int:
@@ -196,5 +197,5 @@ def test_recomputation_keeps_less_for_backward(how: str) -> None:
         return sum(saved.values())
 
     plain, spare = transformer_encoder()[0], transformer_encoder()[0]
-    recompute(find_blocks(spare), how)  # pyright: ignore[reportArgumentType]
+    recompute(find_blocks(spare), how, Now())  # pyright: ignore[reportArgumentType]
     assert kept(spare) < kept(plain)

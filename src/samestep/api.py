@@ -18,7 +18,7 @@ from samestep.job import Job, Run
 from samestep.layout import Layout, unsized
 from samestep.matrix import Row
 from samestep.parallel.mapped_file import check_offload_folder
-from samestep.proof import Proof, Reference, hold_against, reference
+from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.recipe import Recipe
 from samestep.report.schedule import draw_schedule
 from samestep.tasks.base import Task
@@ -39,12 +39,15 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
 
-def verify(recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, **run: Any) -> Proof:
+def verify(
+    recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, dropout: bool = False, **run: Any
+) -> Proof:
     """Take a recipe's first steps under a layout and in one process, in float64, and compare them.
 
+    Both are without dropout, unless `dropout` asks for the recipe's.
     `run` is as for `train`, and so are the errors. A difference is no error: see the result's `same_step`.
     """
-    return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps)
+    return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps, dropout=dropout)
 
 
 def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequence[Usage]:
@@ -70,19 +73,20 @@ def dry_run_job(job: Job) -> Sequence[Usage]:
     return _on_ranks(_dry_run_rank, job, layout)
 
 
-def verify_job(job: Job, *, steps: int = 5) -> Proof:
+def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
     """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first."""
     if steps < 1:
         raise UserError(f"steps is {steps}; it must be 1 or more")
     layout = _layout_of(job)
     task = _check(job, layout)
+    job = proof_job(job, dropout=dropout)
     ranks = environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder)) if ranks is None or ranks.rank == 0 else None
         return _on_ranks(_verify_rank, job, layout, steps, known)
 
 
-def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5) -> Iterator[Row]:
+def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout: bool = False) -> Iterator[Row]:
     """Hold each layout against one process, which takes its steps once for all of them.
 
     A layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
@@ -90,6 +94,7 @@ def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5) -> Itera
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = _check(replace(job, run=replace(job.run, layout="single", processes=None)), Layout())
+    job = proof_job(job, dropout=dropout)
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder))
         for text in layouts:

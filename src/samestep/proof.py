@@ -1,4 +1,4 @@
-"""The proof: a layout's first steps held against those of one process, in float64 and without dropout."""
+"""The proof: a layout's first steps held against those of one process, in float64."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,19 +57,20 @@ class Reference:
     metrics: Mapping[str, Any]
 
 
-def proof_job(job: Job) -> Job:
-    """The job as it is proved: float64, no dropout."""
-    return replace(job, recipe=replace(job.recipe, precision="fp64", dropout=False))
+def proof_job(job: Job, *, dropout: bool = False) -> Job:
+    """The job as it is proved: float64, and no dropout unless it is asked for."""
+    recipe = job.recipe
+    return replace(job, recipe=replace(recipe, precision="fp64", dropout=recipe.dropout and dropout))
 
 
 def reference(job: Job, task: Task, steps: int, folder: Path) -> Reference:
     """The steps of one process: the whole global batch in one forward, on the native engine.
 
-    The parameters after the last step are written into `folder`.
+    `job` is one that `proof_job` made. The parameters after the last step are written into `folder`.
     """
     alone = Run(device=job.run.device, threads=job.run.threads, workers=job.run.workers)
     with join(alone=True, device=alone.device, threads=alone.threads) as world:
-        training = Training(replace(proof_job(job), run=alone), task, world, Layout())
+        training = Training(replace(job, run=alone), task, world, Layout())
         losses, grad_norms, metrics = _take(training, steps, "one process")
         parameters = {name: value.cpu().clone() for name, value in training.session.trainer.parameters()}
         save_file(parameters, folder / "parameters.safetensors")
@@ -86,7 +87,7 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
 
     Every rank compares the parameters that it holds, and the largest difference over all ranks counts.
     """
-    training = Training(proof_job(job), task, world, layout)
+    training = Training(job, task, world, layout)
     losses, grad_norms, metrics = _take(training, steps, str(layout))
     parts: list[Any] = [known]
     dist.broadcast_object_list(parts)

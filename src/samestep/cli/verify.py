@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layouts", metavar="LAYOUTS", help='a table of many layouts: "all", "fast", or "dp2, fsdp2 tp2"'
     )
     parser.add_argument("--steps", type=int, default=5, help="how many steps are compared (default: 5)")
+    parser.add_argument("--dropout", action="store_true", help="compare steps with the recipe's dropout, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences to a file")
 
 
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from samestep.api import verify_job
     from samestep.report.tables import print_proof
 
-    proof = verify_job(loaded.job, steps=options.steps)
+    proof = verify_job(loaded.job, steps=options.steps, dropout=options.dropout)
     if job_options.is_main():
         if options.json is not None:
             options.json.write_text(json.dumps(proof.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -52,7 +53,7 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
 
     layouts = layouts_of(options.layouts)
     jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]
-    rows = [row for job in jobs for row in verify_layouts(job, layouts, steps=options.steps)]
+    rows = [row for job in jobs for row in verify_layouts(job, layouts, steps=options.steps, dropout=options.dropout)]
     if options.json is not None:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8")
     print_matrix(rows)

@@ -21,6 +21,8 @@ class Moment:
     step: int
     samples: torch.Tensor  # [samples] their numbers in the data set; int64, on the CPU
     lent: bool  # they belong to another rank; this forward is for company alone
+    seed: int = 0  # of the recipe
+    micro_batches: int = 1  # of this step on every rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,8 @@ class Loader:
                 step=step,
                 epoch=self.order.epoch_of(step),
                 micro_batches=[
-                    self._place_on_device(step, batch, share) for batch, share in zip(loaded, shares, strict=True)
+                    self._place_on_device(step, batch, share, len(shares))
+                    for batch, share in zip(loaded, shares, strict=True)
                 ],
                 global_samples=len(self.order.global_batch(step)),
                 data_seconds=waited,
@@ -119,10 +122,16 @@ class Loader:
             generator=torch.Generator().manual_seed(0),
         )
 
-    def _place_on_device(self, step: int, batch: Batch, share: Share) -> MicroBatch:
+    def _place_on_device(self, step: int, batch: Batch, share: Share, micro_batches: int) -> MicroBatch:
         return MicroBatch(
             batch=Batch(*(to_device(part, self._device, self._dtype) for part in batch)),
-            moment=Moment(step=step, samples=torch.from_numpy(share.samples.copy()), lent=share.lent),
+            moment=Moment(
+                step=step,
+                samples=torch.from_numpy(share.samples.copy()),
+                lent=share.lent,
+                seed=self.order.seed,
+                micro_batches=micro_batches,
+            ),
         )
 
 

@@ -19,6 +19,7 @@ from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.spread import Details, WholeModel
+from samestep.parallel.used import UsedAlone
 
 
 class DataParallel(Engine):
@@ -62,6 +63,7 @@ class DataParallel(Engine):
             spread_model=WholeModel(
                 module=module,
                 accumulating=nullcontext,
+                used=UsedAlone(),
                 model=model,
                 parts=Parts.of(model, layout, mesh),
                 now=Now(),

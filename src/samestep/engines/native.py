@@ -49,7 +49,7 @@ class NativeTrainer(Trainer):
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         if not self.model.training:
             self.model.train()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()  # also what the optimizer was not given, or it would add up over the steps
         totals = self.backward(batch, loss)
         grad_norm = self.scale_and_clip(batch, totals)
         lr = self.optimizer.param_groups[0]["lr"]

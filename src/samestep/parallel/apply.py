@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
+from samestep.parallel.batch_norm import global_batch_norm
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.context.split import split_tokens
+from samestep.parallel.dropout import same_dropout
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.offload_activations import offload_activations
@@ -31,6 +33,7 @@ from samestep.parallel.shard_optimizer import shard_optimizer
 from samestep.parallel.spread import Context, Details, Spread, WholeModel
 from samestep.parallel.tensor.slicing import slice_tensors
 from samestep.parallel.trace import Trace, trace
+from samestep.parallel.used import UsedAlone, UsedByReplicas, UsedByShards
 
 
 def spread(
@@ -48,10 +51,10 @@ def spread(
     Raises LayoutError where it could not take the same step then.
     """
     keep_no_cache(model)
-    if layout.data_ranks * layout.pipeline > 1:
+    if layout.pipeline > 1:
         _check_batch_norm(model, layout)
     parts = Parts.of(model, layout, mesh)
-    host = HostMemory(device)
+    host, now = HostMemory(device), Now()
     blocks = find_blocks(model)
     seen = _look(model, layout, details.example) if layout.cuts_model else None
     vocabulary = None
@@ -61,18 +64,21 @@ def spread(
         )
     if seen is not None and layout.context > 1:
         split_tokens(model, blocks, seen, mesh, parts)
+    # Around what slices and splits, so that they hand it the whole of a tensor where they can.
+    same_dropout(model, now)
+    global_batch_norm(model, mesh.data_group, now)
     of_pipeline = None
     if seen is not None and layout.pipeline > 1:
         of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at)
         blocks = of_pipeline.blocks
     if layout.recompute != "none":
-        recompute(blocks, layout.recompute)
+        recompute(blocks, layout.recompute, now)
     if layout.offloads("activations"):
         offload_activations(blocks, host)
     common = {
         "model": model,
         "parts": parts,
-        "now": Now(),
+        "now": now,
         "autocast": autocast,
         "vocabulary": vocabulary,
         "host": host,
@@ -85,14 +91,16 @@ def spread(
             details.initial.fill(model, torch.device("cpu") if layout.offloads("parameters") else device)
         assert isinstance(root, FSDPModule)
         if of_pipeline is None:
-            return WholeModel(module=root, accumulating=partial(without_messages, root), **common)
+            used = UsedByShards(model, mesh.data_group)
+            return WholeModel(module=root, accumulating=partial(without_messages, root), used=used, **common)
     if of_pipeline is not None:
         of_pipeline.end_stages()
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
     if layout.data_ranks > 1:
         replicated = replicate(model, mesh.data_group, device)
-        return WholeModel(module=replicated, accumulating=replicated.no_sync, **common)
-    return WholeModel(module=model, accumulating=nullcontext, **common)
+        used = UsedByReplicas(model, mesh.data_group)
+        return WholeModel(module=replicated, accumulating=replicated.no_sync, used=used, **common)
+    return WholeModel(module=model, accumulating=nullcontext, used=UsedAlone(), **common)
 
 
 def _look(model: nn.Module, layout: Layout, example: Any) -> Trace:
@@ -117,8 +125,7 @@ def spread_optimizer(
 def _check_batch_norm(model: nn.Module, layout: Layout) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            of = "one micro-batch's" if layout.pipeline > 1 else "one rank's"
             raise LayoutError(
-                f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from {of} '
-                "samples, which is another step than one process takes; layer norm or group norm would do"
+                f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from one '
+                "micro-batch's samples, which is another step than one process takes; group norm would do"
             )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from samestep.layout import Recompute
+from samestep.parallel.moment import Now
 
 _aten = torch.ops.aten
 
@@ -28,13 +29,17 @@ _KEPT = frozenset(
 )
 
 
-def recompute(blocks: Sequence[nn.Module], how: Recompute) -> None:
+def recompute(blocks: Sequence[nn.Module], how: Recompute, now: Now) -> None:
     """Make each block recompute all of its activations ("full"), or all but matrix products ("selective")."""
-    contexts = _CONTEXTS[how]
     for block in blocks:
-        forward = block.forward
         # The forward is replaced rather than the module, so that every parameter keeps its name.
-        block.forward = partial(checkpoint, forward, use_reentrant=False, **contexts)
+        block.forward = partial(_recomputed, block.forward, now, _CONTEXTS[how])
+
+
+def _recomputed(
+    forward: Callable[..., Any], now: Now, contexts: dict[str, Any], *arguments: Any, **keywords: Any
+) -> Any:
+    return checkpoint(now.keep(forward), *arguments, use_reentrant=False, **contexts, **keywords)
 
 
 def _keep_products(context: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:

@@ -34,9 +34,21 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, grid: D
     offload = OffloadPolicy()
     if layout.offloads("parameters"):
         offload = CPUOffloadPolicy(pin_memory=grid.device_type != "cpu")
-    for part in [*blocks, model]:
+    for part in [*(block for block in blocks if not _shares(model, block)), model]:
         fully_shard(part, mesh=grid, reshard_after_forward=layout.zero == 3, mp_policy=mixed, offload_policy=offload)
     _prefetch([block for block in blocks if isinstance(block, FSDPModule)])
+
+
+def _shares(model: nn.Module, block: nn.Module) -> bool:
+    """Whether a block has a parameter that also stands elsewhere; tied ones are sharded together, with the rest."""
+    mine = {id(parameter) for parameter in block.parameters()}
+    inside = {id(module) for module in block.modules()}
+    return any(
+        id(parameter) in mine
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def _prefetch(blocks: Sequence[FSDPModule]) -> None:

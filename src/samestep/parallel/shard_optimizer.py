@@ -21,4 +21,7 @@ def shard_optimizer(optimizer: Optimizer, group: ProcessGroup, kind: Callable[..
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     maker: Any = kind  # PyTorch's hint says a class; it calls whatever it is
-    return rebuild(optimizer, partial(ZeroRedundancyOptimizer, optimizer_class=maker, process_group=group))
+    sharded = rebuild(optimizer, partial(ZeroRedundancyOptimizer, optimizer_class=maker, process_group=group))
+    # The same groups, so that a schedule of the given optimizer also sets the rates here.
+    sharded.param_groups = optimizer.param_groups
+    return sharded

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
+from samestep.parallel.buffers import check_buffers, versions
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.initial import InitialValues
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
+from samestep.parallel.used import Used
 from samestep.tasks.base import call
 
 # From the model's output for a micro-batch to what backward starts from.
@@ -89,8 +91,10 @@ class Spread(ABC):
 class WholeModel(Spread):
     """Every rank runs all of the model's layers, each on its own samples or its own part of every layer."""
 
-    def __init__(self, *, module: nn.Module, accumulating: Context, **common: Any) -> None:
+    def __init__(self, *, module: nn.Module, accumulating: Context, used: Used, **common: Any) -> None:
         super().__init__(**common)
+        self._used = used
+        self._buffers_checked = False
         self.module = module  # what forward calls
         self._accumulating = accumulating  # forward and backward without messages
 
@@ -102,13 +106,18 @@ class WholeModel(Spread):
         backward: Backward,
         forwards_done: Callable[[], None],
     ) -> None:
+        before = {} if self._buffers_checked else versions(self.model)
         *first, last = micro_batches
         for micro_batch in first:
             with self._accumulating():
                 backward(self._forward(micro_batch, term))
         loss = self._forward(last, term)
         forwards_done()
-        backward(loss)
+        backward(self._used.reach(loss))
+        self._used.settle()
+        if not self._buffers_checked:
+            self._buffers_checked = True
+            check_buffers(self.model, before, self.parts.mesh.data_group)
         self.parts.sum_gradients(self.model)
 
     def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:

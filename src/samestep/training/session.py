@@ -121,7 +121,8 @@ class Session:
             schedule_of=schedule_of,
             details=details,
         )
-        # Dropout differs by data rank, since every rank has other samples.
+        # For randomness of the model's own, which no layout makes the same: data ranks hold other samples, so they
+        # draw other numbers. Dropout takes none of these.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
         return self._trainer
 

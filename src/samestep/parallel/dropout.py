@@ -1,0 +1,257 @@
+"""Dropout that drops the same elements however a step is cut.
+
+A mask is a function of the seed, the step, the sample's number in the data set, the place in the model and the
+element's position within its sample, and of nothing else: not of ranks, micro-batches, padding or recomputation.
+The place is the name of the module whose forward asks, and how often it has asked in this forward.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from samestep.data.loader import Moment
+from samestep.errors import UserError
+from samestep.parallel.attention import explicit_attention
+from samestep.parallel.counter import columns, draw, key_of, split, threshold
+from samestep.parallel.functions import without_override
+from samestep.parallel.moment import Now, Positions
+
+_SWITCH_OFF = "recipe.dropout: false would do"
+
+
+def same_dropout(model: nn.Module, now: Now) -> None:
+    """Make every dropout of a model that is still whole the same for every layout, in training steps.
+
+    Raises UserError for a module whose masks are drawn where nobody can reach them.
+    """
+    _check(model)
+    dropout = Dropout(now)
+    for name, module in model.named_modules():
+        if _may_drop(module):
+            module.forward = dropout.within(name, module.forward)
+
+
+def _may_drop(module: nn.Module) -> bool:
+    """Whether a module's own forward may drop something. PyTorch's layers without parts of their own don't."""
+    plain_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return not plain_layer or isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def _check(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            raise UserError(
+                f"{name or 'the model'} ({type(module).__name__}) draws its dropout inside PyTorch's kernel, where "
+                "it can't be the same for every layout; layers of one level with dropout between them, or "
+                f"{_SWITCH_OFF}"
+            )
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            attention = module.self_attn
+            if module.dropout.p and isinstance(attention, nn.MultiheadAttention) and not attention.batch_first:
+                raise UserError(
+                    f"{name or 'the model'} ({type(module).__name__}) drops elements of [tokens, batch, features], "
+                    f"in which a sample is hard to find; batch_first=True, or {_SWITCH_OFF}"
+                )
+
+
+class Dropout(TorchFunctionMode):
+    """Answers every call of a dropout function in a training forward."""
+
+    def __init__(self, now: Now) -> None:
+        super().__init__()
+        self.now = now
+        self._name = ""  # of the innermost module whose forward runs
+        self._active = False
+        self._samples_lead = False  # PyTorch's own code runs, which keeps samples first
+        self._sites: dict[tuple[str, int], int] = {}
+        self._tables: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._keys: tuple[Moment, Tensor] | None = None
+
+    def within(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's forward in which dropout is ours, if it runs in a training step."""
+
+        @wraps(forward)
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if self.now.moment is None and not _in_backward():
+                return forward(*arguments, **keywords)
+            before, self._name = self._name, name
+            try:
+                if self._active:
+                    return forward(*arguments, **keywords)
+                self._active = True
+                try:
+                    with self:
+                        return forward(*arguments, **keywords)
+                finally:
+                    self._active = False
+            finally:
+                self._name = before
+
+        return run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(func, *args, **keywords)
+        if func is F.multi_head_attention_forward:
+            self._samples_lead = True
+            try:
+                with self:
+                    return _MULTI_HEAD_ATTENTION(*args, **keywords)
+            finally:
+                self._samples_lead = False
+        kind = _KINDS.get(func)
+        if kind is None:
+            return func(*args, **keywords)
+        call = kind.signature.bind(*args, **keywords)
+        call.apply_defaults()
+        given, probability, training, *rest = call.arguments.values()
+        if not training or not 0 < probability <= 1 or given.numel() == 0:
+            return func(*args, **keywords)  # nothing to drop, or an error of its own
+        return self._drop(given, probability, kind, in_place=kind.in_place or any(rest))
+
+    def _attention(
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,  # scale, enable_gqa
+    ) -> Tensor:
+        nothing_to_drop = not 0 < dropout_p <= 1
+        if nothing_to_drop or (is_causal and attn_mask is not None):  # an error of PyTorch's
+            return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        drop = partial(self._drop_weights, probability=dropout_p)
+        return explicit_attention(query, key, value, attn_mask, is_causal, **options, drop=drop)
+
+    def _drop_weights(self, weights: Tensor, probability: float) -> Tensor:
+        parts = self.now.part.attention if weights.ndim == 4 else {}
+        return weights * self._noise(weights, weights.shape, probability, parts).mul_(_scale(probability))
+
+    def _drop(self, given: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
+        shape = given.shape
+        if kind.features:  # a channel is dropped as a whole
+            shape = (*shape[:2], *(1 for _ in shape[2:]))
+        noise = self._noise(given, shape, probability, self.now.part.activations)
+        if kind.alpha:
+            factor, shift = _alpha(noise, probability)
+            return given.mul_(factor).add_(shift) if in_place else given * factor + shift
+        noise.mul_(_scale(probability))
+        return given.mul_(noise) if in_place else given * noise
+
+    def _noise(
+        self, like: Tensor, shape: Sequence[int], probability: float, parts: Mapping[int, Positions]
+    ) -> Tensor:
+        """Ones where elements are kept and zeros where they are dropped: [*shape], of the dtype of `like`."""
+        moment = self.now.moment
+        if moment is None:
+            raise UserError(
+                f"{self._name or 'the model'}: the model recomputes this dropout in backward by itself, where nobody "
+                'knows its sample; the layout option "recompute=full" in place of its own checkpointing would do'
+            )
+        cut = self._by_sample(shape, len(moment.samples))
+        site = (self._name, self.now.count(self._name))
+        if site not in self._sites:
+            self._sites[site] = key_of(*site)
+        keys = split(self._sample_keys(moment, like.device), torch.tensor(self._sites[site], device=like.device))
+        rest = [
+            self._table(parts.get(dim, parts.get(dim - len(cut), 0)), size, like.device)
+            for dim, size in enumerate(cut)
+            if dim
+        ]
+        *outer, (_, row) = rest or [self._table(0, 1, like.device)]
+        numbers = draw(keys, [positions for positions, _ in outer], row)
+        noise = torch.empty(numbers.shape, dtype=like.dtype, device=like.device)
+        return torch.ge(numbers, threshold(probability), out=noise).view(shape)
+
+    def _by_sample(self, shape: Sequence[int], samples: int) -> Sequence[int]:
+        """A shape with samples as its first dimension; [samples x tokens, ...] is [samples, tokens, ...]."""
+        if len(shape) and shape[0] == samples:
+            return shape
+        doubtful = len(shape) > 2 and shape[1] == samples and not self._samples_lead
+        if len(shape) and shape[0] % samples == 0 and not doubtful:
+            return samples, shape[0] // samples, *shape[1:]
+        raise UserError(
+            f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
+            f"samples of a micro-batch are not the first dimension: nobody knows which element is whose; "
+            f"{_SWITCH_OFF}"
+        )
+
+    def _sample_keys(self, moment: Moment, device: torch.device) -> Tensor:
+        """A key for each sample of a micro-batch: [samples], int64."""
+        if self._keys is None or self._keys[0] is not moment or self._keys[1].device != device:
+            step = torch.tensor(key_of("dropout", moment.seed, moment.step), device=device)
+            self._keys = moment, split(step, moment.samples.to(device))
+        return self._keys[1]
+
+    def _table(self, positions: Positions, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The positions of a dimension's elements in the whole, and what rows are drawn with."""
+        if isinstance(positions, Tensor):
+            positions = positions.to(device)
+            return positions, columns(positions)
+        key = (positions, size, device)
+        if key not in self._tables:
+            known = torch.arange(positions, positions + size, device=device)
+            self._tables[key] = known, columns(known)
+        return self._tables[key]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _scale(probability: float) -> float:
+    return 1 / (1 - probability) if probability < 1 else 0.0
+
+
+def _alpha(kept: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """Factor and shift of alpha dropout, which keeps mean and variance (Klambauer et al. 2017, section 3)."""
+    if probability == 1:
+        return kept * 0, kept * 0
+    saturation = -1.7580993408473766  # of SELU: -lambda * alpha
+    slope = ((1 - probability) * (1 + probability * saturation**2)) ** -0.5
+    return kept * slope, (1 - kept).mul_(slope * saturation).sub_(slope * saturation * probability)
+
+
+class _Kind(NamedTuple):
+    """What a dropout function does; its first arguments are input, p and training."""
+
+    signature: inspect.Signature
+    features: bool = False
+    alpha: bool = False
+    in_place: bool = False
+
+
+def _bare(input: Tensor, p: float, train: bool) -> None:
+    """The arguments of PyTorch's builtin dropout functions, which show none."""
+
+
+_BARE = inspect.signature(_bare)
+_KINDS: dict[Any, _Kind] = {
+    F.dropout: _Kind(inspect.signature(F.dropout)),
+    F.dropout1d: _Kind(inspect.signature(F.dropout1d), features=True),
+    F.dropout2d: _Kind(inspect.signature(F.dropout2d), features=True),
+    F.dropout3d: _Kind(inspect.signature(F.dropout3d), features=True),
+    F.alpha_dropout: _Kind(inspect.signature(F.alpha_dropout), alpha=True),
+    F.feature_alpha_dropout: _Kind(inspect.signature(F.feature_alpha_dropout), features=True, alpha=True),
+    torch.dropout: _Kind(_BARE),
+    torch.dropout_: _Kind(_BARE, in_place=True),
+    torch.feature_dropout: _Kind(_BARE, features=True),
+    torch.feature_dropout_: _Kind(_BARE, features=True, in_place=True),
+    torch.alpha_dropout: _Kind(_BARE, alpha=True),
+    torch.alpha_dropout_: _Kind(_BARE, alpha=True, in_place=True),
+    torch.feature_alpha_dropout: _Kind(_BARE, features=True, alpha=True),
+    torch.feature_alpha_dropout_: _Kind(_BARE, features=True, alpha=True, in_place=True),
+}
+_MULTI_HEAD_ATTENTION = without_override(F.multi_head_attention_forward)

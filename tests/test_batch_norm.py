@@ -1,0 +1,105 @@
+"""Batch norm takes one process's statistics under every layout of data ranks, and refuses what can't."""
+
+from typing import Any
+
+import own_loops
+import pytest
+import torch
+from own_loops import Case
+from small_tasks import Points
+from torch import Tensor, nn
+
+import samestep
+from samestep.engines.native import Native, NativeTrainer
+
+BATCH, STEPS = 13, 7
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(12, 12, bias=False), nn.BatchNorm1d(12, momentum=0.3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(hidden)))
+
+
+class Normed(nn.Module):
+    def __init__(self, *, sync: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.lines = nn.BatchNorm1d(3, momentum=None)  # type: ignore[arg-type]  # a cumulative average
+        self.planes = nn.SyncBatchNorm(3) if sync else nn.BatchNorm2d(3)
+        self.cubes = nn.BatchNorm3d(3, affine=False)
+        self.untracked = nn.BatchNorm1d(12, track_running_stats=False)
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = self.lines(hidden.view(-1, 3, 4)).tanh() + 100.0  # a mean that is large beside what varies
+        hidden = self.planes(hidden.view(-1, 3, 2, 2))
+        hidden = self.cubes(hidden.view(-1, 3, 2, 2, 1).tanh())
+        return self.last(self.untracked(hidden.flatten(1).tanh()))
+
+
+class Images(Points, own_loops.Looped):
+    sync = True
+
+    def model(self) -> nn.Module:
+        return Normed(sync=self.sync)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        # Over two samples a norm gives 1 and -1 whatever they are: gradients of nearly nothing, which AdamW blows up.
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class WithoutSync(Images):
+    sync = False  # PyTorch's own refuses to train on a CPU
+
+
+class Local(Native):
+    """The mistake: every rank normalises by its own samples, in one layer."""
+
+    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+        trainer = super().prepare(model, **settings)
+        vars(model.get_submodule("lines")).pop("forward")
+        return trainer
+
+
+@pytest.fixture(scope="module")
+def expected() -> own_loops.Taken:
+    # 28 samples in batches of 13: every third step has 2, for three ranks, one of which is lent a sample.
+    return own_loops.plain(WithoutSync(samples=28), batch=BATCH, steps=STEPS)
+
+
+@pytest.mark.parametrize("case", [Case(), Case(micro_batch=13), Case(layout="single recompute=full")])
+def test_one_process_is_as_it_was(case: Case, expected: own_loops.Taken) -> None:
+    taken = own_loops.take(case, Images(samples=28), BATCH, STEPS)
+    assert own_loops.far(taken, expected) < 1e-10
+
+
+def test_statistics_are_those_of_the_global_batch(expected: own_loops.Taken) -> None:
+    cases = [
+        Case(layout="dp3"),
+        Case(layout="fsdp3 recompute=full", micro_batch=5),  # the largest slice has 5
+        Case(layout="dp3", engine=Local()),
+        Case(layout="dp3", micro_batch=3),
+    ]
+    *right, local, refused = own_loops.under(cases, Images(samples=28), batch=BATCH, steps=STEPS, ranks=3)
+    for taken in right:
+        assert own_loops.far(taken, expected) < 1e-10
+    assert own_loops.far(local, expected) > 1e-3
+    assert refused == (
+        "blocks.0.norm (BatchNorm1d) takes its statistics from the whole batch, and a step of 2 micro-batches a rank "
+        "never has it at once; run.micro_batch: null would do, and so would group norm or layer norm"
+    )
+
+
+def test_one_process_refuses_micro_batches() -> None:
+    with pytest.raises(
+        samestep.UserError, match=r"blocks.0.norm \(BatchNorm1d\) takes its statistics from the whole"
+    ):
+        samestep.verify(samestep.Recipe(task=Images(), batch=BATCH), micro_batch=4)
