@@ -45,12 +45,14 @@ def spread(
         _check_batch_norm(model, layout)
     parts = Parts.of(model, layout, mesh)
     blocks = find_blocks(model)
-    if layout.context > 1:
-        split_tokens(model, blocks, _look(model, layout, details.example), mesh, parts)
+    looks = layout.context > 1 or layout.tensor > 1
+    seen = _look(model, layout, details.example) if looks else None  # before anything is changed
+    if seen is not None and layout.context > 1:
+        split_tokens(model, blocks, seen, mesh, parts)
     vocabulary = None
-    if layout.tensor > 1:
+    if seen is not None and layout.tensor > 1:
         vocabulary = slice_tensors(
-            model, blocks, parts, mesh, device, example=details.example, given=details.tensor_plan
+            model, blocks, seen, parts, mesh, device, example=details.example, given=details.tensor_plan
         )
     if layout.recompute != "none":
         recompute(blocks, layout.recompute)
