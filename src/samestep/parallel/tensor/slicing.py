@@ -41,7 +41,8 @@ def slice_tensors(
     """Slice a model in place over the tensor dimension, and write down in `parts` how.
 
     `seen` is what its forward of the example does. `given` is a user's plan: name or pattern of modules -> role.
-    Raises LayoutError where the model can't be sliced, and where the sliced model gives another output for the example than the whole one.
+    Raises LayoutError where the model can't be sliced, and where the sliced model gives another output for the
+    example than the whole one.
     """
     layout = parts.layout
     repeated = _repeated(model, blocks)
