@@ -101,7 +101,7 @@ MISTAKES = {
     ),
     "half precision over shards": (
         "train good.yaml --layout fsdp2 --set recipe.precision=fp16",
-        r"recipe.precision is fp16, which shards do not have yet; bf16 would do",
+        r"recipe.precision is fp16, which shards and slices do not have yet; bf16 would do",
     ),
     "fewer samples than ranks": (
         "train good.yaml --layout dp4 --set recipe.batch=3",
@@ -190,7 +190,7 @@ def samestep(*arguments: str, place: Path) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=place)
 
 
-@pytest.mark.parametrize("mistake", ["unknown flag", "tp2 is not there yet", "label out of range"])
+@pytest.mark.parametrize("mistake", ["unknown flag", "pp2 is not there yet", "label out of range"])
 def test_a_mistake_ends_the_program_with_2(mistake: str, place: Path) -> None:
     command, message = MISTAKES[mistake]
     done = samestep(*arguments_of(command), place=place)

@@ -207,6 +207,8 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
         "shards": (TIED, "fsdp2 tp2", {"micro_batch": 2}),
         "shards, tokens split": (BERT, "fsdp2 tp2 sequence=split recompute=full", {}),
         "shards offloaded": (LLAMA, "fsdp2 tp2 sequence=split offload=parameters", {}),
+        "parts of the tokens": (LLAMA, "cp2 tp2", {}),
+        "parts of the tokens, split again": (BERT, "cp2 tp2 sequence=split", {}),
         "four slices": (BERT, "tp4", {}),
         "four slices, tokens split": (GPT2, "tp4 sequence=split", {}),
     }

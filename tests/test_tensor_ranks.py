@@ -19,7 +19,7 @@ from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.parallel.tensor.layers import Region
 from samestep.parallel.tensor.multihead import multihead
-from samestep.training.fit import Training, build_model
+from samestep.training.fit import Training
 
 STEPS = 3
 LLAMA = Texts(partial(llama, tie_word_embeddings=True), causal=True)
@@ -52,7 +52,9 @@ def counted(name: str) -> Iterator[list[int]]:
 def held(world: Any) -> dict[str, Any]:
     """Parameters of a rank, and the whole model put together again."""
     trained = training(world, LLAMA, "tp2")
-    whole = build_model(LLAMA, 0).state_dict()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = LLAMA.model().state_dict()
     state = trained.session.trainer.state()
     table = trained.session.trainer._spread.parts.table  # pyright: ignore[reportAttributeAccessIssue]
     mine = dict(trained.session.trainer.model.named_parameters())  # pyright: ignore[reportAttributeAccessIssue]
@@ -99,7 +101,7 @@ def own_loop(world: Any) -> dict[str, Any]:
     try:
         session.prepare(model, optimizer)
         refused = ""
-    except samestep.LayoutError as error:
+    except samestep.UserError as error:
         refused = str(error)
     task = Texts(Encoder)
     samples = task.train_set()
@@ -245,7 +247,10 @@ def test_two_messages_a_unit_and_no_logits_are_sent(found: dict[str, Any]) -> No
 
 
 def test_a_loop_of_ones_own_gives_an_example(found: dict[str, Any]) -> None:
-    assert "give an example of what it is called with" in found["own loop"]["refused"]
+    assert (
+        "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples would do"
+        in found["own loop"]["refused"]
+    )
     assert found["own loop"]["classes"] == (2, 3)
     torch.manual_seed(0)
     model, task = Encoder(), Texts(Encoder)

@@ -56,14 +56,14 @@ def spread(
     parts = Parts.of(model, layout, mesh)
     host, now = HostMemory(device), Now()
     blocks = find_blocks(model)
-    seen = _look(model, layout, details.example) if layout.cuts_model else None
-    vocabulary = None
-    if layout.tensor > 1:
-        vocabulary = slice_tensors(
-            model, blocks, parts, mesh, device, example=details.example, given=details.tensor_plan
-        )
+    seen = _look(model, layout, details.example) if layout.cuts_model else None  # before anything is changed
     if seen is not None and layout.context > 1:
         split_tokens(model, blocks, seen, mesh, parts)
+    vocabulary = None
+    if seen is not None and layout.tensor > 1:
+        vocabulary = slice_tensors(
+            model, blocks, seen, parts, mesh, device, example=details.example, given=details.tensor_plan
+        )
     # Around what slices and splits, so that they hand it the whole of a tensor where they can.
     same_dropout(model, now)
     global_batch_norm(model, mesh.data_group, now)

@@ -56,7 +56,8 @@ class Stream:
         for block in blocks:
             block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
             self._wrap(block, randomness)
-        blocks[-1].register_forward_hook(self._gather_output)
+        # First of the hooks, as the split is the last: what others split at the first block they gather after it.
+        blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
     def _wrap(self, block: nn.Module, randomness: OwnRandomness) -> None:
         inner = block.forward

@@ -1,6 +1,7 @@
 """Tensor parallel applied to a model: parameters cut, layers made to compute with the cuts, output compared."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.parts import Part, Parts, Slice
+from samestep.parallel.parts import Parts, Slice
 from samestep.parallel.tensor import collectives, layers, sequence
 from samestep.parallel.tensor.heads import divide
 from samestep.parallel.tensor.layers import Entry, Message, Region
@@ -22,13 +23,14 @@ from samestep.parallel.tensor.randomness import OwnRandomness
 from samestep.parallel.tensor.sequence import Stream, find_streams
 from samestep.parallel.tensor.units import Unit
 from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
-from samestep.parallel.trace import Trace, seen_in, trace
+from samestep.parallel.trace import Trace, seen_in
 from samestep.tasks.base import call
 
 
 def slice_tensors(
     model: nn.Module,
     blocks: Sequence[nn.Module],
+    seen: Trace,
     parts: Parts,
     mesh: Mesh,
     device: torch.device,
@@ -38,16 +40,11 @@ def slice_tensors(
 ) -> Vocabulary:
     """Slice a model in place over the tensor dimension, and write down in `parts` how.
 
-    `given` is a user's plan: name or pattern of modules -> role. Raises LayoutError where the model can't be sliced,
-    and where the sliced model gives another output for the example than the whole one.
+    `seen` is what its forward of the example does. `given` is a user's plan: name or pattern of modules -> role.
+    Raises LayoutError where the model can't be sliced, and where the sliced model gives another output for the
+    example than the whole one.
     """
     layout = parts.layout
-    if example is None:
-        raise LayoutError(
-            f'layout "{layout}": to slice a model its forward must be seen; give an example of what it is called '
-            "with, as in session.prepare(model, optimizer, example=inputs)"
-        )
-    seen = trace(model, example)
     repeated = _repeated(model, blocks)
     split = layout.sequence == "split"
     plan = make_plan(model, seen, repeated, layout.tensor, given=given, tokens_split=split)
@@ -117,10 +114,10 @@ class _Slicer:
         for name, parameter in by_name:
             path, _, own = name.rpartition(".")
             if id(parameter) in slices:
-                parts.table[name] = Part(slice=slices[id(parameter)])
+                parts.table[name] = replace(parts.part(name), slice=slices[id(parameter)])
                 setattr(self._model.get_submodule(path), own, held[id(parameter)])
             elif self._gradient_is_in_parts(path):
-                parts.table[name] = Part(sum_over=(self._group,))
+                parts.add_sum(name, self._group)
 
     def _gradient_is_in_parts(self, module: str) -> bool:
         """Whether the whole parameters of a module work on this rank's heads or tokens alone."""
