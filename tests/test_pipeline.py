@@ -1,18 +1,16 @@
 """Pipelines: the same step under every schedule, on models that nobody rewrote, each rank with its part alone."""
 
+import contextlib
 import itertools
 import json
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mistakes_of_pipelines as mistakes
 import pipeline_tasks as tasks
 import pytest
+import torch
 import torch.distributed as dist
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from many import Case, verify_all
 from model_tasks import NextWord, Sentences
 from small_tasks import BatchNorm, Points, Words
@@ -21,10 +19,7 @@ from torch import nn
 import samestep
 from samestep.engines.native import Native, NativeTrainer
 from samestep.layout import Layout
-from samestep.parallel.pipeline.balance import best_starts
-from samestep.parallel.pipeline.orders import orders_of
-from samestep.parallel.pipeline.rules import micro_batches, owners
-from samestep.parallel.pipeline.timeline import bubble, bubble_formula, ideal_times
+from samestep.parallel.apply import spread
 from samestep.proof import TOLERANCE
 
 
@@ -242,6 +237,19 @@ def test_cut_at_without_a_pipeline_is_refused() -> None:
     assert 'run.cut_at names pipeline stages, and layout "dp2" has none' in message(Points(), "dp2", cut_at=("1",))
 
 
+def test_a_pipeline_wants_an_example() -> None:
+    mesh: Any = None  # not looked at before the example is
+    with pytest.raises(samestep.UserError, match=r'layout "pp2" cuts the model, .* give an `example` too'):
+        spread(
+            nn.Linear(2, 2),
+            Layout(pipeline=2),
+            mesh,
+            torch.device("cpu"),
+            precision="fp32",
+            autocast=contextlib.nullcontext,
+        )
+
+
 class Alone:
     """A model's plan, as every rank of a pipeline makes it."""
 
@@ -307,56 +315,3 @@ def test_memory_balance_counts_what_is_in_flight() -> None:
     assert Alone(task, "pp2").plan.starts == [0, 8]
     # The first rank keeps the activations of twice as many micro-batches.
     assert Alone(task, "pp2 balance=memory").plan.starts == [0, 7]
-
-
-def cost_of(costs: Sequence[float], starts: Sequence[int]) -> float:
-    ends = [*starts[1:], len(costs)]
-    # Later stages cost less for the same blocks, as activations in flight do.
-    return max(sum(costs[a:b]) * (1 + 1 / (1 + s)) for s, (a, b) in enumerate(zip(starts, ends, strict=True)))
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_largest_stage_is_as_small_as_can_be(costs: list[int], stages: int) -> None:
-    assume(stages <= len(costs))
-    found = best_starts(len(costs), stages, lambda s, a, b: sum(costs[a:b]) * (1 + 1 / (1 + s)))
-    every = ([0, *rest] for rest in itertools.combinations(range(1, len(costs)), stages - 1))
-    assert found[0] == 0
-    assert cost_of(costs, found) == min(cost_of(costs, starts) for starts in every)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_schedule_does_everything_once_and_idles_as_its_paper_says(schedule: Any, ranks: int) -> None:
-    layout = Layout(pipeline=ranks, schedule=schedule)
-    for batch in (2 * ranks, 2 * ranks + 1, 5 * ranks):
-        count = micro_batches(layout, batch, micro_batch=1)
-        assert count is not None
-        assert count >= batch
-        stages = layout.stages_a_rank
-        orders = orders_of(schedule, ranks=ranks, stages_a_rank=stages, micro_batches=count)
-        done = Counter((a.stage, a.kind, a.micro_batch) for actions in orders for a in actions)
-        assert set(done.values()) == {1}
-        for stage, number in itertools.product(range(ranks * stages), range(count)):
-            assert (stage, "F", number) in done
-            assert ((stage, "B", number) in done) != ({(stage, "I", number), (stage, "W", number)} <= done.keys())
-        assert owners(layout) == [
-            next(rank for rank, actions in enumerate(orders) if any(a.stage == stage for a in actions))
-            for stage in range(ranks * stages)
-        ]
-        assert bubble(ideal_times(orders)) == pytest.approx(bubble_formula(layout, count))
-
-
-@pytest.mark.parametrize(
-    ("layout", "batch", "micro_batch", "count"),
-    [
-        ("dp4", 64, None, None),
-        ("pp2", 64, None, 4),
-        ("pp2", 3, None, 3),
-        ("pp4", 2, None, 4),
-        ("pp2 dp2", 33, 3, 6),
-        ("pp3 schedule=interleaved-1f1b", 64, 8, 9),
-        ("pp2 schedule=zbv-zero-bubble", 15, 3, 5),
-    ],
-)
-def test_how_many_micro_batches(layout: str, batch: int, micro_batch: int | None, count: int | None) -> None:
-    assert micro_batches(Layout.parse(layout), batch, micro_batch) == count
