@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -23,6 +23,7 @@ from samestep.cli.main import main
 from samestep.comm.mesh import build_mesh
 from samestep.layout import MESH_DIMENSIONS, Layout
 from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.spread import Details
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
@@ -182,8 +183,10 @@ def count_messages(rank: int, layouts: list[str], folder: Path) -> None:
         layout = Layout.parse(text)
         mesh = build_mesh(layout, "cpu")
         model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(BLOCKS)))
-        module = spread(model, layout, mesh, torch.device("cpu"), "fp32").module
-        optimizer = spread_optimizer(torch.optim.SGD(module.parameters(), 0.1), layout, mesh)
+        device = torch.device("cpu")
+        settings = {"precision": "fp32", "autocast": nullcontext, "details": Details()}
+        module = spread(model, layout, mesh, device, **settings).module  # pyright: ignore
+        optimizer = spread_optimizer(torch.optim.SGD(module.parameters(), 0.1), layout, mesh, device)
         collectives = Collectives()
         for _ in range(3):  # the first two also set up DistributedDataParallel's buckets
             collectives = Collectives()

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from many import Case, verify_all
 from model_tasks import NextWord, Sentences
-from small_tasks import BatchNorm, Points, Words
+from small_tasks import Points, Words
 from torch import nn
 
 import samestep
 from samestep.engines.native import Native, NativeTrainer
 from samestep.layout import Layout
 from samestep.parallel.apply import spread
+from samestep.parallel.spread import Details
 from samestep.proof import TOLERANCE
 
 
@@ -239,7 +240,7 @@ def test_cut_at_without_a_pipeline_is_refused() -> None:
 
 def test_a_pipeline_wants_an_example() -> None:
     mesh: Any = None  # not looked at before the example is
-    with pytest.raises(samestep.UserError, match=r'layout "pp2" cuts the model, .* give an `example` too'):
+    with pytest.raises(samestep.UserError, match=r'layout "pp2" cuts the model itself, .*example=inputs'):
         spread(
             nn.Linear(2, 2),
             Layout(pipeline=2),
@@ -247,7 +248,15 @@ def test_a_pipeline_wants_an_example() -> None:
             torch.device("cpu"),
             precision="fp32",
             autocast=contextlib.nullcontext,
+            details=Details(),
         )
+
+
+class Normed(Points):
+    """A model whose statistics depend on the samples of a micro-batch."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, self.classes))
 
 
 class Alone:
@@ -292,7 +301,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused_with_the_reason(
 
 def test_a_refusal_in_the_ranks_is_one_line() -> None:
     assert message(tasks.T5(), "pp2").startswith('layout "pp2": encoder.block.1 gives 2 tensors')
-    assert "1 (BatchNorm1d) would take its statistics from one micro-batch's samples" in message(BatchNorm(), "pp2")
+    assert "1 (BatchNorm1d) would take its statistics from one micro-batch's samples" in message(Normed(), "pp2")
 
 
 def test_what_a_stage_needs_is_found_in_the_forward() -> None:

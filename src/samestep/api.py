@@ -1,7 +1,7 @@
 """`samestep.train` and `samestep.verify`: check a job, start its ranks, bring back what they found."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,7 +86,7 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
         return _on_ranks(_verify_rank, job, layout, steps, known)
 
 
-def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout: bool = False) -> Iterator[Row]:
+def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout: bool = False) -> list[Row]:
     """Hold each layout against one process, which takes its steps once for all of them.
 
     A layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
@@ -95,31 +95,53 @@ def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout:
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = _check(replace(job, run=replace(job.run, layout="single", processes=None)), Layout())
     job = proof_job(job, dropout=dropout)
+    fitting: dict[str, Layout] = {}
+    rows: dict[str, Row] = {}
+    for text in layouts:
+        try:
+            layout = Layout.parse(text, job.run.processes if unsized(text) else None)
+            _check(job, layout)
+        except UserError as error:
+            rows[text] = Row(job=_name_of(job), layout=text, reason=str(error))
+        else:
+            fitting[text] = layout
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder))
-        for text in layouts:
-            yield _row(job, text, steps, known)
+        for size in dict.fromkeys(layout.size for layout in fitting.values()):
+            rows |= _rows(job, {text: each for text, each in fitting.items() if each.size == size}, steps, known)
+    return [rows[text] for text in layouts]
 
 
-def _row(job: Job, text: str, steps: int, known: Reference) -> Row:
-    began = time.perf_counter()
-    proof = reason = failure = None
+def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
+    """Layouts of one number of ranks, in one start of them. Where any goes wrong, in a start each."""
     try:
-        layout = Layout.parse(text, job.run.processes if unsized(text) else None)
-        _check(job, layout)
-        proof = _on_ranks(_verify_rank, job, layout, steps, known)
-    except UserError as error:  # the job is fine with one process, so what is wrong is the layout
-        reason = str(error)
-    except RankFailedError as error:
-        failure = str(error)
-    return Row(
-        job=job.name or str(job.recipe.task),
-        layout=text,
-        proof=proof,
-        reason=reason,
-        failure=failure,
-        seconds=time.perf_counter() - began,
-    )
+        return _in_one_start(job, layouts, steps, known)
+    except (UserError, RankFailedError) as error:
+        if len(layouts) > 1:
+            rows: dict[str, Row] = {}
+            for text, layout in layouts.items():
+                rows |= _rows(job, {text: layout}, steps, known)
+            return rows
+        # The job is fine with one process, so what a user could have got wrong is the layout.
+        (text,), message = layouts, str(error)
+        if isinstance(error, UserError):
+            row = Row(job=_name_of(job), layout=text, reason=message)
+        else:
+            row = Row(job=_name_of(job), layout=text, failure=message)
+        return {text: row}
+
+
+def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
+    size = next(iter(layouts.values()))
+    proofs = _on_ranks(_verify_rank_many, job, size, list(layouts.values()), steps, known)
+    return {
+        text: Row(job=_name_of(job), layout=text, proof=proof, seconds=seconds)
+        for text, (proof, seconds) in zip(layouts, proofs, strict=True)
+    }
+
+
+def _name_of(job: Job) -> str:
+    return job.name or str(job.recipe.task)
 
 
 def _train_rank(job: Job, layout: Layout) -> TrainResult:
@@ -138,6 +160,20 @@ def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
     with join(device=job.run.device, threads=job.run.threads) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
+
+
+def _verify_rank_many(
+    job: Job, _: Layout, layouts: Sequence[Layout], steps: int, known: Reference
+) -> list[tuple[Proof, float]]:
+    """Proofs of several layouts one after the other, and the seconds that each took."""
+    found = []
+    with join(device=job.run.device, threads=job.run.threads) as world:
+        for layout in layouts:
+            began = time.perf_counter()
+            mine = known if world.rank == 0 else None
+            proof = hold_against(job, resolve_task(job.recipe), world, layout, steps, mine)
+            found.append((proof, time.perf_counter() - began))
+    return found
 
 
 def _run(layout: str | Layout, run: dict[str, Any]) -> Run:

@@ -48,10 +48,10 @@ class Row:
 
     job: str
     layout: str
-    proof: Proof | None
-    reason: str | None  # why the layout was refused
-    failure: str | None  # what went wrong in the ranks
-    seconds: float
+    proof: Proof | None = None
+    reason: str | None = None  # why the layout was refused
+    failure: str | None = None  # what went wrong in the ranks
+    seconds: float | None = None  # of the proof, without the start of its ranks
 
     @property
     def passed(self) -> bool:

@@ -115,7 +115,9 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
     for row in rows:
         differences = row.proof.max_relative_difference if row.proof else {}
         numbers = [f"{differences[name]:.1e}" if name in differences else "" for name in _DIFFERENCES]
-        table.add_row(row.job, row.layout, *numbers, row.verdict, f"{row.seconds:.0f}")
+        table.add_row(
+            row.job, row.layout, *numbers, row.verdict, f"{row.seconds:.1f}" if row.seconds is not None else ""
+        )
     console.print(table)
     for row in rows:
         if row.reason or row.failure:
