@@ -1,0 +1,101 @@
+"""Every layout on every kind of model, each held against one process in float64: the table of docs/matrix.md.
+
+    python benchmarks/matrix.py [--layouts all] [--json FILE] [--docs]
+
+The jobs are the small ones of examples/proof, and five models of transformers that samestep was not made for, of
+tiny random configurations. `--docs` writes the table and the reasons of what is refused into docs/matrix.md and
+docs/zh/matrix.md.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import samestep
+from samestep import jobfile
+from samestep.api import verify_layouts
+from samestep.job import Job, Run
+from samestep.matrix import Row, layouts_of
+from samestep.report.tables import print_matrix
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ("text", "language", "images", "regression")
+UNTUNED = ("qwen2", "mistral", "gpt2", "t5", "vit")
+REFUSED = {"en": "refused", "zh": "拒绝"}
+PAGES = {"en": ROOT / "docs" / "matrix.md", "zh": ROOT / "docs" / "zh" / "matrix.md"}
+
+
+def jobs() -> list[Job]:
+    shipped = [jobfile.load(ROOT / "examples" / "proof" / f"{name}.yaml").job for name in SHIPPED]
+    return shipped + [untuned(name) for name in UNTUNED]
+
+
+def untuned(name: str) -> Job:
+    """A model of transformers on random data, in batches that the ranks don't divide."""
+    task = f"{ROOT / 'tests' / 'tiny_models.py'}:Tiny"
+    optimizer = samestep.AdamW(lr=1e-3)
+    recipe = samestep.Recipe(task=task, args={"name": name}, batch=10, epochs=1, clip=0.5, optimizer=optimizer)
+    return Job(recipe=recipe, run=Run(), name=name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default="all")
+    parser.add_argument("--jobs", nargs="*", choices=[*SHIPPED, *UNTUNED], default=[*SHIPPED, *UNTUNED])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", action="store_true")
+    options = parser.parse_args()
+    chosen = [job for job in jobs() if job.name in options.jobs]
+    layouts = layouts_of(options.layouts)
+    rows = [row for job in chosen for row in verify_layouts(job, layouts)]
+    print_matrix(rows)
+    if options.json is not None:
+        options.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8")
+    if options.docs:
+        for language, page in PAGES.items():
+            write_between_markers(page, table(rows, REFUSED[language]), reasons(rows))
+
+
+def table(rows: Sequence[Row], refused: str) -> str:
+    """A line a layout, a column a job: the largest relative difference of all that is compared."""
+    names = list(dict.fromkeys(row.job for row in rows))
+    numbers = {reason: number for number, reason in enumerate(_reasons(rows), 1)}
+    lines = [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
+    for layout in dict.fromkeys(row.layout for row in rows):
+        cells = {row.job: _cell(row, numbers, refused) for row in rows if row.layout == layout}
+        lines.append(f"| `{layout}` | {' | '.join(cells[name] for name in names)} |")
+    return "\n".join(lines)
+
+
+def _cell(row: Row, numbers: dict[str, int], refused: str) -> str:
+    if row.proof is not None:
+        largest = f"{max(row.proof.max_relative_difference.values()):.0e}"
+        return largest if row.proof.same_step else f"**{largest}**"
+    return f"{refused} {numbers[_reason(row)]}" if row.reason else "**failed**"
+
+
+def reasons(rows: Sequence[Row]) -> str:
+    return "\n".join(f"{number}. {reason}" for number, reason in enumerate(_reasons(rows), 1))
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(_reason(row) for row in rows if row.reason))
+
+
+def _reason(row: Row) -> str:
+    """Why a layout was refused, without the layout's own name, which differs from line to line."""
+    return re.sub(r'^layout "[^"]*": ', "", row.reason or "")
+
+
+def write_between_markers(page: Path, *parts: str) -> None:
+    text = page.read_text(encoding="utf-8")
+    for number, part in enumerate(parts, 1):
+        place = re.compile(rf"(<!-- part {number} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = place.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
