@@ -12,7 +12,7 @@ from samestep.cluster.start import local
 from samestep.cluster.world import join
 from samestep.job import Job, Run
 from samestep.layout import Layout
-from samestep.proof import Proof, Reference, hold_against, reference
+from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.tasks.resolve import resolve
 
 Case = tuple[samestep.Recipe, str, dict[str, Any]]  # what is trained, how, and the run's other settings
@@ -20,18 +20,18 @@ Case = tuple[samestep.Recipe, str, dict[str, Any]]  # what is trained, how, and 
 
 def verify_all(cases: Sequence[Case], *, steps: int = 3) -> list[Proof]:
     """`samestep.verify` of each, in ranks that are started once; all layouts have one size."""
-    jobs = [Job(recipe=recipe, run=Run(layout=layout, threads=1, **run)) for recipe, layout, run in cases]
+    jobs = [proof_job(Job(recipe=recipe, run=Run(layout=layout, threads=1, **run))) for recipe, layout, run in cases]
     layouts = [Layout.parse(job.run.layout) for job in jobs]
     (size,) = {layout.size for layout in layouts}
     known: dict[Any, Reference] = {}
     with TemporaryDirectory(prefix="samestep-references-") as folder:
         for job, layout in zip(jobs, layouts, strict=True):
             task = _check(job, layout)
-            if id(job.recipe) not in known:
+            if str(job.recipe) not in known:
                 place = Path(folder) / str(len(known))
                 place.mkdir()
-                known[id(job.recipe)] = reference(job, task, steps, place)
-        references = [known[id(job.recipe)] for job in jobs]
+                known[str(job.recipe)] = reference(job, task, steps, place)
+        references = [known[str(job.recipe)] for job in jobs]
         return local.start(_on_ranks, (jobs, layouts, references, steps), size)
 
 

@@ -10,7 +10,7 @@ from samestep.cluster.start import local
 from samestep.cluster.world import join
 from samestep.job import Job, Run
 from samestep.layout import Layout
-from samestep.proof import Proof, Reference, hold_against, reference
+from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.tasks.resolve import resolve
 
 STEPS = 3
@@ -22,18 +22,19 @@ def prove(cases: Mapping[str, tuple[samestep.Recipe, str, Mapping[str, Any]]]) -
     All layouts need the same number of ranks.
     """
     jobs = {
-        name: Job(recipe=recipe, run=Run(layout=layout, threads=1, **run))
+        name: proof_job(Job(recipe=recipe, run=Run(layout=layout, threads=1, **run)))
         for name, (recipe, layout, run) in cases.items()
     }
     with TemporaryDirectory() as folder:
         known: dict[str, Reference] = {}
         by_recipe: dict[int, Reference] = {}
         for number, (name, job) in enumerate(jobs.items()):
-            if id(job.recipe) not in by_recipe:
+            recipe = id(cases[name][0])
+            if recipe not in by_recipe:
                 place = Path(folder) / str(number)
                 place.mkdir()
-                by_recipe[id(job.recipe)] = reference(job, resolve(job.recipe), STEPS, place)
-            known[name] = by_recipe[id(job.recipe)]
+                by_recipe[recipe] = reference(job, resolve(job.recipe), STEPS, place)
+            known[name] = by_recipe[recipe]
         sizes = {Layout.parse(job.run.layout).size for job in jobs.values()}
         assert len(sizes) == 1, sizes
         return local.start(_on_each_rank, (jobs, known), sizes.pop())

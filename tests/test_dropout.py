@@ -22,7 +22,7 @@ from samestep.engines.native import Native, NativeTrainer
 from samestep.parallel.attention import explicit_attention
 from samestep.parallel.counter import columns, draw, key_of, split, threshold
 from samestep.parallel.dropout import same_dropout
-from samestep.parallel.moment import Now, Part
+from samestep.parallel.moment import Now, Portion
 
 BATCH, STEPS = 13, 7
 MASK_64, MASK_32 = 2**64 - 1, 2**32 - 1
@@ -173,10 +173,10 @@ def moment(*samples: int, step: int = 0, seed: int = 0) -> Moment:
     return Moment(step=step, samples=torch.tensor(samples), lent=False, seed=seed)
 
 
-def dropped(model: nn.Module, when: Moment, *inputs: Tensor, part: Part | None = None) -> Any:
+def dropped(model: nn.Module, when: Moment, *inputs: Tensor, part: Portion | None = None) -> Any:
     now = Now()
     same_dropout(model.train(), now)
-    with now.at(when), now.holding(part or Part()):
+    with now.at(when), now.holding(part or Portion()):
         return model(*inputs)
 
 
@@ -205,14 +205,14 @@ def test_a_mask_depends_on_each_of_what_it_should_and_on_no_size() -> None:
 def test_a_rank_that_computes_a_part_has_the_mask_of_that_part() -> None:
     drop = Call(lambda inputs: F.dropout(inputs, 0.5))
     whole = dropped(drop, moment(5, 9), torch.ones(2, 10, 16))
-    right = dropped(drop, moment(5, 9), torch.ones(2, 10, 8), part=Part(activations={-1: 8}))
+    right = dropped(drop, moment(5, 9), torch.ones(2, 10, 8), part=Portion(activations={-1: 8}))
     torch.testing.assert_close(right, whole[..., 8:])
-    ends = Part(activations={1: torch.tensor([0, 9])})
+    ends = Portion(activations={1: torch.tensor([0, 9])})
     torch.testing.assert_close(dropped(drop, moment(5, 9), torch.ones(2, 2, 16), part=ends), whole[:, [0, 9]])
     query, key, value = torch.randn(3, 2, 4, 5, 6).unbind()
     attention = Call(lambda *qkv: F.scaled_dot_product_attention(*qkv, dropout_p=0.5))
     heads = dropped(attention, moment(5, 9), query, key, value)
-    second = dropped(attention, moment(5, 9), query[:, 2:], key[:, 2:], value[:, 2:], part=Part(attention={1: 2}))
+    second = dropped(attention, moment(5, 9), query[:, 2:], key[:, 2:], value[:, 2:], part=Portion(attention={1: 2}))
     torch.testing.assert_close(second, heads[:, 2:])
 
 

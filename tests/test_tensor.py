@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from proving import prove, same
 from small_tasks import Points
 from tiny_texts import Averaged, Decoder, Encoder, Texts, bert, gpt2, llama
@@ -235,21 +234,3 @@ def test_sizes_and_options_are_checked_before_any_rank_starts(
 def test_a_role_that_is_none_is_refused() -> None:
     with pytest.raises(samestep.UserError, match=r"run\.tensor_plan\.lm_head.*diagonal"):
         samestep.verify(LLAMA, "tp2", tensor_plan={"lm_head": "diagonal"})
-
-
-def test_a_rank_has_random_numbers_of_its_own_and_leaves_the_shared_ones_in_step() -> None:
-    from samestep.parallel.tensor.randomness import OwnRandomness
-
-    def draw(rank: int) -> tuple[list[float], list[float]]:
-        torch.manual_seed(1)
-        randomness = OwnRandomness(rank, torch.device("cpu"))
-        randomness.begin()
-        own = torch.rand(4).tolist()
-        torch.rand(rank)  # as many as a rank likes
-        randomness.end()
-        return own, torch.rand(4).tolist()
-
-    (first, shared_by_first), (second, shared_by_second) = draw(0), draw(1)
-    assert first != second
-    assert shared_by_first == shared_by_second
-    assert draw(1) == (second, shared_by_second)

@@ -16,6 +16,7 @@ from samestep.layout import Layout
 from samestep.parallel.batch_norm import global_batch_norm
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.compiled import check_compile, compile_blocks
 from samestep.parallel.context.split import split_tokens
 from samestep.parallel.dropout import same_dropout
 from samestep.parallel.host_memory import HostMemory
@@ -58,23 +59,27 @@ def spread(
     blocks = find_blocks(model)
     seen = _look(model, layout, details.example) if layout.cuts_model else None  # before anything is changed
     if seen is not None and layout.context > 1:
-        split_tokens(model, blocks, seen, mesh, parts)
+        split_tokens(model, blocks, seen, mesh, parts, now)
     vocabulary = None
     if seen is not None and layout.tensor > 1:
         vocabulary = slice_tensors(
-            model, blocks, seen, parts, mesh, device, example=details.example, given=details.tensor_plan
+            model, blocks, seen, parts, mesh, now, example=details.example, given=details.tensor_plan
         )
-    # Around what slices and splits, so that they hand it the whole of a tensor where they can.
-    same_dropout(model, now)
-    global_batch_norm(model, mesh.data_group, now)
     of_pipeline = None
     if seen is not None and layout.pipeline > 1:
         of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at)
         blocks = of_pipeline.blocks
+    if details.compile:
+        check_compile(model, layout)
+    else:
+        same_dropout(model, now)
+    global_batch_norm(model, mesh.data_group, now)
     if layout.recompute != "none":
         recompute(blocks, layout.recompute, now)
     if layout.offloads("activations"):
         offload_activations(blocks, host)
+    if details.compile:
+        compile_blocks(blocks)
     common = {
         "model": model,
         "parts": parts,

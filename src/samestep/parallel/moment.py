@@ -14,7 +14,7 @@ Positions = int | Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Portion:
     """Which part of the whole model's tensors this rank computes; a dimension that isn't named is whole.
 
     Dimensions are counted with the samples as dimension 0: [samples, tokens, features].
@@ -24,14 +24,14 @@ class Part:
     attention: Mapping[int, Positions] = field(default_factory=dict)  # of [samples, heads, queries, keys]
 
 
-_WHOLE = Part()
+_WHOLE = Portion()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
     moment: Moment | None = None
     calls: dict[str, int] = field(default_factory=dict)
-    part: Part = _WHOLE
+    part: Portion = _WHOLE
     recomputing: bool = False
 
 
@@ -46,7 +46,7 @@ class Now:
         return self._state.moment
 
     @property
-    def part(self) -> Part:
+    def part(self) -> Portion:
         """Which part of its tensors the running code computes."""
         return self._state.part
 
@@ -62,10 +62,16 @@ class Now:
             yield
 
     @contextmanager
-    def holding(self, part: Part) -> Iterator[None]:
+    def holding(self, part: Portion) -> Iterator[None]:
         """Code that computes only a part of the whole model's tensors."""
         with self._as(replace(self._state, part=part)):
             yield
+
+    def hold(self, part: Portion) -> Portion:
+        """The same for code that begins in one module and ends in another; what held before, to be given back."""
+        before = self._state.part
+        self._state = replace(self._state, part=part)
+        return before
 
     def count(self, name: str) -> int:
         """How often this was asked for a name in this forward: its running number, from 0."""

@@ -39,6 +39,8 @@ class Details:
     tensor_plan: Mapping[str, str] | None = None
     # The layers with which pipeline stages begin, but the first; without it they are found.
     cut_at: Sequence[str] = ()
+    # Whether each block is compiled by torch.compile.
+    compile: bool = False
     # For layouts that move something to disk; None: the system's folder for temporary files.
     offload_folder: Path | None = None
 

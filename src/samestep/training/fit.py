@@ -62,6 +62,7 @@ class Training:
                 initial=built.values,
                 tensor_plan=job.run.tensor_plan,
                 cut_at=job.run.cut_at or (),
+                compile=job.run.compile,
                 offload_folder=job.run.offload_folder,
             ),
         )

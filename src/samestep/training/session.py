@@ -51,6 +51,7 @@ class Session:
         workers: int = 0,
         tensor_plan: Mapping[str, str] | None = None,
         cut_at: Sequence[str] = (),
+        compile: bool = False,
         offload_folder: Path | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
@@ -67,6 +68,7 @@ class Session:
         self._workers = workers
         self._tensor_plan = tensor_plan
         self._cut_at = cut_at
+        self._compile = compile
         self._offload_folder = offload_folder
         self._trainer: Trainer | None = None
 
@@ -98,6 +100,7 @@ class Session:
                 example=example,
                 tensor_plan=self._tensor_plan,
                 cut_at=self._cut_at,
+                compile=self._compile,
                 offload_folder=self._offload_folder,
             ),
         )
@@ -206,6 +209,7 @@ def session(
     device: DeviceChoice = "auto",
     tensor_plan: Mapping[str, str] | None = None,
     cut_at: Sequence[str] = (),
+    compile: bool = False,
     offload_folder: Path | None = None,
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
@@ -228,6 +232,7 @@ def session(
             workers=workers,
             tensor_plan=tensor_plan,
             cut_at=cut_at,
+            compile=compile,
             offload_folder=offload_folder,
         )
 

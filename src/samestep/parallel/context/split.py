@@ -22,6 +22,7 @@ from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.context.messages import exchange, gather, own_part, part_length, split
+from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts
 from samestep.parallel.trace import Call, Seen, Trace
 
@@ -56,7 +57,9 @@ class Arguments:
     along: tuple[Key, ...]  # others with a row a token, whole on every rank: positions, rotary tables
 
 
-def split_tokens(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, mesh: Mesh, parts: Parts) -> None:
+def split_tokens(
+    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, mesh: Mesh, parts: Parts, now: Now
+) -> None:
     """Make the blocks work on this rank's tokens. Raises LayoutError for blocks that carry no tokens.
 
     Embeddings before the blocks, and what stands after them, see all tokens on every rank.
@@ -71,7 +74,7 @@ def split_tokens(model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, me
         _check_attention(call, parts.layout)
     for block, call, hidden in zip(blocks, calls, carried, strict=True):
         arguments = Arguments(hidden=hidden, along=_along(block, call, hidden))
-        block.forward = _on_own_tokens(block.forward, arguments, group, length)
+        block.forward = _on_own_tokens(block.forward, arguments, group, length, now)
     _at_the_edges(blocks, carried[0], group, length)
     for block in blocks:
         for name, _ in block.named_parameters(prefix=names[block]):
@@ -170,16 +173,17 @@ def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessG
 
 
 def _on_own_tokens(
-    forward: Callable[..., Any], which: Arguments, group: dist.ProcessGroup, length: Length
+    forward: Callable[..., Any], which: Arguments, group: dist.ProcessGroup, length: Length, now: Now
 ) -> Callable[..., Any]:
     """A block's forward with its further arguments cut to this rank's tokens, and attention over all tokens."""
-    mode = _AttentionOverAll(group, length)
+    mode = _AttentionOverAll(group, length, now)
     mine = partial(own_part, group=group)
 
     @wraps(forward)
     def on_own_tokens(*arguments: Any, **keywords: Any) -> Any:
         arguments, keywords = _with(arguments, keywords, dict.fromkeys(which.along, mine))
-        with mode:
+        first = group.rank() * part_length(length.tokens, group.size())
+        with now.holding(Portion(activations={1: first})), mode:
             return forward(*arguments, **keywords)
 
     return on_own_tokens
@@ -204,8 +208,9 @@ def _with(
 class _AttentionOverAll(TorchFunctionMode):
     """Gives attention all tokens: of some heads where heads can be shared out, else of all keys and values."""
 
-    def __init__(self, group: dist.ProcessGroup, length: Length) -> None:
+    def __init__(self, group: dist.ProcessGroup, length: Length, now: Now) -> None:
         super().__init__()
+        self._now = now
         self._group = group
         self._length = length
 
@@ -231,13 +236,15 @@ class _AttentionOverAll(TorchFunctionMode):
         if query.shape[1] % ranks or key.shape[1] % ranks:
             key, value = (gather_summed(part, self._group, tokens) for part in (key, value))
             mask = _own_rows(attn_mask, tokens, is_causal, self._group, query)
-            return F.scaled_dot_product_attention(query, key, value, mask, **shared)
+            with self._now.holding(Portion(attention={2: self._group.rank() * query.shape[2]})):
+                return F.scaled_dot_product_attention(query, key, value, mask, **shared)
         to_heads = partial(exchange, group=self._group, split_dim=1, join_dim=2)
         query, key, value = (to_heads(part).narrow(2, 0, tokens) for part in (query, key, value))
         mask = attn_mask
         if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
             mask = mask.chunk(ranks, 1)[self._group.rank()]
-        output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **shared)
+        with self._now.holding(Portion(attention={1: self._group.rank() * query.shape[1]})):
+            output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **shared)
         missing = part_length(tokens, ranks) * ranks - tokens
         return exchange(F.pad(output, [0, 0, 0, missing]), self._group, split_dim=2, join_dim=1)
 

@@ -110,4 +110,8 @@ def _without_numbers(module: nn.Module) -> nn.Module:
     for key, tensor in tensors.items():
         unreal = torch.empty_like(tensor, device="meta")
         memo[key] = nn.Parameter(unreal, requires_grad=False) if isinstance(tensor, nn.Parameter) else unreal
-    return copy.deepcopy(module, memo)
+    empty = copy.deepcopy(module, memo)
+    for part in empty.modules():
+        # Other layouts replace forwards by functions that hold on to the module they were made for.
+        vars(part).pop("forward", None)
+    return empty.eval()  # shapes are those of training, and dropout draws no masks for tensors without values

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from samestep.parallel.moment import Now, Portion
 from samestep.parallel.tensor.kinds import is_conv1d
-from samestep.parallel.tensor.randomness import OwnRandomness
 
 Message = Callable[[Tensor], Tensor]
 
@@ -34,22 +34,21 @@ class Entry:
 class Region:
     """What lies between the columns and the row layer of a unit: there a rank has its own heads or features."""
 
-    def __init__(self, leave: Message, randomness: OwnRandomness | None) -> None:
+    def __init__(self, leave: Message, now: Now, part: Portion) -> None:
         self._leave = leave
-        self._randomness = randomness
-        self._inside = False
+        self._now = now
+        self._part = part  # which heads and features
+        self._outside: Portion | None = None
 
     def begin(self, training: bool) -> None:
-        """Called by the first of the columns. A recomputation may have stopped before it came to `leave`."""
-        self._inside = training and self._randomness is not None
-        if self._inside and self._randomness is not None:
-            self._randomness.begin()
+        """Called by the first of the columns, so that dropout knows whose elements it drops."""
+        self._outside = self._now.hold(self._part) if training else None
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum over the ranks, of which each made a part."""
-        if self._inside and self._randomness is not None:
-            self._randomness.end()
-            self._inside = False
+        if self._outside is not None:
+            self._now.hold(self._outside)
+            self._outside = None
         return self._leave(x)
 
 

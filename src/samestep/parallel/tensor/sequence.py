@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel import tokens
-from samestep.parallel.tensor.randomness import OwnRandomness
+from samestep.parallel.moment import Now, Portion
 from samestep.parallel.trace import Call, Seen, Trace
 
 Key = int | str  # a position or a keyword
@@ -49,29 +50,28 @@ class Stream:
     def sum_and_split(self, x: Tensor) -> Tensor:
         return tokens.sum_and_split(x, self._group, self.dim)
 
-    def attach(self, model: nn.Module, randomness: OwnRandomness) -> None:
+    def attach(self, model: nn.Module, now: Now) -> None:
         """Split the tokens where the first block begins, and put them together where the last one ends."""
         blocks = [model.get_submodule(name) for name in self.names]
         blocks[0].register_forward_pre_hook(self._split, with_kwargs=True)
         for block in blocks:
             block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
-            self._wrap(block, randomness)
+            self._wrap(block, now)
         # First of the hooks, as the split is the last: what others split at the first block they gather after it.
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
-    def _wrap(self, block: nn.Module, randomness: OwnRandomness) -> None:
+    def _wrap(self, block: nn.Module, now: Now) -> None:
         inner = block.forward
+        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
         # The number comes as an argument, so that a block that is computed again in backward gets its own.
         def forward(*arguments: Any, samestep_tokens: int, **keywords: Any) -> Any:
             self.total = samestep_tokens
             if not block.training:
                 return inner(*arguments, **keywords)
-            randomness.begin()
-            try:
+            first, _ = bounds(samestep_tokens, rank, ranks)
+            with now.holding(Portion(activations={self.dim: first})):
                 return inner(*arguments, **keywords)
-            finally:
-                randomness.end()
 
         block.forward = forward
 

@@ -11,15 +11,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
+from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts, Slice
 from samestep.parallel.tensor import collectives, layers, sequence
 from samestep.parallel.tensor.heads import divide
 from samestep.parallel.tensor.layers import Entry, Message, Region
 from samestep.parallel.tensor.multihead import multihead
 from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
-from samestep.parallel.tensor.randomness import OwnRandomness
 from samestep.parallel.tensor.sequence import Stream, find_streams
 from samestep.parallel.tensor.units import Unit
 from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
@@ -33,7 +34,7 @@ def slice_tensors(
     seen: Trace,
     parts: Parts,
     mesh: Mesh,
-    device: torch.device,
+    now: Now,
     *,
     example: Any,
     given: Mapping[str, str] | None,
@@ -53,7 +54,7 @@ def slice_tensors(
     with torch.no_grad():
         expected = _output(model, example)
     vocabulary = Vocabulary(mesh.grid["tensor"])
-    _Slicer(model, plan, seen, streams, group, device, vocabulary).slice(parts)
+    _Slicer(model, plan, seen, streams, group, now, vocabulary).slice(parts)
     _compare(model, example, expected, group, vocabulary, layout)
     return vocabulary
 
@@ -68,7 +69,7 @@ class _Slicer:
         seen: Trace,
         streams: Sequence[Stream],
         group: dist.ProcessGroup,
-        device: torch.device,
+        now: Now,
         vocabulary: Vocabulary,
     ) -> None:
         self._model = model
@@ -77,7 +78,7 @@ class _Slicer:
         self._streams = streams
         self._group = group
         self._vocabulary = vocabulary
-        self._randomness = OwnRandomness(dist.get_rank(group), device)
+        self._now = now
 
     def slice(self, parts: Parts) -> None:
         for unit in self._plan.units:
@@ -96,7 +97,7 @@ class _Slicer:
             lengths = [last - first for ((first, last),) in vocabulary_ranges(rows, self._plan.parts)]
             self._vocabulary.output(self._model.get_submodule(name), lengths)
         for stream in self._streams:
-            stream.attach(self._model, self._randomness)
+            stream.attach(self._model, self._now)
 
     def _cut(self, parts: Parts) -> None:
         """Put this rank's slices in the place of the parameters; tied ones are cut once and stay tied."""
@@ -127,7 +128,7 @@ class _Slicer:
         return next((stream for stream in self._streams if stream.holds(name)), None)
 
     def _slice_unit(self, unit: Unit) -> None:
-        region = self._region(unit.row)
+        region = self._region(unit.row, unit.width, unit.heads.queries if unit.heads is not None else 0)
         gathered = self._gather_for_owner(unit)
         identities = [self._input(name) for name in unit.columns]
         entries: dict[int | None, Entry] = {}
@@ -151,7 +152,8 @@ class _Slicer:
                 held = call.arguments[position] if position < len(call.arguments) else call.keywords.get(argument)
                 given = next((seen.identity for seen in seen_in(held)), None)
             entries[argument] = self._enter(name, given)
-        multihead(attention, entries, self._region(name), self._group)
+        region = self._region(name, attention.embed_dim, attention.num_heads)
+        multihead(attention, entries, region, self._group)
 
     def _slice_table(self, name: str) -> None:
         embedding = self._model.get_submodule(name)
@@ -166,11 +168,13 @@ class _Slicer:
             return stream.gather
         return lambda x: collectives.copy(x, self._group)
 
-    def _region(self, row: str) -> Region:
+    def _region(self, row: str, width: int, heads: int) -> Region:
+        """What lies between the columns of a unit and its row layer, which takes so many features over all ranks."""
         stream = self._stream_of(row)
-        if stream is not None:
-            return Region(stream.sum_and_split, None)  # the whole block has random numbers of its own
-        return Region(lambda x: collectives.reduce(x, self._group), self._randomness)
+        rank, ranks = dist.get_rank(self._group), self._plan.parts
+        part = Portion(activations={-1: bounds(width, rank, ranks)[0]}, attention={1: bounds(heads, rank, ranks)[0]})
+        leave = stream.sum_and_split if stream is not None else lambda x: collectives.reduce(x, self._group)
+        return Region(leave, self._now, part)
 
     def _gather_for_owner(self, unit: Unit) -> set[int | None]:
         """Let an attention module have all tokens, since it also asks how many there are; which tensors those are."""
