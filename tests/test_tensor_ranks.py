@@ -17,6 +17,7 @@ from samestep.cluster.start import local
 from samestep.cluster.world import join
 from samestep.job import Job, Run
 from samestep.layout import Layout
+from samestep.parallel.moment import Now, Portion
 from samestep.parallel.tensor.layers import Region
 from samestep.parallel.tensor.multihead import multihead
 from samestep.training.fit import Training
@@ -157,7 +158,7 @@ def attention(world: Any) -> dict[str, float]:
         torch.manual_seed(0)
         sliced = nn.MultiheadAttention(16, 4, dtype=torch.float64, **settings)
         cut(sliced, world.rank)
-        multihead(sliced, dict.fromkeys(("query", "key", "value"), _copied), Region(_summed, None), group)
+        multihead(sliced, dict.fromkeys(("query", "key", "value"), _copied), Region(_summed, Now(), Portion()), group)
         first = settings.get("batch_first", False) or not batch
         shapes = [(*batch, t, w) if first else (t, *batch, w) for t, w in _sizes(settings)]
         inputs = [random(*shape).requires_grad_() for shape in shapes]
