@@ -43,8 +43,6 @@ def check(engine: Engine, layout: Layout, precision: str) -> None:
         raise LayoutError(
             f'layout "{layout}": offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do'
         )
-    if layout.sequence == "split" and layout.context > 1:
-        raise LayoutError(f'layout "{layout}": cp splits the tokens already; sequence=whole would do')
     if layout.sequence == "split" and layout.tensor == 1:
         raise LayoutError(
             f'layout "{layout}": sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do'
