@@ -190,7 +190,7 @@ def samestep(*arguments: str, place: Path) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, cwd=place)
 
 
-@pytest.mark.parametrize("mistake", ["unknown flag", "pp2 is not there yet", "label out of range"])
+@pytest.mark.parametrize("mistake", ["unknown flag", "fewer samples than ranks", "label out of range"])
 def test_a_mistake_ends_the_program_with_2(mistake: str, place: Path) -> None:
     command, message = MISTAKES[mistake]
     done = samestep(*arguments_of(command), place=place)

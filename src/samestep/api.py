@@ -134,10 +134,13 @@ def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference)
 def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
     size = next(iter(layouts.values()))
     proofs = _on_ranks(_verify_rank_many, job, size, list(layouts.values()), steps, known)
-    return {
-        text: Row(job=_name_of(job), layout=text, proof=proof, seconds=seconds)
-        for text, (proof, seconds) in zip(layouts, proofs, strict=True)
-    }
+    rows: dict[str, Row] = {}
+    for text, (found, seconds) in zip(layouts, proofs, strict=True):
+        if isinstance(found, Proof):
+            rows[text] = Row(job=_name_of(job), layout=text, proof=found, seconds=seconds)
+        else:
+            rows[text] = Row(job=_name_of(job), layout=text, reason=found)
+    return rows
 
 
 def _name_of(job: Job) -> str:
@@ -164,15 +167,19 @@ def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) 
 
 def _verify_rank_many(
     job: Job, _: Layout, layouts: Sequence[Layout], steps: int, known: Reference
-) -> list[tuple[Proof, float]]:
-    """Proofs of several layouts one after the other, and the seconds that each took."""
-    found = []
+) -> list[tuple[Proof | str, float]]:
+    """Proofs of several layouts one after the other, or why they were refused, and the seconds that each took."""
+    found: list[tuple[Proof | str, float]] = []
     with join(device=job.run.device, threads=job.run.threads) as world:
         for layout in layouts:
             began = time.perf_counter()
             mine = known if world.rank == 0 else None
-            proof = hold_against(job, resolve_task(job.recipe), world, layout, steps, mine)
-            found.append((proof, time.perf_counter() - began))
+            result: Proof | str
+            try:
+                result = hold_against(job, resolve_task(job.recipe), world, layout, steps, mine)
+            except UserError as error:  # of the layout and the model, which all ranks look at alike
+                result = str(error)
+            found.append((result, time.perf_counter() - began))
     return found
 
 
