@@ -13,6 +13,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import Progress
+
 import samestep
 from samestep import jobfile
 from samestep.api import verify_layouts
@@ -49,7 +52,13 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [job for job in jobs() if job.name in options.jobs]
     layouts = layouts_of(options.layouts)
-    rows = [row for job in chosen for row in verify_layouts(job, layouts)]
+    rows: list[Row] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("jobs", total=len(chosen))
+        for job in chosen:
+            progress.update(bar, description=str(job.name))
+            rows += verify_layouts(job, layouts)
+            progress.advance(bar)
     print_matrix(rows)
     if options.json is not None:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8")

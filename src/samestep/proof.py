@@ -179,6 +179,8 @@ def difference(mine: Any, theirs: Any) -> float:
             return math.inf
         return _largest(difference(a, b) for a, b in zip(mine, theirs, strict=True))
     if isinstance(theirs, (int, float)) and isinstance(mine, (int, float)):
+        if math.isnan(theirs) and math.isnan(mine):
+            return 0.0  # undefined for both, such as the recall of a class without samples
         return _relative(float(mine), float(theirs))
     return 0.0 if mine == theirs else math.inf
 

@@ -26,7 +26,7 @@ def widen_norms(model: Model) -> Model:
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             # Norms of another kind, such as Gemma's 1 + weight, call the number that they add otherwise.
-            if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon"):
+            if type(norm).__name__.endswith(("RMSNorm", "T5LayerNorm")) and hasattr(norm, "variance_epsilon"):
                 weight = norm.get_parameter("weight")
                 wide = WideRMSNorm(len(weight), eps=norm.variance_epsilon)  # pyright: ignore[reportArgumentType]
                 wide.weight = weight

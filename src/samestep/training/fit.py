@@ -16,6 +16,7 @@ from samestep.layout import Layout
 from samestep.parallel.initial import InitialModel, build_recorded
 from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch, Task
+from samestep.tasks.rms_norm import widen_norms
 from samestep.training import result as results
 from samestep.training import usage as usages
 from samestep.training.dropout import switch_off
@@ -53,6 +54,8 @@ class Training:
         built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
         if not recipe.dropout:
             switch_off(built.model)
+        if recipe.precision == "fp64":
+            widen_norms(built.model)
         self.session.prepare_with(
             built.model,
             optimizer_of=partial(make_optimizer, recipe.optimizer),
