@@ -87,8 +87,6 @@ def test_a_proof_becomes_json_even_where_a_value_is_no_number() -> None:
 
 
 def test_a_metric_that_is_undefined_for_both_is_no_difference() -> None:
-    from samestep.proof import difference
-
     assert difference({"recall": [math.nan, 0.5]}, {"recall": [math.nan, 0.5]}) == 0
     assert difference({"recall": [math.nan]}, {"recall": [0.5]}) == math.inf
     assert difference({"recall": [0.5]}, {"recall": [math.nan]}) == math.inf
