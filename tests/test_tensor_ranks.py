@@ -261,8 +261,7 @@ def test_a_loop_of_ones_own_gives_an_example(found: dict[str, Any]) -> None:
         session.prepare(model, optimizer)
         for batch in session.batches(task.train_set(), batch=10, collate=task.collate, steps=STEPS):
             alone.append(session.step(batch, task.loss).loss.item())
-    # Dropout of 0.1 draws other masks, so the losses are near and not equal.
-    assert found["own loop"]["losses"] == pytest.approx(alone, rel=0.2)
+    assert found["own loop"]["losses"] == pytest.approx(alone, rel=1e-5)
 
 
 def test_dropout_leaves_what_ranks_hold_alike_alike(found: dict[str, Any]) -> None:
@@ -271,7 +270,8 @@ def test_dropout_leaves_what_ranks_hold_alike_alike(found: dict[str, Any]) -> No
     # What is computed again in backward has the masks of the forward; other masks would be another step.
     assert recomputed["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert split_recomputed["losses"] == pytest.approx(split["losses"], rel=1e-5)
-    assert split["losses"] != whole["losses"]
+    # A mask depends on the seed, the step, the sample and the place, and on no slice of anything.
+    assert split["losses"] == pytest.approx(whole["losses"], rel=1e-5)
 
 
 def test_pytorch_attention_on_slices_is_itself(found: dict[str, Any]) -> None:
