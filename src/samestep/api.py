@@ -32,9 +32,9 @@ from samestep.validation import checked
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:
     """Train a recipe under a layout, in as many processes as it needs.
 
-    `run` takes the keys of a job file's `run:` section: processes, engine, micro_batch, compile, tensor_plan, cut_at,
-    device, threads, workers, folder, offload_folder, tensorboard, rank_lines. Raises UserError for a mistake in the
-    job, RankFailedError where a rank fails, InterruptedJobError where a signal stops the job.
+    `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, compile,
+    tensor_plan, cut_at, device, threads, workers, folder, offload_folder, tensorboard, rank_lines. Raises UserError
+    for a mistake in the job, RankFailedError where a rank fails, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
@@ -201,7 +201,7 @@ def _layout_of(job: Job) -> Layout:
 def _check(job: Job, layout: Layout) -> Task:
     """Find what can't work before any process starts, and build the task."""
     recipe = job.recipe
-    engines.check(engines.resolve(job.run.engine), layout, recipe.precision)
+    engines.check(engines.resolve(job.run.engine), layout, recipe.precision, job.run.engine_config)
     if environment.ranks() is None:
         check_devices(layout.size, job.run.device)
     Precision(recipe.precision, device_of(0, job.run.device))

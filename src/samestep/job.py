@@ -20,6 +20,7 @@ class Run:
     layout: str = "single"
     processes: Positive | None = None  # None: as many as the layout's sizes say
     engine: Any = "native"  # the name of a shipped engine, or an engine object
+    engine_config: Path | None = None  # the engine's own configuration file, for engines that have one
     micro_batch: Positive | None = None  # samples of one forward on one rank; None: the whole slice
     cut_at: tuple[str, ...] | None = None  # layers with which pipeline stages begin, but the first; None: found
     device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from samestep.engines import ENGINES
@@ -22,9 +23,15 @@ def resolve(engine: Any) -> Engine:
     return getattr(importlib.import_module(module_name), class_name)()
 
 
-def check(engine: Engine, layout: Layout, precision: str) -> None:
+def check(engine: Engine, layout: Layout, precision: str, config: Path | None = None) -> None:
     """Raise UserError for what this engine can't do, or can't do with what is installed."""
     able = engine.abilities
+    if config is not None and able.config is None:
+        raise UserError(
+            f'run.engine_config is {config}, and engine "{engine.name}" has no configuration file of its own'
+        )
+    if config is not None and not config.is_file():
+        raise UserError(f"run.engine_config is {config}, which is no file; {able.config} would do")
     for module, command in able.packages.items():
         if importlib.util.find_spec(module) is None:
             raise UserError(f'engine "{engine.name}" needs {module}, which is not installed; {command}')

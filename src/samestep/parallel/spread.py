@@ -43,6 +43,11 @@ class Details:
     compile: bool = False
     # For layouts that move something to disk; None: the system's folder for temporary files.
     offload_folder: Path | None = None
+    # The engine's own configuration file, which is taken as it is.
+    engine_config: Path | None = None
+    # Samples of one step over all ranks, and most samples of one forward on one rank, as the job says them.
+    batch: int | None = None
+    micro_batch: int | None = None
 
 
 class Spread(ABC):

@@ -67,6 +67,9 @@ class Training:
                 cut_at=job.run.cut_at or (),
                 compile=job.run.compile,
                 offload_folder=job.run.offload_folder,
+                engine_config=job.run.engine_config,
+                batch=recipe.batch,
+                micro_batch=job.run.micro_batch,
             ),
         )
 

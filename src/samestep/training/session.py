@@ -53,9 +53,10 @@ class Session:
         cut_at: Sequence[str] = (),
         compile: bool = False,
         offload_folder: Path | None = None,
+        engine_config: Path | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
-        check(engine, layout, precision)
+        check(engine, layout, precision, engine_config)
         self.world = world
         self.layout = layout
         self.engine = engine
@@ -70,6 +71,7 @@ class Session:
         self._cut_at = cut_at
         self._compile = compile
         self._offload_folder = offload_folder
+        self._engine_config = engine_config
         self._trainer: Trainer | None = None
 
     @property
@@ -102,6 +104,8 @@ class Session:
                 cut_at=self._cut_at,
                 compile=self._compile,
                 offload_folder=self._offload_folder,
+                engine_config=self._engine_config,
+                micro_batch=self._micro_batch,
             ),
         )
         return model, optimizer
@@ -211,6 +215,7 @@ def session(
     cut_at: Sequence[str] = (),
     compile: bool = False,
     offload_folder: Path | None = None,
+    engine_config: Path | None = None,
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -234,6 +239,7 @@ def session(
             cut_at=cut_at,
             compile=compile,
             offload_folder=offload_folder,
+            engine_config=engine_config,
         )
 
 
