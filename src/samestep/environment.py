@@ -8,7 +8,6 @@ from typing import Final
 
 from samestep.errors import UserError
 
-
 # What this process began with. In a rank: what the server that it was forked from had at its start.
 _AT_FIRST: Final = dict(os.environ)
 
