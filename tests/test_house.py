@@ -28,6 +28,7 @@ HOUSE = (
     ("parallel",),
     ("engines",),
     ("training",),
+    ("handwritten",),
     ("proof",),
     ("matrix",),
     ("report",),
