@@ -33,6 +33,7 @@ HOUSE = (
     ("matrix",),
     ("report",),
     ("api",),
+    ("comparison",),
     ("cli",),
 )
 RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}

@@ -61,6 +61,19 @@ def agent_settings() -> Iterator[None]:
                 os.environ[name] = value
 
 
+_MARK = "SAMESTEP_RUN"
+
+
+def marked(mark: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for a run whose processes are to be found again, whatever started them."""
+    return {**environ, _MARK: mark}
+
+
+def mark_line(mark: str) -> bytes:
+    """How a mark stands among a process's variables."""
+    return f"{_MARK}={mark}".encode()
+
+
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name)
     if text is None and default is not None:

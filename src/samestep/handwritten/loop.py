@@ -20,6 +20,7 @@ from samestep.data.loader import to_device
 from samestep.data.order import Place, SampleOrder, bounds
 from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError
+from samestep.handwritten import PRECISIONS
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.recipe import Recipe
@@ -30,8 +31,6 @@ from samestep.training.dropout import switch_off
 from samestep.training.evaluation import plain
 from samestep.training.fit import build_model
 from samestep.training.optimizer import make_optimizer, make_schedule
-
-PRECISIONS = ("fp64", "fp32", "bf16")
 
 
 class Part(NamedTuple):

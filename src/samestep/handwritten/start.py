@@ -1,6 +1,7 @@
 """The ranks of a handwritten training: a launcher started them, or torch.multiprocessing.spawn does here."""
 
 import sys
+import traceback
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,10 +9,9 @@ from torch.multiprocessing.spawn import spawn
 
 from samestep.environment import Ranks
 from samestep.errors import UserError
+from samestep.handwritten import FAILED, REFUSED
 from samestep.handwritten.training import train
 from samestep.jobfile import load
-
-REFUSED = "refused.txt"  # in the run's folder: why this job can't be trained so
 
 
 def spawn_ranks(job: Path, folder: Path, processes: int) -> None:
@@ -30,7 +30,7 @@ def _spawned(rank: int, processes: int, job: Path, folder: Path, store: str) -> 
 
 
 def run_rank(job: Path, folder: Path, ranks: Ranks, meet_at: str | None = None) -> int:
-    """Train as one rank; the exit code. A job that can't be trained so leaves the reason in the run's folder."""
+    """Train as one rank; the exit code. Why a job can't be trained so, and what failed, is left in `folder`."""
     try:
         train(load(job).job, folder, ranks=ranks, meet_at=meet_at)
     except UserError as error:
@@ -39,4 +39,8 @@ def run_rank(job: Path, folder: Path, ranks: Ranks, meet_at: str | None = None) 
             folder.mkdir(parents=True, exist_ok=True)
             (folder / REFUSED).write_text(str(error), encoding="utf-8")
         return 2
+    except Exception:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{FAILED}{ranks.rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
     return 0
