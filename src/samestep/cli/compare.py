@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser, without=("layout", "engine", "folder"))
     parser.add_argument(
         "--methods",
-        help='such as "single, ddp-torchrun, deepspeed-zero2, native:dp2 tp2" (default: the published ones)',
+        help='such as "single, ddp-torchrun, native:dp2 tp2" (default: the published ones)',
     )
     parser.add_argument("--repeats", type=int, default=3, help="trainings of each method (default: 3)")
     parser.add_argument("--steps", type=int, help="train so many steps instead of the job's")

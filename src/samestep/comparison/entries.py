@@ -74,7 +74,7 @@ def _missing(engine: str) -> str | None:
         return f'engine "{engine}" is not part of this samestep'
     for module, command in resolve(engine).abilities.packages.items():
         if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed; {command}"
+            return f"it needs {module}: {command}"
     return None
 
 

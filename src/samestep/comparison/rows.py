@@ -115,7 +115,7 @@ class Comparison:
 
     def save_report(self, file: Path) -> None:
         """Write the comparison as one page of HTML, which needs no network. Raises UserError without plotly."""
-        from samestep.comparison.page import page
+        from samestep.comparison.page.page import page
 
         file.write_text(page(self), encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep.handwritten import PRECISIONS
@@ -47,6 +47,4 @@ SAMESTEP = Start(name="samestep", command=_train)
 HANDWRITTEN = Start(name="python", command=_alone, precisions=PRECISIONS)
 SPAWN = Start(name="torch.multiprocessing.spawn", command=_spawn, precisions=PRECISIONS)
 TORCHRUN = Start(name="torchrun", command=_by_launcher("torch.distributed.run"), precisions=PRECISIONS)
-LAUNCH = Start(
-    name="torch.distributed.launch", command=_by_launcher("torch.distributed.launch"), precisions=PRECISIONS
-)
+LAUNCH = replace(TORCHRUN, name="torch.distributed.launch", command=_by_launcher("torch.distributed.launch"))

@@ -10,7 +10,7 @@ WIDTH = 120  # characters that the tables fit into
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
-    console = console or Console(markup=False, emoji=False)
+    console = console or _console()
     console.print(_times(found))
     console.print(_costs(found))
     for row in found.rows:
@@ -21,25 +21,30 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
         console.print(f"NOT the same step as one process: {', '.join(apart)}")
 
 
+def _console() -> Console:
+    """Standard output, as wide as the tables where it is a file or a pipe."""
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, width=WIDTH)
+
+
 def _times(found: Comparison) -> Table:
     repeats = "once" if found.repeats == 1 else f"medians of {found.repeats} runs"
     table = Table(title=f"{found.job.name or found.job.recipe.task}: time of training, {repeats}")
-    table.add_column("method", overflow="fold")
-    table.add_column("engine", overflow="fold")
-    for name in ("processes", "seconds", "min - max", "x single", "x one core", "samples/s", "steps", "start-up s"):
-        table.add_column(name, justify="right")
+    table.add_column("method", overflow="fold", min_width=17)
+    for name in ("ranks", "seconds", "min - max", "x single", "x one core", "samples/s", "steps", "start-up, s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in found.rows:
-        table.add_row(row.method.name, row.method.engine, *_time_cells(found, row))
+        table.add_row(row.method.name, *_time_cells(found, row))
     return table
 
 
 def _time_cells(found: Comparison, row: Row) -> list[str]:
-    if not row.runs:
-        return [str(row.processes), row.status, *[""] * 6]
+    if row.status != "measured":
+        return [str(row.processes), row.status]
     seconds = [run.seconds for run in row.runs]
     return [
-        f"{row.processes}",
-        show(row.seconds, "{:.2f}") if row.status == "measured" else row.status,
+        str(row.processes),
+        show(row.seconds, "{:.2f}"),
         f"{min(seconds):.2f} - {max(seconds):.2f}",
         show(found.speed_up(row), "{:.2f}"),
         show(found.speed_up(row, SINGLE_CORE), "{:.2f}"),
@@ -50,16 +55,20 @@ def _time_cells(found: Comparison, row: Row) -> list[str]:
 
 
 def _costs(found: Comparison) -> Table:
-    table = Table(title="what it took, and whether its first steps were those of one process in float64")
-    table.add_column("method", overflow="fold")
+    table = Table(
+        title="what it took and what it learned; first losses beside one process in float64",
+        caption="MB of memory: of the largest rank, of all; MB sent: by a rank in one step",
+    )
+    table.add_column("method", overflow="fold", min_width=17)
+    table.add_column("engine", overflow="fold", min_width=11)
     table.add_column("precision")
-    for name in ("MB, largest rank", "MB, all ranks", "MB sent, step and rank"):
+    for name in ("MB of a rank", "MB of all", "MB sent", (found.metric_name or "metric").replace("_", " ")):
         table.add_column(name, justify="right")
-    table.add_column((found.metric_name or "metric").replace("_", " "), justify="right")
-    table.add_column("same step", justify="right")
+    table.add_column("same step", justify="right", no_wrap=True)
     for row in found.rows:
         table.add_row(
             row.method.name,
+            row.method.engine,
             row.precision,
             show(row.largest_memory, "{:,.0f}", 1e6),
             show(row.all_memory, "{:,.0f}", 1e6),
@@ -71,7 +80,7 @@ def _costs(found: Comparison) -> Table:
 
 
 def verdict(row: Row) -> str:
-    """What is said of a row's first steps: how far apart, in which precision, and whether that is within tolerance."""
+    """What is said of a row's first steps: whether they are within tolerance, how far apart, in which precision."""
     if not row.synchronous:
         return "asynchronous"
     if row.same_step is None:

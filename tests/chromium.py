@@ -1,0 +1,45 @@
+"""A page opened in headless Chromium: its document once its scripts ran, what its console said, what it fetched."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=8000",  # milliseconds of the page's own clock
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    document: str
+    console: Sequence[str]
+    fetched: Sequence[str]  # addresses of the network
+
+
+def open_page(file: Path, scratch: Path, *, language: str = "en-US") -> Opened:
+    """Open a page. Skips the test where there is no Chromium."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    log = scratch / f"net-{language}.json"
+    own = [f"--user-data-dir={scratch / language}", f"--log-net-log={log}", f"--lang={language}"]
+    command = [program, *_FLAGS, *own, f"--accept-lang={language}", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    events = json.loads(log.read_text(encoding="utf-8"))["events"]
+    urls = [event.get("params", {}).get("url", "") for event in events if isinstance(event.get("params"), dict)]
+    return Opened(document=done.stdout, console=console, fetched=[url for url in urls if url.startswith("http")])
