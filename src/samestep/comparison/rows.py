@@ -1,5 +1,6 @@
 """What a comparison found: a row a method, with the figures of every repeat, and what is computed from them."""
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -99,6 +100,10 @@ class Comparison:
         return base.seconds / row.seconds
 
     def to_json(self) -> dict[str, Any]:
+        """Everything that was found; a number that JSON doesn't have, such as a loss gone wrong, is null."""
+        return _finite(self._values())
+
+    def _values(self) -> dict[str, Any]:
         return {
             "job": plain(self.job),
             "processes": self.processes,
@@ -146,3 +151,11 @@ class Comparison:
             "metric": row.metric,
             "repeats": [run.to_json() for run in row.runs],
         }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,8 +5,8 @@ from samestep.comparison.words import Words
 HEADING = Words("{job}: methods side by side", "{job}：各种方法并排对比")
 INTRO = Words(
     "{measured} of {methods} methods were measured, with {processes} processes on {cores} cores, {repeats} runs "
-    "each, interleaved. All train one job: the same data in the same order, the same initial weights, a global batch of "
-    "{batch} samples, precision {precision} where a row says nothing else.",
+    "each, interleaved. All train one job: the same data in the same order, the same initial weights, a global batch "
+    "of {batch} samples, precision {precision} where a row says nothing else.",
     "{methods} 种方法中测量了 {measured} 种：{processes} 个进程，{cores} 个核，每种运行 {repeats} 次，交替进行。"
     "所有方法训练同一个任务：数据与顺序相同，初始权重相同，全局批大小 {batch}，未注明时精度为 {precision}。",
 )
@@ -62,7 +62,8 @@ ABOUT_PUBLISHED = Words(
     "A Chinese BERT fine-tuned on six classes with two GPUs, in minutes, from the fastest to the slowest. Minutes "
     "there and seconds here are of other models on other machines; what can be compared are the speed-ups and the "
     "order. Its faults: Horovod did not learn, DeepSpeed and Accelerate evaluated every sample twice, and a row with "
-    "mixed precision stands among rows without. Here every row is held against the same reference, and evaluates every sample once.",
+    "mixed precision stands among rows without. Here every row is held against the same reference, and evaluates "
+    "every sample once.",
     "那里用两块 GPU 微调中文 BERT，六分类，单位是分钟，从快到慢排列。那里的分钟和这里的秒来自不同的模型和机器；"
     "能比较的是加速比和名次。它的问题：Horovod 没有学到东西，DeepSpeed 和 Accelerate 把每个样本评估了两次，"
     "混合精度的一行与没有用混合精度的行排在一起。这里每一行都与同一个参照比较，每个样本只评估一次。",
