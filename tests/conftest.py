@@ -14,6 +14,9 @@ settings.load_profile("samestep")
 # Several test processes may run beside each other; more threads than cores make each of them slower.
 torch.set_num_threads(1)
 
+# Every process that a test starts has this mark, the server included that ranks are forked from.
+os.environ["SAMESTEP_TEST"] = str(os.getpid())
+
 # pytest's own (which test runs now), and what torch sets when its compiler is first imported.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 

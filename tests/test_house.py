@@ -27,6 +27,7 @@ HOUSE = (
     ("cluster",),
     ("parallel",),
     ("engines",),
+    ("translate",),
     ("training",),
     ("handwritten",),
     ("proof",),

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import telling
 from small_tasks import Failing, Points
 
 import samestep
+from samestep.cluster.start import local
 
 TESTS = Path(__file__).parent
+MARK = str(os.getpid())
+NTH = ("first", "second", "third")
 
 
 def recipe(task: samestep.Task, **values: object) -> samestep.Recipe:
@@ -35,23 +39,23 @@ def nothing_is_left_running() -> Iterator[None]:
 def _ranks_alive() -> list[psutil.Process]:
     """Processes of this test's jobs: children, and orphans that a killed job left to another parent.
 
-    Python's own tracker of semaphores is not one of them; it lives as long as this process.
+    Python's own tracker of semaphores is not one of them, nor is the server that ranks are forked from, whose
+    environment they show as theirs; both live as long as this process.
     """
     found = []
     for process in psutil.process_iter():
         try:
-            ours = process.environ().get("SAMESTEP_TEST") == str(os.getpid())
-            if ours and process.pid != os.getpid() and "resource_tracker" not in " ".join(process.cmdline()):
+            ours = process.environ().get("SAMESTEP_TEST") == MARK
+            if ours and process.pid != os.getpid() and not _is_helper_of_ours(process):
                 found.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return found
 
 
-@pytest.fixture(autouse=True)
-def marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every process that a test starts inherits this mark."""
-    monkeypatch.setenv("SAMESTEP_TEST", str(os.getpid()))
+def _is_helper_of_ours(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    return process.ppid() == os.getpid() and ("resource_tracker" in command or "forkserver" in command)
 
 
 def test_one_and_several_processes_reach_the_same_weights(tmp_path: Path) -> None:
@@ -145,6 +149,30 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     assert len(_ranks_alive()) >= 3
     process.kill()
     process.communicate(timeout=15)  # until the ranks' ends of the pipes are closed too
+
+
+def test_ranks_of_a_later_start_have_what_their_parent_has_then(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAMESTEP_COLOUR", "blue")
+    assert local.start(telling.colour_and_folder, ("first",), 2) == ("blue", str(Path.cwd()))
+    monkeypatch.setenv("SAMESTEP_COLOUR", "red")
+    monkeypatch.chdir("/")
+    assert local.start(telling.colour_and_folder, ("second",), 2) == ("red", "/")
+    monkeypatch.delenv("SAMESTEP_COLOUR")
+    assert local.start(telling.colour_and_folder, ("third",), 2) == (None, "/")
+    output, errors = capfd.readouterr()
+    assert sorted(output.splitlines()) == sorted(f"{start} of rank {rank}" for start in NTH for rank in (0, 1))
+    assert sorted(errors.splitlines()) == sorted(f"{start} of rank {rank}" for start in NTH for rank in (0, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
+def test_the_server_that_forks_has_one_thread() -> None:
+    # A lock that another thread holds while a process is forked is held for ever in the new one.
+    local.start(telling.colour_and_folder, ("",), 2)
+    helpers = [process for process in psutil.Process().children() if _is_helper_of_ours(process)]
+    (server,) = [process for process in helpers if "forkserver" in " ".join(process.cmdline())]
+    assert server.num_threads() == 1
 
 
 def test_two_jobs_side_by_side_do_not_meet(tmp_path: Path) -> None:

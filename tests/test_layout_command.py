@@ -68,7 +68,9 @@ def one_of(size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("text", ["dp2", "zero1x2 cp3", "pp2 dp2 tp2", "dp2 fsdp2 cp2"])
+@pytest.mark.parametrize(
+    "text", ["dp2", "zero1x2 cp3", "pp2 dp2 tp2", "dp2 fsdp2 cp2", "pp2 dp3 tp2 order=tp.dp.fsdp.pp.cp"]
+)
 def test_ranks_and_groups_are_those_of_the_mesh(text: str, shown: Any) -> None:
     layout = Layout.parse(text)
     found = shown(text)

@@ -4,8 +4,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from samestep.errors import UserError
+
+# What this process began with. In a rank: what the server that it was forked from had at its start.
+_AT_FIRST: Final = dict(os.environ)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,22 @@ def marked(mark: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]
 def mark_line(mark: str) -> bytes:
     """How a mark stands among a process's variables."""
     return f"{_MARK}={mark}".encode()
+
+
+def snapshot() -> dict[str, str]:
+    """All variables as they are now, for `adopt` in the ranks that this process starts."""
+    return dict(os.environ)
+
+
+def adopt(environ: Mapping[str, str]) -> None:
+    """In a new rank: take the starting process's variables, and keep over them what the agent has set for this rank.
+
+    A rank that is forked from a server has that server's variables, as old as the server.
+    """
+    for_this_rank = {name: value for name, value in os.environ.items() if _AT_FIRST.get(name) != value}
+    for name in os.environ.keys() - environ.keys() - for_this_rank.keys():
+        del os.environ[name]
+    os.environ.update({**environ, **for_this_rank})
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

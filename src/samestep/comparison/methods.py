@@ -64,7 +64,7 @@ METHODS = (
     _method("handwritten-single", "plain PyTorch, one process", "手写 PyTorch，单进程", "handwritten", "single",
             HANDWRITTEN, default=False),
     _method("deepspeed-zero0", "DeepSpeed, no ZeRO", "DeepSpeed，不用 ZeRO", "deepspeed", "dp{n}", default=False),
-    _method("keras-mirrored", "Keras Mirrored", "Keras Mirrored", "keras-mirrored", "dp{n}", default=False),
+    _method("keras-mirrored", "Keras Mirrored", "Keras Mirrored", "keras-mirrored", "single", default=False),
     _method("keras-multi-worker", "Keras MultiWorkerMirrored", "Keras MultiWorkerMirrored", "keras-multi-worker",
             "dp{n}", default=False),
     _method("keras-parameter-server", "Keras ParameterServer", "Keras ParameterServer", "keras-parameter-server",

@@ -161,8 +161,8 @@ class Native(Engine):
     trainer_class: type[NativeTrainer] = NativeTrainer
 
     def can_fill(self, layout: Layout) -> bool:
-        # Cutting the model itself looks at what it computes.
-        return layout.zero >= 2 and layout.tensor == layout.pipeline == 1
+        # Slicing holds the sliced model's output against the whole one's, which takes the whole one.
+        return layout.tensor == 1 and (layout.zero >= 2 or layout.pipeline > 1)
 
     def prepare(
         self,

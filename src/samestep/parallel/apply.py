@@ -67,7 +67,7 @@ def spread(
         )
     of_pipeline = None
     if seen is not None and layout.pipeline > 1:
-        of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at)
+        of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at, device)
         blocks = of_pipeline.blocks
     if details.compile:
         check_compile(model, layout)
@@ -99,6 +99,8 @@ def spread(
             used = UsedByShards(model, mesh.data_group)
             return WholeModel(module=root, accumulating=partial(without_messages, root), used=used, **common)
     if of_pipeline is not None:
+        if details.initial is not None and layout.zero < 2:
+            details.initial.fill(model, device)
         of_pipeline.end_stages()
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
     if layout.data_ranks > 1:

@@ -110,10 +110,10 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
     if batch is not None:
         layout.check_batch(batch, None)
     per_rank = _stages_per_rank(layout)
-    # Rank numbers run through the grid with the last dimension fastest, as in a device mesh.
-    grid: list[Mapping[str, int]] = [
-        dict(zip(MESH_DIMENSIONS, place, strict=True)) for place in product(*map(range, layout.mesh_shape()))
-    ]
+    # Rank numbers run through the grid in the layout's order, with the last dimension fastest.
+    order = layout.placement
+    places = (dict(zip(order, at, strict=True)) for at in product(*(range(getattr(layout, name)) for name in order)))
+    grid: list[Mapping[str, int]] = [{name: place[name] for name in MESH_DIMENSIONS} for place in places]
     return Holdings(
         layout=layout,
         batch=batch,

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep import environment
+from samestep.cluster.start import fork_server
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
 
 # A rank whose peer died sees its connection break within milliseconds. It waits this long (seconds) before it
@@ -38,6 +39,7 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
     InterruptedJobError where a signal stopped the job. No process is left running, whatever happens.
     """
     _check_main_guard()
+    fork_server.preload()
     call = _pickled(function, arguments)
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, _signal_handlers_kept(), _silent_agent():
         config = LaunchConfig(
@@ -51,13 +53,14 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            start_method=fork_server.METHOD,
         )
         # A file, not the pipe that starts a process: a rank that dies before it has read a large call from the
         # pipe would leave this process writing for ever.
         (Path(folder) / _CALL).write_bytes(call)
         try:
             with environment.agent_settings():
-                results = elastic_launch(config, _run_rank)(folder)
+                results = elastic_launch(config, _run_rank)(folder, environment.snapshot(), fork_server.Streams())
         except ChildFailedError as error:
             raise _first_failure(Path(folder), error) from None
         except SignalException as error:
@@ -69,8 +72,10 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
         return results[0]
 
 
-def _run_rank(folder: str) -> Any:
+def _run_rank(folder: str, environ: Mapping[str, str], streams: fork_server.Streams) -> Any:
     """What each new process does."""
+    streams.take()
+    environment.adopt(environ)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the agent decides; a rank ends at once, wherever it is
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

@@ -65,9 +65,9 @@ class Cut(nn.Module):
             if forward is None:
                 blank_output = blank_output or BlankOutput(unit, self._call_of(name), self._device)
                 forward = blank_output
-            self._places[stage].append((parent, key, hollow(unit, forward)))
+            self._places[stage].append((parent, key, hollow(unit, self._device, forward)))
         if not stages & set(self.mine):
-            parent._modules[key] = hollow(unit)
+            parent._modules[key] = hollow(unit, self._device)
 
     def _forward_of(self, name: str, stage: int) -> Received | None:
         if stage and name == self.plan.last_block(stage - 1).name:
@@ -90,7 +90,7 @@ class Cut(nn.Module):
                 if parameter is None or id(parameter) in inside or self.plan.parameters[name] & set(self.mine):
                     continue
                 del module._parameters[key]
-                vars(module)[key] = blank(parameter.shape, parameter.dtype, parameter.device)
+                vars(module)[key] = blank(parameter.shape, parameter.dtype, self._device)
 
     def end_stages(self) -> None:
         """Make the last block of each stage end the forward. To come last, after what else is done to the blocks."""
@@ -130,8 +130,18 @@ def _hand_on(module: nn.Module, arguments: Any, output: Any) -> None:
     raise HandedOn(hidden_of(output))
 
 
-def cut(model: nn.Module, layout: Layout, mesh: Mesh, trace: Trace, parts: Parts, cut_at: Sequence[str] = ()) -> Cut:
+def cut(
+    model: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    trace: Trace,
+    parts: Parts,
+    cut_at: Sequence[str],
+    device: torch.device,
+) -> Cut:
     """Leave of a model what this rank's stages need, and write down in `parts` who holds what.
+
+    Nothing is asked of the parameters but their shapes: they may be on the meta device. Stages run on `device`.
 
     Raises LayoutError where the model can't be cut so.
     """
@@ -150,7 +160,6 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, trace: Trace, parts: Parts
         if name not in parts.table and unit is not None:
             parts.table[name] = replace(parts.part(name), stages=_ranks(rank_of, plan.modules[unit]))
     here = mesh.coordinate("pipeline")
-    device = names[0][1].device
     return Cut(model, plan, [stage for stage, rank in enumerate(rank_of) if rank == here], device)
 
 

@@ -15,7 +15,7 @@ from samestep.parallel.trace import Call, Seen, imagine, seen_in
 Forward = Callable[..., Any]
 
 
-def hollow(module: nn.Module, forward: Forward | None = None) -> nn.Module:
+def hollow(module: nn.Module, device: torch.device, forward: Forward | None = None) -> nn.Module:
     """A module with the class and attributes of another, whose parameters are blank and which calls `forward`.
 
     The model's own code may look at a layer (its kind, a weight's dtype) without calling it.
@@ -25,8 +25,10 @@ def hollow(module: nn.Module, forward: Forward | None = None) -> nn.Module:
     empty._parameters = {name: None for name, parameter in module._parameters.items() if parameter is None}
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            vars(empty)[name] = blank(parameter.shape, parameter.dtype, parameter.device)
-    empty._modules = {name: child if child is None else hollow(child) for name, child in module._modules.items()}
+            vars(empty)[name] = blank(parameter.shape, parameter.dtype, device)
+    empty._modules = {
+        name: child if child is None else hollow(child, device) for name, child in module._modules.items()
+    }
     empty._non_persistent_buffers_set = set(module._buffers)  # not in this rank's state
     vars(empty)["forward"] = forward or _not_here
     return empty

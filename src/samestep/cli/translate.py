@@ -1,0 +1,47 @@
+"""Turn a DeepSpeed, accelerate, SageMaker or torchrun configuration into a job file, or a job file into one."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from samestep.cli import output_files
+from samestep.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE",
+        help="the file, - for standard input, or a command behind -- (torchrun ...)",
+    )
+    parser.add_argument(
+        "--from", dest="from_", metavar="FORMAT", help="what FILE is, where its content could be several"
+    )
+    parser.add_argument("--to", default="job", metavar="FORMAT", help="job (default), deepspeed or accelerate")
+    parser.add_argument("--processes", type=int, help="ranks in all, where the source doesn't say how many")
+    parser.add_argument("--batch", type=int, help="samples of a step over all ranks, where the source doesn't say it")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write to a file instead of standard output")
+
+
+def run(options: argparse.Namespace) -> int:
+    output_files.check("--output", options.output)
+    if options.output is not None and str(options.output) in options.words:
+        raise UserError(f"--output is {options.output}, the file that is translated; write to another")
+    for name in ("processes", "batch"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}; it should be 1 or more")
+
+    from samestep.translate.base import Asked
+    from samestep.translate.translation import translate
+
+    asked = Asked(processes=options.processes, batch=options.batch)
+    written = translate(options.words, options.from_, options.to, asked)
+    if options.output is None:
+        sys.stdout.write(written.text)
+    else:
+        options.output.write_text(written.text, encoding="utf-8")
+    for remark in written.remarks:
+        print(f"samestep: without a key there: {remark}", file=sys.stderr)
+    return 0

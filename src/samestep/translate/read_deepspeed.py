@@ -1,0 +1,266 @@
+"""From DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json) to a job."""
+
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.translate.base import Asked, Reader, has_any
+from samestep.translate.deepspeed_optimizer import read_optimizer
+from samestep.translate.draft import Draft
+from samestep.translate.keys import Keys
+from samestep.translate.layout_text import Sizes
+
+# A file with one of these is DeepSpeed's.
+_ITS_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "torch_autocast",
+    "optimizer",
+    "scheduler",
+    "steps_per_print",
+)
+
+_REASONS = {
+    "steps_per_print": "every step stands in metrics.jsonl",
+    "wall_clock_breakdown": "metrics.jsonl has the seconds of each step and of its data",
+    "memory_breakdown": "report.json has the peak of every rank, and train --dry-run what it holds",
+    "dataloader_drop_last": "no sample is dropped, and none repeated",
+    "communication_data_type": "gradients travel in float32, so that every layout takes the same step",
+    "prescale_gradients": "losses are summed and divided by the global count",
+    "gradient_predivide_factor": "losses are summed and divided by the global count",
+    "gradient_allreduce_op": "losses are summed and divided by the global count",
+    "flops_profiler": "report.json has the floating-point operations a second of language models",
+    "comms_logger": "report.json and train --dry-run have the bytes that each rank sent",
+    "csv_monitor": "metrics.jsonl has the same numbers",
+    "wandb": "there are metrics.jsonl and TensorBoard",
+    "comet": "there are metrics.jsonl and TensorBoard",
+    "autotuning": "nothing is tuned by trial",
+    "zero_allow_untested_optimizer": "any optimizer is sharded",
+    "zero_force_ds_cpu_optimizer": "offload=optimizer steps with PyTorch's own optimizer",
+    "aio": "offload=optimizer-disk maps a file into memory, and has nothing to set",
+    "data_types": "gradients are summed in the parameters' precision, float32",
+    "elasticity": "the global batch is the same for any number of ranks",
+    "checkpoint": "belongs to DeepSpeed's own checkpoints",
+    "compile": "DeepCompile's own passes; run.compile: true compiles every block",
+}
+_OTHERWISE = "no counterpart"
+
+_ZERO_REASONS = {
+    "zero_hpz_partition_size": "keeps a second copy of the shards in each group; dpM fsdpN shards in groups alone",
+    "zero_quantized_weights": "nothing is sent in fewer bits",
+    "zero_quantized_gradients": "nothing is sent in fewer bits",
+    "zero_quantized_nontrainable_weights": "nothing is sent in fewer bits",
+    "stage3_gather_16bit_weights_on_model_save": "model.safetensors is always whole",
+    "gather_16bit_weights_on_model_save": "model.safetensors is always whole",
+    "ignore_unused_parameters": "unused parameters are found out by themselves",
+    "sub_group_size": "parameters are stepped as they are",
+}
+_ZERO_OTHERWISE = "buckets, prefetching and overlap are set by themselves"
+
+
+class ReadDeepSpeed(Reader):
+    title = "a DeepSpeed JSON"
+
+    def recognises(self, given: Any) -> bool:
+        return has_any(given, _ITS_KEYS)
+
+    def read(self, given: Any, asked: Asked) -> Draft:
+        draft = Draft()
+        keys = Keys(given, draft)
+        sizes = _sizes(keys, draft)
+        data = read_batch(keys, draft, sizes, asked)
+        draft.set_layout(
+            Sizes(**{**vars(sizes), "data": data}),
+            "" if data else "the file doesn't say how many ranks; --processes of translate, train or torchrun does",
+        )
+        read_optimizer(keys, draft)
+        _clip(keys, draft)
+        _precision(keys, draft)
+        _tensorboard(keys, draft)
+        keys.leave(_REASONS, _OTHERWISE)
+        return draft
+
+
+def _sizes(keys: Keys, draft: Draft) -> Sizes:
+    """What is split, but for the number of data ranks."""
+    tensor_keys = keys.section("tensor_parallel")
+    tensor = tensor_keys.whole("autotp_size", least=0) or 1
+    for name in ("tp", "tensor_parallel"):
+        inner = tensor_keys.section(name)
+        tensor = inner.whole("tp_size") or tensor
+        inner.leave({}, "what is sliced is found from the model")
+    tensor_keys.leave({}, "what is sliced is found from the model; run.tensor_plan says otherwise")
+
+    pipe = keys.section("pipeline")
+    stages = pipe.whole("stages") or 1
+    every = pipe.whole("activation_checkpoint_interval", least=0) or 0
+    options = {"recompute": "full"} if every else {}
+    if every > 1:
+        draft.remark(pipe.place("activation_checkpoint_interval"), every, "every block is recomputed by itself")
+    pipe.leave({"partition": "stages are cut by cost; run.cut_at says otherwise"}, "a pipeline's own concern here")
+
+    zero, offload = _zero(keys, draft)
+    checkpointing = keys.section("activation_checkpointing")
+    if checkpointing:
+        options["recompute"] = "full"
+        if checkpointing.switch("cpu_checkpointing"):
+            offload.append("activations")
+        checkpointing.leave(
+            {"partition_activations": "tp with sequence=split keeps a part of the tokens a rank"},
+            "every block is recomputed",
+        )
+    return Sizes(
+        pipeline=stages,
+        zero=zero,
+        context=keys.whole("sequence_parallel_size") or 1,
+        tensor=tensor,
+        offload=offload,
+        options=options,
+    )
+
+
+def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
+    """The stage, and what is offloaded."""
+    given = keys.take("zero_optimization")
+    if isinstance(given, bool):  # as the oldest versions had it
+        return int(given), []
+    section = Keys(given or {}, draft, "zero_optimization")
+    stage = section.whole("stage", least=0) or 0
+    if stage > 3:
+        raise UserError(f"zero_optimization.stage is {stage}; it can be 0, 1, 2 or 3")
+    offload = []
+    if section.switch("cpu_offload"):
+        offload.append("optimizer")
+    if section.switch("cpu_offload_param"):
+        offload.append("parameters")
+    for key, on_cpu, on_disk in (
+        ("offload_optimizer", "optimizer", "optimizer-disk"),
+        ("offload_param", "parameters", "parameters"),
+    ):
+        inner = section.section(key)
+        device = inner.word("device", ("none", "cpu", "nvme"))
+        if device in ("cpu", "nvme"):
+            offload.append(on_cpu if device == "cpu" else on_disk)
+        folder = inner.take("nvme_path")
+        if folder is not None and device == "nvme" and on_disk == "optimizer-disk":
+            draft.set("run.offload_folder", str(folder))
+        elif device == "nvme" and on_disk != "optimizer-disk":
+            draft.remark(inner.place("device"), device, "parameters are kept in the CPU's memory, not on disk")
+        elif folder is not None:
+            draft.remark(inner.place("nvme_path"), folder, "the device is not nvme")
+        inner.leave({}, "buffers are set by themselves")
+    section.leave(_ZERO_REASONS, _ZERO_OTHERWISE)
+    return stage, offload
+
+
+def read_batch(keys: Keys, draft: Draft, sizes: Sizes, asked: Asked) -> int | None:
+    """Set batch and micro-batch; the number of data ranks, where it is known.
+
+    DeepSpeed holds train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
+    """
+    batch = keys.whole("train_batch_size")
+    micro = keys.whole("train_micro_batch_size_per_gpu")
+    accumulation = keys.whole("gradient_accumulation_steps")
+    if asked.batch is not None and batch not in (None, asked.batch):
+        raise UserError(f"train_batch_size is {batch}, and --batch says {asked.batch}; give one of them")
+    batch = batch or asked.batch
+    data = _data_ranks(sizes, asked)
+    if batch and micro and accumulation:
+        whole = batch % (micro * accumulation) == 0
+        data = data or (batch // (micro * accumulation) if whole else None)
+        if data is None or batch != micro * accumulation * data:
+            raise _contradiction(batch, micro, accumulation, data)
+    elif batch and micro and data and batch % (micro * data):
+        raise _contradiction(batch, micro, None, data)
+    elif batch and data and not micro:
+        micro, rest = divmod(batch, data * (accumulation or 1))
+        if rest:
+            raise _contradiction(batch, None, accumulation or 1, data)
+    elif micro and data and not batch:
+        batch = micro * (accumulation or 1) * data
+    if batch:
+        draft.set("recipe.batch", batch, "of all ranks")
+    else:
+        why = (
+            "the global batch is micro-batch x accumulation x data ranks; translate's --processes or --batch says it"
+        )
+        draft.remark("train_batch_size", None, why)
+    if micro:
+        draft.set("run.micro_batch", micro)
+    if accumulation and not (batch and micro):
+        draft.remark(
+            "gradient_accumulation_steps", accumulation, "steps follow from recipe.batch and run.micro_batch"
+        )
+    return data
+
+
+def _data_ranks(sizes: Sizes, asked: Asked) -> int | None:
+    if asked.processes is None:
+        return None
+    if asked.processes % sizes.model:
+        raise UserError(
+            f"--processes is {asked.processes}, and the model is split over {sizes.model}; a multiple would do"
+        )
+    return asked.processes // sizes.model
+
+
+def _contradiction(batch: int, micro: int | None, accumulation: int | None, data: int | None) -> UserError:
+    parts = [
+        f"train_micro_batch_size_per_gpu {micro}" if micro else "",
+        f"gradient_accumulation_steps {accumulation}" if accumulation else "",
+        f"{data} data rank{'s' if data != 1 else ''}" if data else "",
+    ]
+    product = (micro or 1) * (accumulation or 1) * (data or 1)
+    near = [product * n for n in sorted({max(1, batch // product), batch // product + 1})]
+    return UserError(
+        f"train_batch_size is {batch}, and {' x '.join(filter(None, parts))} = {product} "
+        f"{'is not that' if data and micro and accumulation else 'does not divide it'}; train_batch_size = "
+        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, so a batch of "
+        f"{' or '.join(map(str, [product] if data and micro and accumulation else near))} would do"
+    )
+
+
+def _clip(keys: Keys, draft: Draft) -> None:
+    given = "gradient_clipping" in keys
+    clip = keys.number("gradient_clipping")
+    if clip:
+        draft.set("recipe.clip", clip)
+    elif not given:
+        draft.remark(
+            "gradient_clipping",
+            None,
+            "not given, which is 1.0 for DeepSpeed from mid 2026, and none before; recipe.clip",
+        )
+
+
+def _precision(keys: Keys, draft: Draft) -> None:
+    """Precision is autocast over float32 parameters, which is torch_autocast; fp16 and bf16 are near it."""
+    fp16 = keys.enabled("fp16")
+    bf16 = keys.enabled("bf16" if "bf16" in keys else "bfloat16")
+    autocast = keys.enabled("torch_autocast")
+    if fp16 and bf16:
+        raise UserError("fp16.enabled and bf16.enabled are both true; switch one of them off")
+    why = "DeepSpeed's parameters are in {} with float32 copies; here they are float32, and matrix products in {}"
+    for section, name in ((fp16, "fp16"), (bf16, "bf16")):
+        if section:
+            draft.set("recipe.precision", name, why.format(name, name))
+    if autocast:
+        dtype = autocast.word("dtype", ("bfloat16", "float16", "torch.bfloat16", "torch.float16"))
+        draft.set("recipe.precision", "fp16" if dtype in ("float16", "torch.float16") else "bf16")
+    fp16.leave({}, "the loss is scaled as torch.amp.GradScaler does by default")
+    bf16.leave({}, "sums and the optimizer's state are float32")
+    autocast.leave({}, "PyTorch's own list of operations is taken")
+
+
+def _tensorboard(keys: Keys, draft: Draft) -> None:
+    if "tensorboard" not in keys:
+        return
+    section = keys.section("tensorboard")
+    draft.set("run.tensorboard", bool(section.switch("enabled")))
+    section.leave({}, "events go into the run's folder; run.folder says which")

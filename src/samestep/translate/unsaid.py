@@ -1,0 +1,59 @@
+"""What of a job another tool's configuration does not say, key by key, with the reason."""
+
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
+from samestep.job import Job, Run
+from samestep.recipe import Recipe
+from samestep.validation import shown
+
+_SCRIPT = "the script says it"
+
+# Every key of a job that a writer may leave out. A key that is in no writer and not here fails the tests.
+REASONS = {
+    "recipe.task": _SCRIPT,
+    "recipe.data": _SCRIPT,
+    "recipe.model": _SCRIPT,
+    "recipe.args": _SCRIPT,
+    "recipe.seed": "the script seeds its generators",
+    "recipe.batch": _SCRIPT,
+    "recipe.steps": _SCRIPT,
+    "recipe.epochs": _SCRIPT,
+    "recipe.optimizer": "the script makes it",
+    "recipe.schedule": "the script makes it",
+    "recipe.clip": "the script clips",
+    "recipe.precision": _SCRIPT,
+    "recipe.dropout": "the model says it",
+    "recipe.evaluation": "the script evaluates",
+    "run.processes": "the layout's sizes say it",
+    "run.engine": "the file is another engine's",
+    "run.engine_config": "the file is another engine's",
+    "run.micro_batch": "the script's data loader and its accumulation say it",
+    "run.cut_at": "stages are those that the script's pipeline module has",
+    "run.device": "the ranks take the accelerator that they find",
+    "run.threads": "OMP_NUM_THREADS says it",
+    "run.workers": "the script's data loader says it",
+    "run.compile": "the script compiles",
+    "run.tensor_plan": "the tool's own plan is taken",
+    "run.folder": _SCRIPT,
+    "run.offload_folder": "nothing is offloaded to it",
+    "run.tensorboard": "the script says it",
+    "run.rank_lines": "only samestep prints them",
+}
+
+
+def unsaid(job: Job, said: Collection[str]) -> list[str]:
+    """A remark for each key that is not its default and that the written file doesn't say."""
+    given = {"recipe": (job.recipe, Recipe(task=None)), "run": (job.run, Run())}
+    remarks = []
+    for section, (own, plain) in given.items():
+        for field in fields(own):
+            key, value = f"{section}.{field.name}", getattr(own, field.name)
+            if key not in said and value != getattr(plain, field.name):
+                remarks.append(f"{key} = {shown(_short(value))}: {REASONS[key]}")
+    return remarks
+
+
+def _short(value: Any) -> Any:
+    return getattr(value, "name", None) or (value if isinstance(value, (str, int, float, dict)) else str(value))
