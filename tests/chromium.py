@@ -21,6 +21,7 @@ _FLAGS = (
     "--enable-logging=stderr",
     "--virtual-time-budget=8000",  # milliseconds of the page's own clock
 )
+_NO_PAGE = "not an origin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,9 @@ def open_page(file: Path, scratch: Path, *, language: str = "en-US") -> Opened:
     command = [program, *_FLAGS, *own, f"--accept-lang={language}", "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    events = json.loads(log.read_text(encoding="utf-8"))["events"]
-    urls = [event.get("params", {}).get("url", "") for event in events if isinstance(event.get("params"), dict)]
-    return Opened(document=done.stdout, console=console, fetched=[url for url in urls if url.startswith("http")])
+    requests = [event.get("params", {}) for event in json.loads(log.read_text(encoding="utf-8"))["events"]]
+    # Chromium's own requests (the time, its updates) come from no page.
+    urls = [each["url"] for each in requests if "url" in each and each.get("initiator", _NO_PAGE) != _NO_PAGE]
+    return Opened(
+        document=done.stdout, console=console, fetched=[url for url in dict.fromkeys(urls) if url.startswith("http")]
+    )
