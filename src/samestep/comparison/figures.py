@@ -45,8 +45,8 @@ def read(folder: Path, wall: float) -> Figures:
     report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     steps = list(_lines(folder / "metrics.jsonl"))
     times = list(accumulate(line["step_seconds"] + line.get("data_seconds", 0.0) for line in steps))
-    name = next((name for name, value in report["metrics"].items() if isinstance(value, (int, float))), None)
-    evaluations = [line for line in _lines(folder / "evaluations.jsonl") if name in line]
+    metrics: dict[str, Any] = report["metrics"]
+    name = next((name for name, value in metrics.items() if isinstance(value, (int, float))), None)
     evaluation_seconds = report.get("evaluation_seconds", 0.0)
     return Figures(
         seconds=report["seconds"],
@@ -57,16 +57,19 @@ def read(folder: Path, wall: float) -> Figures:
         peak_memory_bytes=report["peak_memory_bytes"],
         sent_bytes=[sum(usage["sent"].values()) for usage in report.get("usage_bytes", [])],
         metric_name=name,
-        metric=report["metrics"].get(name),
+        metric=metrics[name] if name is not None else None,
         losses=[line["loss"] for line in steps],
         times=times,
-        scores=[
-            Score(step=line["step"], seconds=times[line["step"] - 1], value=line[name])
-            for line in evaluations
-            if 0 < line["step"] <= len(times)
-        ],
+        scores=list(_scores(folder, name, times)) if name is not None else [],
         versions=report.get("versions", {}),
     )
+
+
+def _scores(folder: Path, name: str, times: Sequence[float]) -> Iterator[Score]:
+    """The metric of that name at each evaluation."""
+    for line in _lines(folder / "evaluations.jsonl"):
+        if name in line and 0 < line["step"] <= len(times):
+            yield Score(step=line["step"], seconds=times[line["step"] - 1], value=line[name])
 
 
 def losses(folder: Path) -> list[float]:

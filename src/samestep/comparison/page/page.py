@@ -85,4 +85,4 @@ def _machine(found: Comparison) -> str:
 
 
 def _file(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
+    return (files("samestep.comparison.page") / name).read_text(encoding="utf-8")

@@ -38,10 +38,14 @@ def figures(found: Comparison) -> str:
     """Every figure by its name and its language, as JSON that may stand in a page."""
     rows = [row for row in found.rows if row.runs]
     drawn = {
-        name: {language: json.loads(draw(found, rows, number).to_json()) for number, language in enumerate(LANGUAGES)}
+        name: {language: _plain(draw(found, rows, number)) for number, language in enumerate(LANGUAGES)}
         for name, draw in _FIGURES.items()
     }
     return json_in_html(drawn)
+
+
+def _plain(figure: go.Figure) -> Any:
+    return json.loads(figure.to_json() or "")
 
 
 def _times(found: Comparison, rows: Sequence[Row], language: int) -> go.Figure:

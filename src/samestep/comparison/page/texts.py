@@ -43,7 +43,7 @@ ABOUT_LOSS = Words(
     "hides its curve.",
     "取每种方法的第一次运行。步步相同时，曲线重叠在一起；点击名称可以隐藏对应曲线。",
 )
-SCORE = Words("{metric} over time", "{metric} 随时间的变化")
+SCORE = Words("Over time: {metric}", "随时间的变化：{metric}")
 ABOUT_SCORE = Words(
     "On held-out samples, each seen once in every evaluation. Evaluations are not part of the time.",
     "在留出样本上评估，每次评估每个样本只看一次。评估时间不计入横轴。",
