@@ -36,6 +36,9 @@ from samestep.tasks.regression import Regression
 
 TESTS = Path(__file__).parent
 
+# The first test of the shared comparison waits for a dozen processes to start, on machines that others use as well.
+pytestmark = pytest.mark.timeout(400)
+
 JOB = f"""
 recipe:
   task: {TESTS}/compared_task.py:Compared
