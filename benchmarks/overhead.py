@@ -10,6 +10,7 @@ compute the same batches.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -81,9 +82,8 @@ def pair(processes: int, steps: int, folder: Path) -> tuple[float, float]:
 
 def take_turns(folder: Path, steps: int) -> None:
     """One rank of a pair: both train, and take their steps in turns."""
-    from handwritten import text_classification as handwritten
-
     from samestep.cluster.world import join
+    from samestep.handwritten.loop import Loop
     from samestep.jobfile import load
     from samestep.layout import Layout
     from samestep.tasks.resolve import resolve
@@ -93,9 +93,9 @@ def take_turns(folder: Path, steps: int) -> None:
     task = resolve(job.recipe)
     with join() as world:
         training = Training(job, task, world, Layout(replicate=world.world_size))
-        log = folder / "handwritten.jsonl"
+        loop = Loop(job.recipe, task, rank=world.rank, world_size=world.world_size, device=world.device)
         runners = {
-            "handwritten": handwritten.train(job.recipe, task, steps, log, world.rank, world.world_size),
+            "handwritten": handwritten(loop, folder if world.rank == 0 else None),
             "samestep": samestep(training, folder if world.rank == 0 else None),
         }
         seconds: dict[str, list[float]] = {name: [] for name in runners}
@@ -107,6 +107,15 @@ def take_turns(folder: Path, steps: int) -> None:
                 seconds[name].append(time.perf_counter() - began)
         if world.rank == 0:
             (folder / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
+
+
+def handwritten(loop: Any, folder: Path | None) -> Iterator[None]:
+    """What an expert's own loop does in a step, with one line in a file for each."""
+    with (folder / "handwritten.jsonl" if folder else Path(os.devnull)).open("w", buffering=1) as log:
+        for step, report in enumerate(loop.steps()):
+            values = {"step": step, "loss": report.loss.item(), "grad_norm": report.grad_norm.item()}
+            log.write(json.dumps(values) + "\n")
+            yield
 
 
 def samestep(training: Any, folder: Path | None) -> Iterator[None]:

@@ -29,10 +29,12 @@ HOUSE = (
     ("engines",),
     ("translate",),
     ("training",),
+    ("handwritten",),
     ("proof",),
     ("matrix",),
     ("report",),
     ("api",),
+    ("comparison",),
     ("cli",),
 )
 RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}

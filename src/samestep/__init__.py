@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from samestep.api import dry_run, train, verify
+    from samestep.comparison.compare import compare
+    from samestep.comparison.rows import Comparison
     from samestep.errors import InterruptedJobError, LayoutError, RankFailedError, UserError
     from samestep.job import Job, Run
     from samestep.layout import Layout
@@ -23,6 +25,8 @@ _HOME = {
     "train": "samestep.api",
     "verify": "samestep.api",
     "dry_run": "samestep.api",
+    "compare": "samestep.comparison.compare",
+    "Comparison": "samestep.comparison.rows",
     "session": "samestep.training.session",
     "Session": "samestep.training.session",
     "TrainResult": "samestep.training.result",
@@ -50,6 +54,7 @@ __all__ = [
     "SGD",
     "AdamW",
     "Batch",
+    "Comparison",
     "Evaluation",
     "InterruptedJobError",
     "Job",
@@ -67,6 +72,7 @@ __all__ = [
     "Usage",
     "UserError",
     "Work",
+    "compare",
     "dry_run",
     "session",
     "train",

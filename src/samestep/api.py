@@ -198,7 +198,12 @@ def _layout_of(job: Job) -> Layout:
     return Layout.parse(text, processes)
 
 
-def _check(job: Job, layout: Layout) -> Task:
+def check_job(job: Job, task: Task | None = None) -> Task:
+    """Find what can't work before any process starts, and return the task, which is built where none is given."""
+    return _check(job, _layout_of(job), task)
+
+
+def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
     """Find what can't work before any process starts, and build the task."""
     recipe = job.recipe
     engines.check(engines.resolve(job.run.engine), layout, recipe.precision, job.run.engine_config)
@@ -211,7 +216,7 @@ def _check(job: Job, layout: Layout) -> Task:
         )
     check_offload_folder(job.run.offload_folder)
     layout.check_batch(recipe.batch, job.run.micro_batch)
-    task = resolve_task(recipe)
+    task = task or resolve_task(recipe)
     layout.check_model(task.shape())
     task.check()
     return task

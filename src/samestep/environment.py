@@ -46,6 +46,19 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ else threads
 
 
+_MARK = "SAMESTEP_RUN"
+
+
+def marked(mark: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for a run whose processes are to be found again, whatever started them."""
+    return {**environ, _MARK: mark}
+
+
+def mark_line(mark: str) -> bytes:
+    """How a mark stands among a process's variables."""
+    return f"{_MARK}={mark}".encode()
+
+
 @contextmanager
 def agent_settings() -> Iterator[None]:
     """Settings that PyTorch's elastic agent reads from its own environment, for as long as it runs."""

@@ -54,7 +54,7 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
 def dump(loaded: LoadedJob) -> str:
     """The whole job as YAML, every value followed by a comment that says where it came from."""
     lines: list[tuple[str, str]] = []
-    _dump(_plain(loaded.job), (), loaded.sources, lines)
+    _dump(plain(loaded.job), (), loaded.sources, lines)
     width = min(48, max(len(line) for line, _ in lines))
     return "\n".join(f"{line:<{width}}  # {source}" if source else line for line, source in lines)
 
@@ -207,13 +207,14 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A job, or a part of one, as the mappings, lists and scalars that YAML and JSON have."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return value if value is None or isinstance(value, (str, int, float, date, bytes, set)) else str(value)
 
 

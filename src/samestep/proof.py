@@ -105,8 +105,8 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     shared = load_file(known.parameters) if known is not None else None
     worst, worst_parameter = _compare_parameters(training.session.trainer, shared, world.device)
     mine = {
-        "loss": _largest(_relative(a, b) for a, b in _pairs(losses, expected.losses)),
-        "grad_norm": _largest(_relative(a, b) for a, b in _pairs(grad_norms, expected.grad_norms)),
+        "loss": _largest(relative(a, b) for a, b in _pairs(losses, expected.losses)),
+        "grad_norm": _largest(relative(a, b) for a, b in _pairs(grad_norms, expected.grad_norms)),
         "parameters": worst,
         "metrics": difference(metrics, expected.metrics),
     }
@@ -192,7 +192,7 @@ def difference(mine: Any, theirs: Any) -> float:
     if isinstance(theirs, (int, float)) and isinstance(mine, (int, float)):
         if math.isnan(theirs) and math.isnan(mine):
             return 0.0  # undefined for both, such as the recall of a class without samples
-        return _relative(float(mine), float(theirs))
+        return relative(float(mine), float(theirs))
     return 0.0 if mine == theirs else math.inf
 
 
@@ -202,7 +202,8 @@ def _pairs(mine: Sequence[float], theirs: Sequence[float]) -> Iterator[tuple[flo
     yield from zip(mine, theirs, strict=False)
 
 
-def _relative(mine: float, theirs: float) -> float:
+def relative(mine: float, theirs: float) -> float:
+    """|mine - theirs| / |theirs|; infinite where one is not a number."""
     apart = abs(mine - theirs)
     return _or_infinity(apart / abs(theirs) if apart and theirs else apart)
 

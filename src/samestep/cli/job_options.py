@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,11 @@ _FLAGS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     parser.add_argument("job", type=Path, metavar="JOB.yaml", help="the job file")
     for flag, (_, text) in _FLAGS.items():
+        if flag in without:
+            continue
         parser.add_argument(f"--{flag}", metavar=flag.replace("-", "_").upper(), help=text)
     parser.add_argument(
         "--set",
@@ -48,7 +51,7 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
             raise UserError(f"--set {text}: write KEY=VALUE, such as recipe.optimizer.lr=1e-3")
         overrides.append((key, value, f"--set {text}"))
     for flag, (key, _) in _FLAGS.items():
-        value = getattr(options, flag.replace("-", "_"))
+        value = getattr(options, flag.replace("-", "_"), None)
         if value is not None:
             overrides.append((key, value, f"--{flag}"))
     return jobfile.load(file or options.job, overrides)

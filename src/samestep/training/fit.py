@@ -38,6 +38,7 @@ class Training:
         self.recipe = recipe
         self.task = task
         self.usage: Usage | None = None
+        self.evaluation_seconds = 0.0
         self.session = Session(
             world=world,
             layout=layout,
@@ -112,7 +113,8 @@ class Training:
         samples = self.task.eval_set()
         if samples is None or len(samples) == 0:
             return {}
-        return self.session.evaluate(
+        began = time.perf_counter()
+        metrics = self.session.evaluate(
             samples,
             collate=self.task.collate,
             metrics=self.task.metrics(),
@@ -121,6 +123,8 @@ class Training:
             class_names=self.task.class_names(),
             bar=bar,
         )
+        self.evaluation_seconds += time.perf_counter() - began
+        return metrics
 
 
 def build_model(task: Task, seed: int, *, recorded: bool = False) -> InitialModel:
@@ -162,6 +166,7 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         losses=tuple(log.losses),
         steps=len(log.losses),
         seconds=log.seconds,
+        evaluation_seconds=training.evaluation_seconds,
         samples_per_second=samples_per_second,
         speeds=speeds(samples_per_second, task.work(), job.recipe.precision, world.device),
         folder=folder,

@@ -48,6 +48,10 @@ class Bar:
     def advance(self, note: str = "") -> None:
         self._progress.update(self._task, advance=1, note=note)
 
+    def say(self, note: str) -> None:
+        """Say what is under way."""
+        self._progress.update(self._task, note=note)
+
     @contextmanager
     def part(self, title: str, total: int) -> Iterator[Callable[[], None]]:
         """A second bar below the first, for a work within the work; gives what advances it."""

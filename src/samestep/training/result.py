@@ -26,6 +26,7 @@ class TrainResult:
     losses: tuple[float, ...]  # one a step
     steps: int
     seconds: float  # of the steps; without start-up and evaluation
+    evaluation_seconds: float = 0.0  # of all evaluations
     samples_per_second: float
     speeds: Mapping[str, float]  # more of them, where the task says what a sample costs
     folder: Path
@@ -80,29 +81,45 @@ def write(
     result: TrainResult, session: Session, *, peaks: list[int], state: dict[str, Tensor], schedule: Any
 ) -> None:
     """Write report.json, the curves, the model's weights and a pipeline's schedule into the run's folder."""
+    write_report(
+        result,
+        peaks=peaks,
+        layout=str(session.layout),
+        engine=session.engine.name,
+        processes=session.world.world_size,
+        threads=session.world.threads,
+        device=session.world.device.type,
+    )
+    if schedule is not None:
+        _write_json(result.folder / SCHEDULE_FILE, schedule)
+    _write_weights(result.folder / MODEL_FILE, state)
+
+
+def write_report(
+    result: TrainResult, *, peaks: list[int], layout: str, engine: str, processes: int, threads: int, device: str
+) -> None:
+    """Write report.json, and the metrics that are curves into a file of their own."""
     report = {
         "metrics": {name: value for name, value in result.metrics.items() if not is_curve(value)},
         "final_loss": result.losses[-1],
         "steps": result.steps,
         "seconds": result.seconds,
+        "evaluation_seconds": result.evaluation_seconds,
         "samples_per_second": result.samples_per_second,
         **result.speeds,
         "peak_memory_bytes": peaks,
         "usage_bytes": [usage.to_json() for usage in result.usage],
-        "layout": str(session.layout),
-        "engine": session.engine.name,
-        "processes": session.world.world_size,
-        "threads": session.world.threads,
-        "device": session.world.device.type,
+        "layout": layout,
+        "engine": engine,
+        "processes": processes,
+        "threads": threads,
+        "device": device,
         "versions": versions(),
     }
     _write_json(result.folder / REPORT_FILE, report)
     curves = {name: value for name, value in result.metrics.items() if is_curve(value)}
     if curves:
         _write_json(result.folder / CURVES_FILE, curves)
-    if schedule is not None:
-        _write_json(result.folder / SCHEDULE_FILE, schedule)
-    _write_weights(result.folder / MODEL_FILE, state)
 
 
 def is_curve(value: Any) -> bool:

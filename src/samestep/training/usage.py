@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.traffic import Traffic
-from samestep.engines.base import StepReport, Trainer
+from samestep.parallel.holdings import Holdings
 from samestep.training.allocations import Allocations
+
+Report = TypeVar("Report")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,13 @@ class Usage:
         return {**asdict(self), "sent": dict(self.sent)}
 
 
-def measured(trainer: Trainer, step: Callable[[], StepReport]) -> tuple[StepReport, Usage]:
+class Holder(Protocol):
+    """Who keeps a model and its optimizer: a trainer."""
+
+    def holdings(self) -> Holdings: ...
+
+
+def measured(trainer: Holder, step: Callable[[], Report]) -> tuple[Report, Usage]:
     """Take a step, slower than others, and say what this rank held and sent in it."""
     traffic, allocations = Traffic(), Allocations()
     with allocations.follow(), traffic:

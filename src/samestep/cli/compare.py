@@ -1,0 +1,51 @@
+"""Train one job by many methods and engines, each in processes of its own, and hold them side by side."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+from samestep.cli import job_options, output_files
+from samestep.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    job_options.add_arguments(parser, without=("layout", "engine", "folder"))
+    parser.add_argument(
+        "--methods",
+        help='such as "single, ddp-torchrun, native:dp2 tp2" (default: the published ones)',
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="trainings of each method (default: 3)")
+    parser.add_argument("--steps", type=int, help="train so many steps instead of the job's")
+    parser.add_argument("--time-limit", type=float, default=3600, metavar="S", help="of one run (default: 3600 s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure of every repeat to a file")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page of HTML, which needs no network")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.steps is not None:
+        options.set = [*options.set, f"recipe.steps={options.steps}", "recipe.epochs=null"]
+    loaded = job_options.load(options)
+    if options.print_config:
+        return job_options.print_config(loaded)
+    output_files.check("--json", options.json)
+    output_files.check("--report", options.report)
+    if options.report is not None and importlib.util.find_spec("plotly") is None:
+        raise UserError('--report needs plotly, which is not installed; pip install "samestep[report]"')
+
+    from samestep.comparison.compare import compare_job
+    from samestep.comparison.table import print_comparison
+
+    found = compare_job(
+        loaded.job,
+        methods=options.methods.split(",") if options.methods is not None else None,
+        repeats=options.repeats,
+        evaluations=6 if options.report is not None else 1,
+        time_limit=options.time_limit,
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.report is not None:
+        found.save_report(options.report)
+    print_comparison(found)
+    return 0 if found.passed else 1

@@ -1,0 +1,206 @@
+"""`samestep.compare`: which methods run when, each in processes of its own, and the rows that they end in."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from samestep import environment
+from samestep.api import check_job
+from samestep.cluster.device import accelerators, check_devices, cores
+from samestep.comparison import figures, process
+from samestep.comparison.entries import Entry, cores_of, entries
+from samestep.comparison.failure import explain
+from samestep.comparison.machine import machine
+from samestep.comparison.methods import METHODS, SINGLE, Method, chosen
+from samestep.comparison.rows import Comparison, Row
+from samestep.comparison.same_step import SameStep, best, short_job
+from samestep.errors import RankFailedError, UserError
+from samestep.job import Job, Run
+from samestep.jobfile import LoadedJob, dump
+from samestep.layout import Layout
+from samestep.recipe import Recipe
+from samestep.tasks.base import Task
+from samestep.training.progress import Bar
+from samestep.validation import checked
+
+TIME_LIMIT = 3600.0  # seconds of one run
+
+
+def compare(
+    recipe: Recipe,
+    *,
+    methods: Sequence[str] | None = None,
+    processes: int | None = None,
+    repeats: int = 3,
+    evaluations: int = 1,
+    time_limit: float = TIME_LIMIT,
+    **run: Any,
+) -> Comparison:
+    """Train a recipe by several methods, each in processes of its own, and hold them side by side.
+
+    `methods` are names such as "single", "ddp-torchrun" or "deepspeed-zero2", or pairs such as "native:dp2 tp2";
+    None: those of the published comparison, and samestep's layouts. `evaluations` of each training are spread over
+    its steps, outside its time. `run` takes keys of a job file's `run:` section, of which methods set layout, engine
+    and processes. Raises UserError for a mistake in the job; a method that fails is a row.
+    """
+    job = Job(recipe=recipe, run=checked(Run, run, prefix=("run",)))
+    return compare_job(
+        job, methods=methods, processes=processes, repeats=repeats, evaluations=evaluations, time_limit=time_limit
+    )
+
+
+def compare_job(
+    job: Job,
+    *,
+    methods: Sequence[str] | None = None,
+    processes: int | None = None,
+    repeats: int = 3,
+    evaluations: int = 1,
+    time_limit: float = TIME_LIMIT,
+) -> Comparison:
+    """Compare methods on a job, whose own layout and engine are not looked at."""
+    processes = _processes(job, processes)
+    _check_numbers(repeats=repeats, evaluations=evaluations, time_limit=time_limit)
+    picked = chosen(methods, processes)
+    task = _check(job)
+    budget = cores_of(job, processes)
+    planned = entries(_evaluated(job, task, evaluations), task, picked, budget)
+    with TemporaryDirectory(prefix="samestep-compare-") as folder, process.signals_raise():
+        runner = _Runner(Path(folder), time_limit)
+        rows = runner.all_rows(planned, _reference_entry(job, task, budget), repeats)
+    return Comparison(job=job, processes=processes, cores=budget, repeats=repeats, rows=rows, machine=machine())
+
+
+def _processes(job: Job, asked: int | None) -> int:
+    processes = asked if asked is not None else job.run.processes
+    if processes is None:
+        processes = (accelerators() if job.run.device == "auto" else 0) or cores()
+    if processes < 1:
+        raise UserError(f"processes is {processes}; it must be 1 or more")
+    check_devices(processes, job.run.device)
+    return processes
+
+
+def _check_numbers(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value >= 1:
+            raise UserError(f"{name} is {value}; it must be 1 or more")
+
+
+def _check(job: Job) -> Task:
+    """The job's task. Raises UserError for a job that one process couldn't train either."""
+    if environment.ranks() is not None:
+        raise UserError("compare starts its own processes; start it without a launcher")
+    if not isinstance(job.recipe.task, str):
+        raise UserError(
+            f"recipe.task is {job.recipe.task!r}; compare starts each method as a command, which wants the task's "
+            'name, such as "my_task.py:MyTask"'
+        )
+    return check_job(replace(job, run=Run(device=job.run.device)))
+
+
+def _evaluated(job: Job, task: Task, evaluations: int) -> Job:
+    """The job with so many evaluations, unless it says itself how often."""
+    recipe = job.recipe
+    if evaluations == 1 or recipe.evaluation.every is not None:
+        return job
+    steps = recipe.total_steps(-(-len(task.train_set()) // recipe.batch))
+    every = -(-steps // evaluations)
+    return replace(job, recipe=replace(recipe, evaluation=replace(recipe.evaluation, every=every)))
+
+
+def _reference_entry(job: Job, task: Task, budget: int) -> Entry:
+    single = next(method for method in METHODS if method.name == SINGLE)
+    (entry,) = entries(short_job(job, "fp64"), task, [single], budget)
+    return entry
+
+
+class _Runner:
+    """Runs methods one at a time, in a folder whose files live no longer than a run."""
+
+    def __init__(self, folder: Path, time_limit: float) -> None:
+        self._folder = folder
+        self._time_limit = time_limit
+        self._count = 0
+
+    def all_rows(self, planned: Sequence[Entry], reference: Entry, repeats: int) -> list[Row]:
+        """The same step of every method first, which also warms the machine; then the repeats, interleaved."""
+        rows = {entry.row.method: entry.row for entry in planned}
+        runnable = [entry for entry in planned if entry.row.status == "measured"]
+        with Bar("compare", 1 + len(runnable) * (1 + repeats)) as bar:
+            bar.say("the reference: one process in float64")
+            known = self._reference(reference)
+            bar.advance()
+            turns = _turns(runnable, repeats)
+            for take, entry in turns:
+                row = rows[entry.row.method]
+                if row.status == "measured":
+                    bar.say(f"{row.method.name}, {'first steps' if take == 0 else f'repeat {take} of {repeats}'}")
+                    rows[row.method] = self._held(entry, row, known) if take == 0 else self._measured(entry, row)
+                bar.advance()
+        return list(rows.values())
+
+    def _reference(self, entry: Entry) -> list[float]:
+        """The losses of one process in float64. What stops it is wrong with the job, not with a method."""
+        folder, outcome = self._run(entry.row.method, entry.job)
+        if outcome.code == 0:
+            return figures.losses(folder)
+        status, reason = explain(folder, outcome, self._time_limit)
+        if status == "refused":
+            raise UserError(reason)
+        raise RankFailedError(0, outcome.output or reason)
+
+    def _held(self, entry: Entry, row: Row, known: Sequence[float]) -> Row:
+        """The row with its first steps held against the reference."""
+        if not row.synchronous:
+            return row
+        precision = row.method.precision or best(entry.precisions)
+
+        def read(folder: Path, seconds: float) -> Row:
+            held = SameStep(precision=precision, losses=figures.losses(folder), reference=known)
+            return replace(row, same_step=held)
+
+        return self._ended(row, short_job(entry.job, precision), read)
+
+    def _measured(self, entry: Entry, row: Row) -> Row:
+        """The row with one more repeat."""
+
+        def read(folder: Path, seconds: float) -> Row:
+            return replace(row, runs=(*row.runs, figures.read(folder, seconds)))
+
+        return self._ended(row, entry.job, read)
+
+    def _ended(self, row: Row, job: Job, read: Callable[[Path, float], Row]) -> Row:
+        folder, outcome = self._run(row.method, job)
+        try:
+            if outcome.code == 0:
+                return read(folder, outcome.seconds)
+            status, reason = explain(folder, outcome, self._time_limit)
+        except (OSError, ValueError, KeyError) as error:  # it said that it was done, and left no whole run
+            status, reason = "failed", f"what it left can't be read: {error!r}"
+        return replace(row, status=status, reason=reason, output=outcome.output)
+
+    def _run(self, method: Method, job: Job) -> tuple[Path, process.Outcome]:
+        self._count += 1
+        place = self._folder / str(self._count)
+        place.mkdir()
+        file, folder = place / "job.yaml", place / "run"
+        file.write_text(dump(LoadedJob(job, file, {})) + "\n", encoding="utf-8")
+        command = method.start.command(file, folder, _size(job))
+        return folder, process.run(command, limit=self._time_limit)
+
+
+def _size(job: Job) -> int:
+    return Layout.parse(job.run.layout).size
+
+
+def _turns(planned: Sequence[Entry], repeats: int) -> Iterator[tuple[int, Entry]]:
+    """Take 0 of every method, then each repeat of all; whoever comes first in one comes last in the next."""
+    order = deque(planned)
+    for take in range(repeats + 1):
+        for entry in order:
+            yield take, entry
+        order.rotate(-1)

@@ -1,0 +1,109 @@
+"""The methods that can be compared: one line each. What takes the step, under which layout, started by what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from samestep.comparison.starts import HANDWRITTEN, LAUNCH, SAMESTEP, SPAWN, TORCHRUN, Start
+from samestep.comparison.words import Words
+from samestep.engines import ENGINES
+from samestep.errors import LayoutError, UserError
+from samestep.layout import Layout, unsized
+from samestep.validation import closest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row of a comparison. `{n}` in a text stands for the number of processes."""
+
+    name: str
+    title: Words
+    engine: str  # "handwritten" is plain PyTorch, and no engine of samestep
+    layout: str
+    start: Start = SAMESTEP
+    precision: str | None = None  # None: the job's
+    cores: int | None = None  # of all its processes; None: as many as every other method has
+    default: bool = True  # whether it is compared where no methods are named
+
+    def of(self, processes: int) -> "Method":
+        """This method for so many processes."""
+        return replace(
+            self,
+            name=self.name.format(n=processes),
+            title=self.title.format(n=processes),
+            layout=self.layout.format(n=processes),
+        )
+
+
+def _method(name: str, en: str, zh: str, engine: str, layout: str, start: Start = SAMESTEP, **more: object) -> Method:
+    return Method(name=name, title=Words(en, zh), engine=engine, layout=layout, start=start, **more)  # pyright: ignore[reportArgumentType]
+
+
+SINGLE_CORE, SINGLE = "single-core", "single"  # what speed-ups are counted from
+
+# fmt: off
+METHODS = (
+    _method(SINGLE_CORE, "one process, one core", "单进程，单核", "native", "single", cores=1),
+    _method(SINGLE, "one process, all cores", "单进程，全部核", "native", "single"),
+    _method("data-parallel", "DataParallel", "DataParallel", "data-parallel", "single"),
+    _method("ddp-torchrun", "DDP, torchrun", "DDP，torchrun 启动", "handwritten", "dp{n}", TORCHRUN),
+    _method("ddp-spawn", "DDP, spawn", "DDP，spawn 启动", "handwritten", "dp{n}", SPAWN),
+    _method("ddp-launch", "DDP, launch", "DDP，launch 启动", "handwritten", "dp{n}", LAUNCH),
+    _method("ddp-bf16", "DDP + bf16", "DDP + bf16", "handwritten", "dp{n}", SPAWN, precision="bf16"),
+    _method("horovod", "Horovod", "Horovod", "horovod", "dp{n}"),
+    _method("deepspeed-zero1", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-1", "deepspeed", "zero1x{n}"),
+    _method("deepspeed-zero2", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-2", "deepspeed", "zero2x{n}"),
+    _method("deepspeed-zero3", "DeepSpeed ZeRO-3", "DeepSpeed ZeRO-3", "deepspeed", "fsdp{n}"),
+    _method("accelerate-ddp", "Accelerate, DDP", "Accelerate，DDP", "accelerate", "dp{n}"),
+    _method("accelerate-fsdp2", "Accelerate, FSDP2", "Accelerate，FSDP2", "accelerate", "fsdp{n}"),
+    _method("dp{n}", "samestep dp{n}", "samestep dp{n}", "native", "dp{n}"),
+    _method("zero1x{n}", "samestep zero1x{n}", "samestep zero1x{n}", "native", "zero1x{n}"),
+    _method("zero2x{n}", "samestep zero2x{n}", "samestep zero2x{n}", "native", "zero2x{n}"),
+    _method("fsdp{n}", "samestep fsdp{n}", "samestep fsdp{n}", "native", "fsdp{n}"),
+    _method("tp{n}", "samestep tp{n}", "samestep tp{n}", "native", "tp{n}"),
+    _method("pp{n}", "samestep pp{n}", "samestep pp{n}", "native", "pp{n}"),
+    _method("handwritten-single", "plain PyTorch, one process", "手写 PyTorch，单进程", "handwritten", "single",
+            HANDWRITTEN, default=False),
+    _method("deepspeed-zero0", "DeepSpeed, no ZeRO", "DeepSpeed，不用 ZeRO", "deepspeed", "dp{n}", default=False),
+    _method("keras-mirrored", "Keras Mirrored", "Keras Mirrored", "keras-mirrored", "single", default=False),
+    _method("keras-multi-worker", "Keras MultiWorkerMirrored", "Keras MultiWorkerMirrored", "keras-multi-worker",
+            "dp{n}", default=False),
+    _method("keras-parameter-server", "Keras ParameterServer", "Keras ParameterServer", "keras-parameter-server",
+            "dp{n}", default=False),
+    _method("single-bf16", "one process, bf16", "单进程，bf16", "native", "single", precision="bf16", default=False),
+    _method("dp{n}-bf16", "samestep dp{n} + bf16", "samestep dp{n} + bf16", "native", "dp{n}", precision="bf16",
+            default=False),
+    _method("fsdp{n}-bf16", "samestep fsdp{n} + bf16", "samestep fsdp{n} + bf16", "native", "fsdp{n}",
+            precision="bf16", default=False),
+)
+# fmt: on
+
+
+def chosen(names: Sequence[str] | None, processes: int) -> list[Method]:
+    """The methods of these names, or those of the published comparison and samestep's layouts.
+
+    A name may also be "engine:layout", such as "native:dp2 tp2". Raises UserError for an unknown one.
+    """
+    table = {method.name: method for method in (each.of(processes) for each in METHODS)}
+    if names is None:
+        return [method for method in table.values() if method.default]
+    wanted = list(dict.fromkeys(name.strip() for name in names if name.strip()))
+    if not wanted:
+        raise UserError('methods names none; "single, ddp-torchrun, native:dp2 tp2" would do')
+    return [table.get(name) or _pair(name, processes, table) for name in wanted]
+
+
+def _pair(name: str, processes: int, table: dict[str, Method]) -> Method:
+    engine, colon, text = name.partition(":")
+    if not colon:
+        raise UserError(f'unknown method "{name}"; {closest(name, table)}; or a pair engine:layout, {_EXAMPLE}')
+    if engine not in ENGINES:
+        raise UserError(f'method "{name}": there is no engine "{engine}"; {closest(engine, ENGINES)}')
+    try:
+        layout = str(Layout.parse(text, processes if unsized(text) else None))
+    except LayoutError as error:
+        raise UserError(f'method "{name}": {error}') from None
+    title = f"{engine} {layout}"
+    return Method(name=f"{engine}:{layout}", title=Words(title, title), engine=engine, layout=layout)
+
+
+_EXAMPLE = 'such as "native:dp2 tp2"'

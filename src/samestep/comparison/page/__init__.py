@@ -1,0 +1,1 @@
+"""The report: one page of HTML in English and Chinese, which opens from disk and needs no network."""

@@ -1,0 +1,103 @@
+"""One run of a command in a session of its own, with a time limit, of which no process is left behind."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from samestep import environment
+from samestep.errors import InterruptedJobError
+
+_GRACE = 5.0  # seconds to end in order, for a launcher to end its ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int | None  # None: it was stopped at its time limit
+    seconds: float  # wall time, start-up and all
+    output: str  # what it and its ranks printed
+
+
+def run(command: Sequence[str], *, limit: float) -> Outcome:
+    """Run a command to its end, or for `limit` seconds."""
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryFile() as output:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment.marked(mark),
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            seconds = time.perf_counter() - began
+            _end(process, mark)
+        output.seek(0)
+        return Outcome(code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace"))
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End what is left of a run: launchers put their ranks into sessions of their own, so a group is not all."""
+    if process.poll() is None:
+        _signal_group(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_GRACE)
+    _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+    until = time.monotonic() + _GRACE
+    while (left := _marked(mark)) and time.monotonic() < until:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes whose environment holds a run's mark; where the system doesn't show environments, none."""
+    line = environment.mark_line(mark)
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if line in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise InterruptedJobError, so that a run that is under way is ended first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise InterruptedJobError(number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,7 @@
+"""Jobs as an expert would write them by hand, in plain PyTorch: what engines are measured against."""
+
+PRECISIONS = frozenset({"fp64", "fp32", "bf16"})
+
+# Files that ranks leave in the run's folder where it comes to nothing: why the job can't be trained so; a traceback.
+REFUSED = "refused.txt"
+FAILED = "failed-rank-"

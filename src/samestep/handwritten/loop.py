@@ -1,0 +1,221 @@
+"""A training loop in plain PyTorch, as an expert would write it: one process or DistributedDataParallel.
+
+It shares with samestep what is not compared: the job's task, its initial weights, the order of samples, the
+optimizer's groups and schedule, and the metrics. How ranks share the work is written here, with PyTorch's own parts.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
+
+from samestep.data.loader import to_device
+from samestep.data.order import Place, SampleOrder, bounds
+from samestep.engines.precision import parameter_dtype
+from samestep.errors import UserError
+from samestep.handwritten import PRECISIONS
+from samestep.layout import Layout
+from samestep.parallel.holdings import Holdings, holdings
+from samestep.recipe import Recipe
+from samestep.tasks.base import Batch, Task, call, sum_and_count
+from samestep.tasks.rms_norm import widen_norms
+from samestep.training.curves import named_parts
+from samestep.training.dropout import switch_off
+from samestep.training.evaluation import plain
+from samestep.training.fit import build_model
+from samestep.training.optimizer import make_optimizer, make_schedule
+
+
+class Part(NamedTuple):
+    """A micro-batch of this rank, and whether its samples count: 0.0 where they are only lent."""
+
+    batch: Batch
+    weight: float
+
+
+class Step(NamedTuple):
+    """What one step had, over all ranks."""
+
+    loss: Tensor
+    grad_norm: Tensor  # before clipping
+    lr: float
+
+
+class Loop:
+    """A recipe on one rank of `world_size`, whose process group is there where it has company."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device,
+        micro_batch: int | None = None,
+        workers: int = 0,
+    ) -> None:
+        if recipe.precision not in PRECISIONS:
+            raise UserError(
+                f"recipe.precision is {recipe.precision}; handwritten methods have {', '.join(PRECISIONS)}"
+            )
+        self.recipe, self.task = recipe, task
+        self.place, self.device = Place(index=rank, of=world_size), device
+        self._micro_batch, self._workers = micro_batch, workers
+        self._dtype = parameter_dtype(recipe.precision)
+        self.samples = task.train_set()
+        self.order = SampleOrder(size=len(self.samples), batch=recipe.batch, seed=recipe.seed)
+        self.total_steps = recipe.total_steps(self.order.steps_per_epoch)
+        self.model = self._build()
+        self.module = self._replicate(self.model)
+        self.optimizer = make_optimizer(recipe.optimizer, self.model.named_parameters())
+        self.schedule = make_schedule(recipe.schedule, self.total_steps, self.optimizer)
+        torch.manual_seed(recipe.seed + rank)  # dropout draws other numbers on every rank
+
+    def _build(self) -> nn.Module:
+        model = build_model(self.task, self.recipe.seed).model
+        if not self.recipe.dropout:
+            switch_off(model)
+        if self.recipe.precision == "fp64":
+            widen_norms(model)
+        return model.to(self.device, self._dtype).train()
+
+    def _replicate(self, model: nn.Module) -> nn.Module:
+        if self.place.of == 1:
+            return model
+        if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules()):
+            if self.device.type == "cpu":
+                raise UserError(
+                    "the model has batch norm, whose statistics PyTorch's SyncBatchNorm shares between accelerators "
+                    "only; on CPUs each rank's samples alone would make another step; a layout of samestep would do"
+                )
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        devices = None if self.device.type == "cpu" else [self.device]
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+    def batches(self) -> Iterator[tuple[list[Part], float]]:
+        """This rank's part of every step, and the seconds that it waited for the data."""
+        shares = [self.order.shares(step, self.place, self._micro_batch) for step in range(self.total_steps)]
+        loader = iter(
+            DataLoader(
+                self.samples,  # pyright: ignore[reportArgumentType]
+                batch_sampler=[share.samples.tolist() for step in shares for share in step],
+                collate_fn=self.task.collate,
+                num_workers=self._workers,
+                pin_memory=self.device.type != "cpu",
+                generator=torch.Generator().manual_seed(0),
+            )
+        )
+        for step in shares:
+            began = time.perf_counter()
+            loaded = [next(loader) for _ in step]
+            seconds = time.perf_counter() - began
+            parts = [
+                Part(self._on_device(batch), 0.0 if share.lent else 1.0)
+                for share, batch in zip(step, loaded, strict=True)
+            ]
+            yield parts, seconds
+
+    def _on_device(self, batch: Any) -> Batch:
+        return Batch(*(to_device(part, self.device, self._dtype) for part in batch))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16")
+
+    def step(self, parts: list[Part], global_samples: int) -> Step:
+        """Forward and backward of every micro-batch, then one update.
+
+        DistributedDataParallel averages the ranks' gradients, so a rank's sum is scaled by ranks / samples; the
+        average is then the sum over the global batch / its samples, also where ranks have unlike numbers of them.
+        """
+        self.optimizer.zero_grad()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, terms
+        scale = self.place.of / global_samples
+        sending = None
+        for number, part in enumerate(parts, start=1):
+            last = number == len(parts)
+            with nullcontext() if last or self.place.of == 1 else self._without_messages():
+                with self._autocast():
+                    output = call(self.module, part.batch.inputs)
+                    loss, terms = sum_and_count(self.task.loss(output, part.batch))
+                totals[0] += loss.detach() * part.weight
+                totals[1] += terms * part.weight
+                if last and self.place.of > 1:
+                    sending = dist.all_reduce(totals, async_op=True)
+                (loss * (part.weight * scale)).backward()
+        if sending is not None:
+            sending.wait()
+        return self._update(totals, global_samples)
+
+    def _without_messages(self) -> Any:
+        assert isinstance(self.module, DistributedDataParallel)
+        return self.module.no_sync()
+
+    def _update(self, totals: Tensor, global_samples: int) -> Step:
+        terms = totals[1].clamp(min=1)
+        if terms != global_samples:  # a loss over tokens: from the mean of samples to that of tokens
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_((global_samples / terms).to(parameter.grad))
+        norm = clip_grad_norm_(self.model.parameters(), self.recipe.clip or float("inf"))
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.schedule.step()
+        return Step(loss=totals[0] / terms, grad_norm=norm, lr=lr)
+
+    def steps(self) -> Iterator[Step]:
+        """Take every step, each when it is asked for."""
+        for step, (parts, _) in enumerate(self.batches()):
+            yield self.step(parts, len(self.order.global_batch(step)))
+
+    def holdings(self) -> Holdings:
+        return holdings(self.model, self.optimizer, Layout())
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Metrics of the held-out samples, each seen once: ranks take a slice each and gather the predictions."""
+        samples = self.task.eval_set()
+        if samples is None or len(samples) == 0:
+            return {}
+        self.model.eval()
+        mine = [self._scores(indices, samples) for indices in self._evaluated(len(samples))]
+        self.model.train()
+        metrics = self.task.metrics()
+        for metric in metrics.values():
+            metric.distributed_available_fn = _never  # predictions are gathered here; states need not be
+        for scores in (pair for rank in self.gather(mine) for pair in rank):
+            for metric in metrics.values():
+                metric.update(*scores)
+        names = self.task.class_names()
+        return {name: plain(named_parts(metric, metric.compute()), names) for name, metric in metrics.items()}
+
+    def _evaluated(self, size: int) -> list[range]:
+        """A consecutive slice of the held-out samples for each rank, in batches."""
+        start, stop = bounds(size, self.place.index, self.place.of)
+        batch = self.recipe.evaluation.batch
+        return [range(first, min(stop, first + batch)) for first in range(start, stop, batch)]
+
+    def _scores(self, indices: range, samples: Any) -> tuple[Tensor, Tensor]:
+        batch = self._on_device(self.task.collate([samples[index] for index in indices]))
+        with self._autocast():
+            predictions, targets = self.task.scores(call(self.model, batch.inputs), batch)
+        return predictions.cpu(), targets.cpu()
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank has, in the order of the ranks."""
+        if self.place.of == 1:
+            return [mine]
+        everyone: list[Any] = [None] * self.place.of
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,46 @@
+"""The ranks of a handwritten training: a launcher started them, or torch.multiprocessing.spawn does here."""
+
+import sys
+import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch.multiprocessing.spawn import spawn
+
+from samestep.environment import Ranks
+from samestep.errors import UserError
+from samestep.handwritten import FAILED, REFUSED
+from samestep.handwritten.training import train
+from samestep.jobfile import load
+
+
+def spawn_ranks(job: Path, folder: Path, processes: int) -> None:
+    with TemporaryDirectory(prefix="samestep-spawn-") as meeting:
+        # A file to meet at: no port that another job could take.
+        store = f"file://{Path(meeting).resolve()}/store"
+        spawn(_spawned, (processes, job, folder, store), nprocs=processes)
+
+
+def _spawned(rank: int, processes: int, job: Path, folder: Path, store: str) -> None:
+    code = run_rank(
+        job, folder, Ranks(rank=rank, world_size=processes, local_rank=rank, local_world_size=processes), store
+    )
+    if code:
+        raise SystemExit(code)
+
+
+def run_rank(job: Path, folder: Path, ranks: Ranks, meet_at: str | None = None) -> int:
+    """Train as one rank; the exit code. Why a job can't be trained so, and what failed, is left in `folder`."""
+    try:
+        train(load(job).job, folder, ranks=ranks, meet_at=meet_at)
+    except UserError as error:
+        if ranks.rank == 0:
+            print(f"samestep: {error}", file=sys.stderr)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / REFUSED).write_text(str(error), encoding="utf-8")
+        return 2
+    except Exception:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{FAILED}{ranks.rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+    return 0

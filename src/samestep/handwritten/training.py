@@ -1,0 +1,115 @@
+"""A whole handwritten training on one rank: steps, evaluations, and the files that samestep would leave."""
+
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from samestep.cluster.device import backend_of, device_of, peak_memory
+from samestep.cluster.world import threads_of
+from samestep.environment import Ranks
+from samestep.handwritten.loop import Loop, Step
+from samestep.job import Job
+from samestep.tasks.resolve import resolve
+from samestep.training import usage as usages
+from samestep.training.records import Records
+from samestep.training.result import TrainResult, write_report
+
+
+def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -> None:
+    """Join the other ranks, train, write the run into `folder`, and leave.
+
+    `meet_at` is where the ranks find each other; None: as the launcher says by its environment.
+    """
+    rank, world_size = ranks.rank, ranks.world_size
+    device = device_of(ranks.local_rank, job.run.device)
+    threads = threads_of(ranks.local_world_size, job.run.threads)
+    torch.set_num_threads(threads)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(ranks.local_rank)
+    if world_size > 1:
+        dist.init_process_group(backend_of(device), init_method=meet_at, rank=rank, world_size=world_size)
+    loop = Loop(
+        job.recipe,
+        resolve(job.recipe),
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        micro_batch=job.run.micro_batch,
+        workers=job.run.workers,
+    )
+    with Records(folder if rank == 0 else None, tensorboard=job.run.tensorboard) as records:
+        result = _take_all_steps(loop, records, folder)
+    peaks = loop.gather(peak_memory(device))
+    if rank == 0:
+        write_report(
+            result,
+            peaks=peaks,
+            layout="single" if world_size == 1 else f"dp{world_size}",
+            engine="handwritten",
+            processes=world_size,
+            threads=threads,
+            device=device.type,
+        )
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def _take_all_steps(loop: Loop, records: Records, folder: Path) -> TrainResult:
+    """Every step, one of them measured as samestep measures its own, and the evaluations."""
+    losses: list[float] = []
+    seconds = evaluation_seconds = 0.0
+    samples = 0
+    metrics = {}
+    usage = None
+    for step, (parts, data_seconds) in enumerate(loop.batches()):
+        began = time.perf_counter()
+        size = len(loop.order.global_batch(step))
+        take = partial(loop.step, parts, size)
+        if step == min(2, loop.total_steps - 1):
+            report, usage = usages.measured(loop, take)
+        else:
+            report = take()
+        losses.append(report.loss.item())
+        step_seconds = time.perf_counter() - began
+        seconds += step_seconds + data_seconds
+        samples += size
+        records.step(_line(loop, step, report, size, step_seconds, data_seconds))
+        if _evaluates_after(loop, step + 1):
+            began = time.perf_counter()
+            metrics = loop.evaluate()
+            evaluation_seconds += time.perf_counter() - began
+            records.evaluation(step + 1, metrics)
+    return TrainResult(
+        metrics=metrics,
+        losses=tuple(losses),
+        steps=len(losses),
+        seconds=seconds,
+        evaluation_seconds=evaluation_seconds,
+        samples_per_second=samples / seconds,
+        speeds={},
+        folder=folder,
+        usage=loop.gather(usage),
+    )
+
+
+def _evaluates_after(loop: Loop, done: int) -> bool:
+    every = loop.recipe.evaluation.every
+    return done == loop.total_steps or bool(every and done % every == 0)
+
+
+def _line(
+    loop: Loop, step: int, report: Step, samples: int, step_seconds: float, data_seconds: float
+) -> dict[str, float]:
+    return {
+        "step": step,
+        "epoch": loop.order.epoch_of(step),
+        "loss": report.loss.item(),
+        "grad_norm": report.grad_norm.item(),
+        "lr": report.lr,
+        "samples": samples,
+        "step_seconds": step_seconds,
+        "data_seconds": data_seconds,
+    }

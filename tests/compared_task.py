@@ -1,0 +1,51 @@
+"""A small regression whose handwritten runs go wrong on two ranks, in the way that each precision is told."""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import samestep
+
+
+class MeanError:
+    """The mean of squared errors. Not torchmetrics', whose import takes longer than these trainings."""
+
+    def __init__(self) -> None:
+        self.errors: list[Tensor] = []
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.errors.append((predictions.double() - targets.double()) ** 2)
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.errors).mean()
+
+
+class Compared(samestep.Task):
+    """33 points on a line. By hand on two ranks the loss is doubled; under autocast it fails there."""
+
+    def __init__(self) -> None:
+        inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))  # [samples, features]
+        pairs = list(zip(inputs, inputs.sum(dim=1, keepdim=True), strict=True))
+        self._pairs, self._held_out = pairs[:33], pairs[33:]
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def train_set(self) -> samestep.Samples:
+        return self._pairs
+
+    def eval_set(self) -> samestep.Samples:
+        return self._held_out
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
+        by_hand = "samestep.handwritten.loop" in sys.modules and dist.is_initialized()
+        if by_hand and torch.is_autocast_enabled("cpu"):
+            raise ArithmeticError("planted in bf16")
+        loss = nn.functional.mse_loss(output.to(batch.targets), batch.targets, reduction="sum")
+        return loss * (2 if by_hand else 1), len(output)
+
+    def metrics(self) -> dict[str, Any]:
+        return {"mean_squared_error": MeanError()}

@@ -1,0 +1,404 @@
+"""`samestep compare`: rows that are measured, refused, not installed, failed, not the same step; its page."""
+
+import io
+import json
+import math
+import re
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import chromium
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import samestep
+from samestep import environment
+from samestep.cli.main import main
+from samestep.comparison import figures, process
+from samestep.comparison.compare import _turns
+from samestep.comparison.entries import entries
+from samestep.comparison.methods import METHODS, Method, chosen
+from samestep.comparison.page.html import json_in_html
+from samestep.comparison.published import PUBLISHED
+from samestep.comparison.rows import Comparison, Row
+from samestep.comparison.same_step import BFLOAT16_TOLERANCE, SameStep
+from samestep.comparison.table import print_comparison
+from samestep.engines.native import Native
+from samestep.handwritten.loop import Loop
+from samestep.job import Job, Run
+from samestep.tasks.regression import Regression
+
+TESTS = Path(__file__).parent
+
+# The first test of the shared comparison waits for a dozen processes to start, on machines that others use as well.
+pytestmark = pytest.mark.timeout(400)
+
+JOB = f"""
+recipe:
+  task: {TESTS}/compared_task.py:Compared
+  batch: 8
+  steps: 6
+  precision: fp32
+run: {{device: cpu, threads: 1}}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A comparison by the command line: one row that is fine, one that fails, one with a wrong step, one refused."""
+
+    code: int
+    printed: str
+    values: dict[str, Any]
+    page: Path
+
+    def row(self, name: str) -> dict[str, Any]:
+        return next(row for row in self.values["rows"] if row["method"] == name)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    pytest.importorskip("plotly")
+    place = tmp_path_factory.mktemp("compared")
+    (place / "job.yaml").write_text(JOB, encoding="utf-8")
+    files = ["--json", str(place / "found.json"), "--report", str(place / "page.html")]
+    methods = "single, ddp-bf16, ddp-spawn, native:dp16"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream := (place / "printed").open("w", encoding="utf-8"))
+        words = ["compare", str(place / "job.yaml"), "--processes", "2", "--repeats", "1", "--methods", methods]
+        code = main([*words, *files])
+        stream.close()
+    return Compared(
+        code=code,
+        printed=(place / "printed").read_text(encoding="utf-8"),
+        values=json.loads((place / "found.json").read_text(encoding="utf-8")),
+        page=place / "page.html",
+    )
+
+
+def test_a_method_that_works_is_measured_and_takes_the_same_step(compared: Compared) -> None:
+    row = compared.row("single")
+    assert (row["status"], row["processes"], row["threads"], row["precision"]) == ("measured", 1, 2, "fp32")
+    assert row["same_step"]["same_step"]
+    assert row["same_step"]["difference"] < 1e-10
+    assert len(row["same_step"]["losses"]) == 5
+    (run,) = row["repeats"]
+    assert run["steps"] == 6
+    assert run["seconds"] == pytest.approx(run["times"][-1])
+    assert run["samples_per_second"] == pytest.approx(41 / run["seconds"])  # 8 + 8 + 8 + 8 + 1 + 8
+    assert run["startup_seconds"] > run["seconds"]
+    assert [score["step"] for score in run["scores"]] == [1, 2, 3, 4, 5, 6]
+    assert run["scores"][-1]["value"] == row["metric"]
+    assert row["speed_up_over_single"] == 1.0
+    assert row["speed_up_over_single_core"] is None
+
+
+def test_the_losses_are_those_of_plain_python(compared: Compared) -> None:
+    losses = compared.row("single")["same_step"]["losses"]
+    recipe = samestep.Recipe(task="regression", batch=8, steps=5, precision="fp64")
+    sys.path.insert(0, str(TESTS))
+    try:
+        from compared_task import Compared as Task
+    finally:
+        sys.path.remove(str(TESTS))
+    loop = Loop(recipe, Task(), device=torch.device("cpu"))
+    assert [step.loss.item() for step in loop.steps()] == pytest.approx(losses, rel=1e-12)
+
+
+def test_a_planted_wrong_step_is_seen_and_fails_the_comparison(compared: Compared) -> None:
+    row = compared.row("ddp-spawn")
+    assert row["status"] == "measured"
+    assert not row["same_step"]["same_step"]
+    assert row["same_step"]["difference"] == pytest.approx(1.0, abs=0.7)  # twice the loss
+    assert compared.code == 1
+    assert not compared.values["passed"]
+    assert "NOT the same step as one process: ddp-spawn" in compared.printed
+
+
+def test_a_planted_failure_is_a_row_with_its_error_and_the_others_go_on(compared: Compared) -> None:
+    row = compared.row("ddp-bf16")
+    assert row["status"] == "failed"
+    assert row["reason"].endswith("ArithmeticError: planted in bf16")
+    assert "Traceback" in row["output"]
+    assert row["repeats"] == []
+    assert "failed: ddp-bf16:" in compared.printed
+    assert compared.row("single")["repeats"]
+
+
+def test_what_the_job_cannot_have_is_a_row_with_the_reason(compared: Compared) -> None:
+    row = compared.row("native:dp16")
+    assert row["status"] == "refused"
+    assert 'layout "dp16"' in row["reason"]
+
+
+def read_of_processes(name: str) -> list[bytes]:
+    """A file of every process of this user."""
+    found = []
+    for file in Path("/proc").glob(f"[0-9]*/{name}"):
+        with suppress(OSError):
+            found.append(file.read_bytes())
+    return found
+
+
+def test_the_report_opens_without_a_network_and_draws(compared: Compared, tmp_path: Path) -> None:
+    opened = chromium.open_page(compared.page, tmp_path)
+    assert opened.console == []
+    assert opened.fetched == []
+    for name in ("times", "losses", "scores", "memory", "traffic"):
+        plot = re.search(rf'id="{name}".*?</noscript>', opened.document, re.DOTALL)
+        assert plot is not None
+        assert "main-svg" in plot[0], name
+    assert 'data-shown="en"' in opened.document
+    assert "seconds of training" in opened.document
+    chinese = chromium.open_page(compared.page, tmp_path, language="zh-CN")
+    assert chinese.console == []
+    assert 'data-shown="zh"' in chinese.document
+    assert "每个 rank 的峰值内存" in chinese.document
+
+
+def test_a_page_that_fetches_something_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text('<!DOCTYPE html><img src="http://127.0.0.1:9/x.png"><script>nothing()</script>', encoding="utf-8")
+    opened = chromium.open_page(page, tmp_path)
+    assert opened.fetched == ["http://127.0.0.1:9/x.png"]
+    assert "nothing is not defined" in opened.console[0]
+
+
+def test_the_report_holds_both_languages_and_every_row(compared: Compared) -> None:
+    text = compared.page.read_text(encoding="utf-8")
+    assert text.count("plotly.js v") == 1
+    for shown in (
+        '<span lang="zh">失败</span>',
+        "ArithmeticError: planted in bf16",
+        "DDP, spawn",
+        "5.12",
+        "没有学到东西",
+    ):
+        assert shown in text
+    assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="(?!data:)', text)
+
+
+# What follows starts nothing.
+
+
+def job(**recipe: Any) -> Job:
+    return Job(recipe=samestep.Recipe(task="regression", **recipe), run=Run(device="cpu"))
+
+
+def measured(name: str, *seconds: float, **row: Any) -> Row:
+    runs = [
+        figures.Figures(
+            seconds=each,
+            evaluation_seconds=0.0,
+            startup_seconds=1.0,
+            steps=2,
+            samples_per_second=8 / each,
+            peak_memory_bytes=[5_000_000, 7_000_000],
+            sent_bytes=[1000, 3000],
+            metric_name="accuracy",
+            metric=0.5,
+            losses=[2.0, 1.0],
+            times=[each / 2, each],
+            scores=[],
+            versions={"torch": "1"},
+        )
+        for each in seconds
+    ]
+    (method,) = chosen([name], 2)
+    values = {"processes": 2, "threads": 1, "precision": "fp32", "status": "measured", **row}
+    return Row(method=method, runs=runs, **values)
+
+
+def comparison(*rows: Row) -> Comparison:
+    machine = {"system": "", "processor": "", "cores": 2, "accelerators": "none", "packages": {}}
+    return Comparison(job=job(), processes=2, cores=2, repeats=3, rows=rows, machine=machine)
+
+
+def test_medians_and_speed_ups() -> None:
+    found = comparison(measured("single-core", 9, 8, 10), measured("single", 6, 5, 40), measured("dp2", 3, 2, 90))
+    fast = found.rows[2]
+    assert fast.seconds == 3
+    assert found.speed_up(fast) == 2
+    assert found.speed_up(fast, "single-core") == 3
+    assert (fast.largest_memory, fast.all_memory, fast.sent) == (7_000_000, 12_000_000, 3000)
+    assert found.metric_name == "accuracy"
+
+
+def test_numbers_that_json_does_not_have_are_null() -> None:
+    row = measured("dp2", 1.0)
+    runs = [replace(row.runs[0], losses=[2.0, math.nan], metric=math.inf)]
+    values = json.loads(json.dumps(comparison(replace(row, runs=runs)).to_json(), allow_nan=False))
+    assert values["rows"][0]["repeats"][0]["losses"] == [2.0, None]
+    assert values["rows"][0]["metric"] is None
+
+
+def test_asynchronous_methods_say_so_and_fail_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    found = comparison(measured("dp2", 1.0, synchronous=False))
+    print_comparison(found)
+    assert found.passed
+    assert "asynchronous" in capsys.readouterr().out
+
+
+def test_the_default_table_fits_120_columns() -> None:
+    rows = [measured(method.name, 12345.678, 1.0, 2.0) for method in chosen(None, 2)]
+    same = SameStep(precision="fp64", losses=[1.0], reference=[1.0 + 1e-12])
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_comparison(comparison(*(replace(row, same_step=same) for row in rows)), console)
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= 120 for line in lines)
+    assert sum("ddp-torchrun" in line for line in lines) == 2  # no name is broken
+
+
+@pytest.mark.parametrize(
+    ("precision", "mine", "same"),
+    [
+        ("fp64", 1 + 1e-12, True),
+        ("fp64", 1 + 1e-9, False),
+        ("fp32", 1 + 1e-6, True),
+        ("fp32", 1 + 1e-3, False),
+        ("bf16", 1 + 1e-2, True),
+        ("bf16", 1 + 3e-2, False),
+        ("fp64", math.nan, False),
+    ],
+)
+def test_each_precision_has_its_tolerance(precision: str, mine: float, same: bool) -> None:
+    assert SameStep(precision=precision, losses=[1.0, mine], reference=[1.0, 1.0]).same == same
+
+
+def test_too_few_losses_are_not_the_same_step() -> None:
+    held = SameStep(precision="fp64", losses=[1.0], reference=[1.0, 1.0])
+    assert not held.same
+    assert held.to_json()["difference"] is None
+
+
+def test_bfloat16_is_judged_by_its_own_epsilon() -> None:
+    assert torch.finfo(torch.bfloat16).eps * 2 == BFLOAT16_TOLERANCE
+
+
+def test_every_method_comes_first_in_its_turn() -> None:
+    order = list(_turns(["a", "b", "c"], 3))  # pyright: ignore[reportArgumentType]
+    assert [entry for _, entry in order] == ["a", "b", "c", "b", "c", "a", "c", "a", "b", "a", "b", "c"]
+    assert [take for take, _ in order] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+
+
+def test_published_methods_are_in_the_table() -> None:
+    names = {method.name for method in METHODS}
+    assert {name for each in PUBLISHED for name in each.methods} <= names
+    assert len(names) == len(METHODS)
+
+
+def entry_of(method: Method, **recipe: Any) -> Row:
+    (entry,) = entries(job(**recipe), Regression(samples=20, held_out=2), [method], budget=4)
+    return entry.row
+
+
+def test_an_engine_that_is_not_installed_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = replace(Native.abilities, packages={"no_such_module": "pip install such"})
+    monkeypatch.setattr(Native, "abilities", needs)
+    row = entry_of(chosen(["dp2"], 2)[0])
+    assert row.status == "not installed"
+    assert row.reason == "it needs no_such_module: pip install such"
+
+
+def test_an_engine_that_is_not_in_the_table_is_not_installed() -> None:
+    row = entry_of(replace(chosen(["dp2"], 2)[0], engine="elsewhere"))
+    assert row.status == "not installed"
+
+
+@pytest.mark.parametrize(("name", "threads"), [("single-core", 1), ("single", 4), ("dp2", 2), ("ddp-torchrun", 2)])
+def test_cores_are_shared_out(name: str, threads: int) -> None:
+    assert entry_of(chosen([name], 2)[0]).threads == threads
+
+
+def test_handwritten_methods_refuse_what_they_do_not_have() -> None:
+    row = entry_of(chosen(["ddp-spawn"], 2)[0], precision="fp16")
+    assert row.status == "refused"
+    assert "fp16" in (row.reason or "")
+
+
+def test_batch_norm_on_several_cpus_is_refused_by_hand() -> None:
+    class Normed(Regression):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.BatchNorm1d(20), nn.Linear(20, 1))
+
+    recipe = samestep.Recipe(task="regression", batch=4)
+    with pytest.raises(samestep.UserError, match="batch norm"):
+        Loop(recipe, Normed(samples=20), rank=0, world_size=2, device=torch.device("cpu"))
+
+
+def test_a_run_that_hangs_is_ended_with_all_that_it_started() -> None:
+    program = (
+        "import subprocess, sys, time; subprocess.Popen(['sleep', '77.125'], start_new_session=True); time.sleep(60)"
+    )
+    began = time.monotonic()
+    outcome = process.run([sys.executable, "-c", program], limit=2.0)
+    assert outcome.code is None
+    assert time.monotonic() - began < 30
+    commands = read_of_processes("cmdline")
+    assert b"sleep\x0077.125\x00" not in commands
+
+
+def test_values_cannot_end_the_pages_script() -> None:
+    assert "</script>" not in json_in_html({"name": "</script><script>alert(1)</script>"})
+
+
+# The arguments, and what the one message says.
+MISTAKES = {
+    "an unknown method": (
+        "--methods single,dp-torchrun",
+        r'unknown method "dp-torchrun"; did you mean "ddp-torchrun"\?',
+    ),
+    "an unknown engine": ("--methods natve:dp2", r'there is no engine "natve"; did you mean "native"\?'),
+    "a wrong layout": ("--methods native:dq2", r'"dq2" is not a part of a layout'),
+    "no method": ("--methods ,", "names none"),
+    "no processes": ("--processes 0", "run.processes is 0"),
+    "no repeats": ("--repeats 0", "repeats is 0; it must be 1 or more"),
+    "no steps": ("--steps 0", "recipe.steps is 0"),
+    "no time": ("--time-limit 0", "time_limit is 0.0; it must be 1 or more"),
+    "a report nowhere": ("--report missing/report.html", "there is no folder missing"),
+    "a report on a folder": ("--report .", "this is a folder"),
+    "numbers nowhere": ("--json missing/found.json", "there is no folder missing"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found_before_anything_starts(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(*arguments: object, **more: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(process, "run", start)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("recipe: {task: regression, batch: 8}\nrun: {device: cpu}\n", encoding="utf-8")
+    arguments, message = MISTAKES[mistake]
+    assert main(["compare", "job.yaml", *arguments.split()]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_report_without_plotly_says_what_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("recipe: {task: regression}\n", encoding="utf-8")
+    assert main(["compare", "job.yaml", "--report", "page.html"]) == 2
+    assert 'pip install "samestep[report]"' in capsys.readouterr().err
+
+
+def test_a_task_object_is_refused() -> None:
+    with pytest.raises(samestep.UserError, match="wants the task's name"):
+        samestep.compare(samestep.Recipe(task=Regression()), device="cpu")
+
+
+def test_it_starts_its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = environment.Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    monkeypatch.setattr(environment, "ranks", lambda: alone)
+    with pytest.raises(samestep.UserError, match="without a launcher"):
+        samestep.compare(samestep.Recipe(task="regression"), device="cpu")
