@@ -201,7 +201,8 @@ def _layout_of(job: Job) -> Layout:
 def _check(job: Job, layout: Layout) -> Task:
     """Find what can't work before any process starts, and build the task."""
     recipe = job.recipe
-    engines.check(engines.resolve(job.run.engine), layout, recipe.precision, job.run.engine_config)
+    engine = engines.resolve(job.run.engine)
+    engines.check(engine, layout, recipe.precision, job.run.engine_config)
     if environment.ranks() is None:
         check_devices(layout.size, job.run.device)
     Precision(recipe.precision, device_of(0, job.run.device))
@@ -214,6 +215,7 @@ def _check(job: Job, layout: Layout) -> Task:
     task = resolve_task(recipe)
     layout.check_model(task.shape())
     task.check()
+    engine.check_task(task)
     return task
 
 

@@ -1,5 +1,6 @@
 """Usage: what a rank held and sent in one step, counted while the step is taken."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -45,6 +46,7 @@ def measured(trainer: Trainer, step: Callable[[], StepReport]) -> tuple[StepRepo
     with allocations.follow(), traffic:
         report = step()
     held = trainer.holdings()
+    sent = Counter({kind: round(count) for kind, count in traffic.sent.items()}) + Counter(trainer.sent())
     usage = Usage(
         parameters=_bytes(held.parameters),
         gradients=_bytes(held.gradients),
@@ -53,7 +55,7 @@ def measured(trainer: Trainer, step: Callable[[], StepReport]) -> tuple[StepRepo
         gathered=allocations.peak_gathered(),
         host=_bytes(held.host),
         disk=_bytes(held.disk),
-        sent={kind: round(count) for kind, count in traffic.sent.items() if count},
+        sent=dict(sent),
     )
     return report, usage
 
