@@ -215,7 +215,7 @@ def _check(job: Job, layout: Layout) -> Task:
     task = resolve_task(recipe)
     layout.check_model(task.shape())
     task.check()
-    engine.check_task(task)
+    engine.check_task(task, layout)
     return task
 
 

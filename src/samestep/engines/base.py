@@ -86,8 +86,8 @@ class Engine(ABC):
         """Whether `prepare` takes a model on the meta device under this layout, with its initial values to come."""
         return False
 
-    def check_task(self, task: Task) -> None:
-        """Raise UserError for a task that this engine can't train. It is called before any process starts."""
+    def check_task(self, task: Task, layout: Layout) -> None:
+        """Raise UserError for a task that this engine can't train so. It is called before any process starts."""
         return
 
     @abstractmethod

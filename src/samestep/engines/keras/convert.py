@@ -22,6 +22,10 @@ class Converted:
         """The value of a parameter in PyTorch's layout, on the CPU."""
         return to_torch(self.weights[name], self.weights[name].variable.numpy())
 
+    def assign(self, name: str, value: Tensor) -> None:
+        """Give a parameter a value that stands in PyTorch's layout."""
+        self.weights[name].variable.assign(to_keras(self.weights[name], value))
+
 
 def to_torch(weight: Weight, value: Any) -> Tensor:
     """A variable's value, an array, as the parameter that it stands for."""
@@ -75,10 +79,11 @@ def convert(model: nn.Module, tools: Tools, example: Any) -> Converted:
         else:
             arguments = fx.map_arg((node.args, node.kwargs), lambda inner: values[inner])
             values[node] = FUNCTIONS[node.target](tools, *arguments[0], **arguments[1])
+    converted = Converted(model=tools.keras.Model(given, output), weights=weights)
     for name, parameter in model.named_parameters():
         if name in weights:
-            weights[name].variable.assign(to_keras(weights[name], parameter))
-    return Converted(model=tools.keras.Model(given, output), weights=weights)
+            converted.assign(name, parameter)
+    return converted
 
 
 _DTYPES = {torch.int64: "int64", torch.int32: "int32"}

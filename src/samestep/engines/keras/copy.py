@@ -16,7 +16,16 @@ from samestep.parallel.holdings import Holdings
 class Copy:
     """A Keras model with the weights of a PyTorch model, and the state with which its optimizer steps."""
 
-    def __init__(self, model: nn.Module, example: Any, *, tools: Tools, strategy: Any, optimizer_of: OptimizerOf) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        *,
+        tools: Tools,
+        strategy: Any,
+        optimizer_of: OptimizerOf,
+        trains: bool = True,
+    ) -> None:
         self.tools = tools
         self.strategy = strategy
         self.groups = Groups.of(model, optimizer_of)
@@ -25,7 +34,7 @@ class Copy:
             weights = self.converted.weights
             self.trained = [name for name in weights if name in self.groups.group_of]
             self.variables = [weights[name].variable for name in self.trained]
-            self.states = [self._zeros(name) for name in self.trained]  # of each trained parameter
+            self.states = {name: self._zeros(name) for name in self.trained} if trains else {}
         self._parameters = [name for name, _ in model.named_parameters()]
         # What the Keras model has not: buffers, and parameters that the forward does not use.
         self._others = {
@@ -39,28 +48,31 @@ class Copy:
         with self.strategy.extended.colocate_vars_with(variable):
             return [
                 tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
-                for _ in range(self.groups.rule.state(self.groups.settings(name)))
+                for _ in range(self.groups.states(name))
             ]
 
     def update(self, gradients: list[Any], rates: Any, step: Any) -> None:
         """Step the optimizer; `rates` [groups] and `step`, counted from 1, are in float64. For tf.functions."""
         groups = self.groups
-        for name, variable, gradient, state in zip(
-            self.trained, self.variables, gradients, self.states, strict=True
-        ):
+        for name, variable, gradient in zip(self.trained, self.variables, gradients, strict=True):
             rate = rates[groups.group_of[name]]
             self.strategy.extended.update(
                 variable,
                 lambda variable, gradient, rate, step, *state, name=name: groups.rule.apply(
                     self.tools.tf, variable, gradient, state, rate, step, groups.settings(name)
                 ),
-                args=(gradient, rate, step, *state),
+                args=(gradient, rate, step, *self.states[name]),
             )
 
-    def norm(self, gradients: list[Any]) -> Any:
-        """The norm of the whole gradient, in float64. For tf.functions."""
+    def scaled(self, gradients: list[Any], count: Any, clip: float | None) -> tuple[Any, list[Any]]:
+        """Of gradients' sums over `count` terms the mean's norm, and the mean, clipped. For tf.functions."""
         tf = self.tools.tf
-        return tf.sqrt(tf.add_n([tf.square(tf.cast(tf.norm(each), tf.float64)) for each in gradients]))
+        norms = [tf.cast(tf.norm(each), tf.float64) for each in gradients]
+        norm = tf.norm(tf.stack(norms)) / count
+        factor = 1 / count
+        if clip is not None:
+            factor *= tf.minimum(clip / (norm + 1e-6), tf.constant(1, tf.float64))
+        return norm, [each * tf.cast(factor, each.dtype) for each in gradients]
 
     def tensor(self, value: Tensor) -> Any:
         """A PyTorch tensor as TensorFlow's."""
@@ -82,18 +94,19 @@ class Copy:
 
     def holdings(self, copies: int = 1) -> Holdings:
         """Stand-ins for what TensorFlow holds, of as many bytes; it keeps no gradient from step to step."""
-        states = [each for state in self.states for each in state]
+        states = [each for state in self.states.values() for each in state]
         variables = [weight.variable for weight in self.converted.weights.values()]
         return Holdings(
-            parameters=[_stand_in(each) for each in variables for _ in range(copies)],
+            parameters=[stand_in(each) for each in variables for _ in range(copies)],
             gradients=[],
-            optimizer_state=[_stand_in(each) for each in states for _ in range(copies)],
+            optimizer_state=[stand_in(each) for each in states for _ in range(copies)],
         )
 
     def gradient_bytes(self) -> int:
-        return sum(_stand_in(each).nbytes for each in self.variables)
+        return sum(stand_in(each).nbytes for each in self.variables)
 
 
-def _stand_in(variable: Any) -> Tensor:
+def stand_in(variable: Any) -> Tensor:
+    """A tensor of a variable's bytes, without memory."""
     dtype = getattr(torch, variable.dtype.name)
     return torch.empty(tuple(variable.shape), dtype=dtype, device="meta")

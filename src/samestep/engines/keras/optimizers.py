@@ -93,6 +93,10 @@ class Groups:
     def settings(self, name: str) -> Settings:
         return self.optimizer.param_groups[self.group_of[name]]
 
+    def states(self, name: str) -> int:
+        """How many tensors of its shape a parameter keeps; none where it is not trained."""
+        return self.rule.state(self.settings(name)) if name in self.group_of else 0
+
     def rates(self) -> list[float]:
         """The learning rate of each group in the step to come."""
         return [group["lr"] for group in self.optimizer.param_groups]

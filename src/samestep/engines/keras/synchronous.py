@@ -26,7 +26,7 @@ from samestep.tasks.base import Task
 class KerasEngine(Engine):
     """A Keras model with a PyTorch model's weights, trained under one of TensorFlow's strategies."""
 
-    def check_task(self, task: Task) -> None:
+    def check_task(self, task: Task, layout: Layout) -> None:
         losses.counterpart(task.loss)
         convert.check(task.model())
 

@@ -28,6 +28,16 @@ class Functions:
     finish: Callable[..., Any]  # the last micro-batch, the sum over replicas, and the update
 
 
+def fill_up(inputs: Tensor, targets: Tensor, *, rows: int, weight: float = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs and targets of `rows` samples, and their weights: those that were added weigh nothing."""
+    there = len(inputs)
+    numbers = torch.zeros(rows, dtype=torch.int64, device=inputs.device)  # the first sample is repeated
+    numbers[:there] = torch.arange(there)
+    weights = torch.zeros(rows, dtype=torch.float64)
+    weights[:there] = weight
+    return inputs[numbers], targets[numbers], weights
+
+
 class KerasTrainer(Trainer):
     """Takes steps whose gradient is the sum over the global batch / the global count.
 
@@ -78,13 +88,8 @@ class KerasTrainer(Trainer):
 
     def _feed(self, micro_batch: MicroBatch, rows: int) -> Feed:
         """A micro-batch of `rows` samples, cut over this rank's replicas."""
-        inputs, targets = micro_batch.batch
-        there = len(inputs)
-        fill = torch.zeros(rows, dtype=torch.int64, device=inputs.device)
-        fill[:there] = torch.arange(there)
-        weights = torch.zeros(rows, dtype=torch.float64)
-        weights[:there] = micro_batch.weight
-        parts = [self._copy.tensor(part) for part in (inputs[fill], targets[fill], weights)]
+        filled = fill_up(*micro_batch.batch, rows=rows, weight=micro_batch.weight)
+        parts = [self._copy.tensor(part) for part in filled]
         if self._replicas == 1:
             return parts[0], parts[1], parts[2]
         each = rows // self._replicas
@@ -121,20 +126,13 @@ class KerasTrainer(Trainer):
             context = tf.distribute.get_replica_context()
             return context.all_reduce(tf.distribute.ReduceOp.SUM, local(feed, sums), options)
 
-        def scaled(summed: list[Any], count: Any) -> tuple[Any, Any, list[Any]]:
-            """Loss sum, the norm before clipping, and the gradients as they are applied."""
-            loss_sum, *gradients = summed
-            norm = copy.norm(gradients) / count
-            factor = 1 / count
-            if self._clip is not None:
-                factor *= tf.minimum(self._clip / (norm + 1e-6), tf.constant(1, tf.float64))
-            return loss_sum, norm, [each * tf.cast(factor, each.dtype) for each in gradients]
+        def whole(feed: Feed, sums: Sequence[Any], count: Any) -> tuple[Any, Any, list[Any]]:
+            loss_sum, *gradients = over_replicas(feed, sums)
+            return loss_sum, *copy.scaled(gradients, count, self._clip)
 
         def finish(feed: Feed, sums: Sequence[Any], count: Any, step: Any, rates: Any) -> tuple[Any, Any]:
             with strategy.scope():
-                loss_sum, norm, gradients = strategy.run(
-                    lambda feed, sums, count: scaled(over_replicas(feed, sums), count), args=(feed, sums, count)
-                )
+                loss_sum, norm, gradients = strategy.run(whole, args=(feed, sums, count))
                 copy.update(gradients, rates, step)
                 first = strategy.experimental_local_results
                 return first(loss_sum)[0], first(norm)[0]
