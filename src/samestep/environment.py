@@ -51,7 +51,10 @@ def meeting_host(environ: Mapping[str, str] = os.environ) -> str:
 
 @contextmanager
 def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Settings that TensorFlow reads while it is imported, or while it joins the ranks of a cluster."""
+    """Settings that TensorFlow reads while it is imported, or while it joins the ranks of a cluster.
+
+    It also sets some of its own while it is imported, which are taken back.
+    """
     wanted = {
         # Keras 2, from tf_keras: Keras 3 does not know every strategy. With it TensorFlow also loads faster.
         "TF_USE_LEGACY_KERAS": "1",
@@ -59,8 +62,11 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> Iterator[No
     }
     if cluster is not None:
         wanted["TF_CONFIG"] = json.dumps(cluster)
+    before = dict(os.environ)
     with _set(wanted, keep=[]):
         yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
 
 
 @contextmanager

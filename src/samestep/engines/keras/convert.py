@@ -58,7 +58,7 @@ def check(model: nn.Module) -> None:
 
 
 def convert(model: nn.Module, tools: Tools, example: Any) -> Converted:
-    """Make the Keras model in the strategy's scope that is entered. `example` is what the model may be called with."""
+    """Make the Keras model in the strategy's scope that is entered. `example`: what the model may be called with."""
     check(model)
     if not isinstance(example, Tensor):
         raise UserError(f"engine keras: the model is called with a {type(example).__name__}; one tensor would do")
@@ -95,7 +95,7 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(model: nn.Module) -> fx.Graph:
-    if type(model) in MODULES:
+    if _Tracer().is_leaf_module(model, ""):
         # A model that is a single layer, under the empty name.
         graph = fx.Graph()
         graph.output(graph.call_module("", (graph.placeholder("given"),)))
@@ -125,7 +125,9 @@ def _check_function(model: nn.Module, node: fx.Node) -> None:
     if node.target not in FUNCTIONS:
         called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
         there = sorted({str(getattr(each, "__name__", each)) for each in FUNCTIONS})
-        raise UserError(f"the model calls {called}, which has no Keras counterpart here; there are {', '.join(there)}")
+        raise UserError(
+            f"the model calls {called}, which has no Keras counterpart here; there are {', '.join(there)}"
+        )
 
 
 def _check_inputs(model: nn.Module, node: fx.Node) -> None:

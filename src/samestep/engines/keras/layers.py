@@ -5,6 +5,7 @@ with channels last only. Every tensor of four dimensions is kept as [batch, heig
 flattened in PyTorch's order.
 """
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ def _bias(module: Any, layer: Any) -> list[Weight]:
 def _conv(tools: Tools, module: nn.Conv2d, given: Any) -> tuple[Any, Sequence[Weight]]:
     if module.groups != 1 or module.padding_mode != "zeros":
         raise _refuse(module, "TensorFlow's convolution has neither groups nor this padding on a CPU")
+    if max(module.stride) > 1 and max(module.dilation) > 1:
+        raise _refuse(module, "Keras's takes a stride or a dilation above 1, not both")
     if isinstance(module.padding, str):
         padding = module.padding
     else:
@@ -188,7 +191,11 @@ def _activation(function: Callable[[Any, Any], Callable[[Any], Any]]) -> Counter
 
 
 def _gelu(tf: Any, module: nn.GELU) -> Callable[[Any], Any]:
-    return lambda given: tf.nn.gelu(given, approximate=module.approximate == "tanh")
+    """Hendrycks & Gimpel 2016, section 2. TensorFlow's own has its constants in float32."""
+    if module.approximate == "tanh":
+        factor = math.sqrt(2 / math.pi)
+        return lambda given: 0.5 * given * (1 + tf.tanh(factor * (given + 0.044715 * given * given * given)))
+    return lambda given: 0.5 * given * (1 + tf.math.erf(given * math.sqrt(0.5)))
 
 
 MODULES: Mapping[type[nn.Module], Counterpart] = {

@@ -29,7 +29,7 @@ _FEWEST = 3  # one of each
 
 
 def roles(ranks: int) -> list[str]:
-    """What each rank is: the first the chief, a third of the others servers, which come last, and the rest workers."""
+    """What each rank is: the first the chief, then workers, and a third of all but the chief servers."""
     servers = max(1, (ranks - 1) // 3)
     return [CHIEF, *[WORKER] * (ranks - 1 - servers), *[SERVER] * servers]
 
@@ -173,7 +173,9 @@ class ParameterServerTrainer(Trainer):
         share = -(-batch.global_samples // self._roles.count(WORKER))
         return min(self._micro_batch or share, share)
 
-    def _hand_out(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...], update: Callable[..., Any]) -> Tensor:
+    def _hand_out(
+        self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...], update: Callable[..., Any]
+    ) -> Tensor:
         """Let the workers take a step's parts, and wait for all of them: [loss sum, norms summed]."""
         tf, copy = self._here.tools.tf, self._here
         total, rows = sum(len(part) for part in inputs), max(len(part) for part in inputs)
@@ -253,7 +255,7 @@ class ParameterServerTrainer(Trainer):
         return found[0]
 
     def holdings(self) -> Holdings:
-        """The copy that every rank predicts with; on a server also the parameters that it serves, with their state."""
+        """The copy that every rank predicts with; on a server also the parameters that it serves, and their state."""
         here, rank = self._here.holdings(), dist.get_rank()
         if self._roles[rank] != SERVER:
             return here

@@ -4,9 +4,9 @@ import importlib
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 
@@ -24,7 +24,8 @@ def start(precision: str, device: torch.device, *, replicas: int = 1) -> Tools:
     A CPU becomes `replicas` logical devices. Of the accelerators the process gets the one of `device`, or all where
     several replicas are asked for, and takes their memory as it is needed, since PyTorch is there too.
     """
-    with _quiet(), environment.tensorflow_settings():
+    with _quiet(), environment.tensorflow_settings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what TensorFlow's own modules say of each other while they are loaded
         tf = importlib.import_module("tensorflow")
         keras = importlib.import_module("tf_keras")
         there = tf.config.list_physical_devices("GPU")

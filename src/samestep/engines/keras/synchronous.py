@@ -87,10 +87,10 @@ class Mirrored(KerasEngine):
         names = [each.name for each in tools.tf.config.list_logical_devices(kind)]
         if len(names) < replicas:
             raise UserError(
-                f"engine {self.name}: TensorFlow was started in this process with {len(names)} devices, and can't get "
-                f"{replicas} any more; a process of its own, or --threads {len(names)}, would do"
+                f"engine {self.name}: TensorFlow was started in this process with {len(names)} devices, and can't "
+                f"get {replicas} any more; a process of its own, or --threads {len(names)}, would do"
             )
-        return tools, tools.tf.distribute.MirroredStrategy(names[:replicas])
+        return tools, _mirrored(tools.tf, tuple(names[:replicas]))
 
 
 class MultiWorker(KerasEngine):
@@ -104,6 +104,11 @@ class MultiWorker(KerasEngine):
     def _start(self, precision: str, device: torch.device) -> tuple[Tools, Any]:
         tools = start(precision, device)
         return tools, _join(tools.tf)
+
+
+@cache  # two strategies on the same devices would give their collective operations the same keys
+def _mirrored(tf: Any, names: tuple[str, ...]) -> Any:
+    return tf.distribute.MirroredStrategy(names)
 
 
 @cache  # TensorFlow lets a process join one cluster, before it has done anything else
