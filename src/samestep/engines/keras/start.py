@@ -13,6 +13,7 @@ import torch
 from samestep import environment
 from samestep.engines.keras.layers import Tools
 from samestep.engines.precision import parameter_dtype
+from samestep.errors import UserError
 
 # What the engines need, and what installs it.
 PACKAGES: Mapping[str, str] = dict.fromkeys(("tensorflow", "tf_keras"), 'pip install "samestep[tensorflow]" would do')
@@ -22,13 +23,19 @@ def start(precision: str, device: torch.device, *, replicas: int = 1) -> Tools:
     """Import TensorFlow and set it up, unless this process has done so; its devices then stay as they are.
 
     A CPU becomes `replicas` logical devices. Of the accelerators the process gets the one of `device`, or all where
-    several replicas are asked for, and takes their memory as it is needed, since PyTorch is there too.
+    several replicas are asked for, and takes their memory as it is needed, since PyTorch is there too. Raises
+    UserError where TensorFlow sees no accelerator and PyTorch does.
     """
     with _quiet(), environment.tensorflow_settings(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what TensorFlow's own modules say of each other while they are loaded
         tf = importlib.import_module("tensorflow")
         keras = importlib.import_module("tf_keras")
         there = tf.config.list_physical_devices("GPU")
+        if device.type != "cpu" and not there:
+            raise UserError(
+                "PyTorch has accelerators here and TensorFlow sees none; a TensorFlow that is built for them "
+                "in place of tensorflow-cpu, or --device cpu, would do"
+            )
         wanted = [] if device.type == "cpu" else there if replicas > 1 else there[device.index or 0 :][:1]
         with suppress(RuntimeError):  # it runs already
             threads = torch.get_num_threads()
