@@ -206,7 +206,8 @@ def check_job(job: Job, task: Task | None = None) -> Task:
 def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
     """Find what can't work before any process starts, and build the task."""
     recipe = job.recipe
-    engines.check(engines.resolve(job.run.engine), layout, recipe.precision, job.run.engine_config)
+    engine = engines.resolve(job.run.engine)
+    engines.check(engine, layout, recipe.precision, job.run.engine_config)
     if environment.ranks() is None:
         check_devices(layout.size, job.run.device)
     Precision(recipe.precision, device_of(0, job.run.device))
@@ -219,6 +220,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
     task = task or resolve_task(recipe)
     layout.check_model(task.shape())
     task.check()
+    engine.check_task(task, layout)
     return task
 
 

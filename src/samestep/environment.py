@@ -1,10 +1,11 @@
 """Every environment variable that samestep reads or writes: here, and nowhere else."""
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from samestep.errors import UserError
 
@@ -59,6 +60,31 @@ def mark_line(mark: str) -> bytes:
     return f"{_MARK}={mark}".encode()
 
 
+def meeting_host(environ: Mapping[str, str] = os.environ) -> str:
+    """The host at which a launcher lets the ranks meet; this one where none did."""
+    return environ.get("MASTER_ADDR", "localhost")
+
+
+@contextmanager
+def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Settings that TensorFlow reads while it is imported, or while it joins the ranks of a cluster.
+
+    It also sets some of its own while it is imported, which are taken back.
+    """
+    wanted = {
+        # Keras 2, from tf_keras: Keras 3 does not know every strategy. With it TensorFlow also loads faster.
+        "TF_USE_LEGACY_KERAS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),  # errors
+    }
+    if cluster is not None:
+        wanted["TF_CONFIG"] = json.dumps(cluster)
+    before = dict(os.environ)
+    with _set(wanted, keep=[]):
+        yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
 @contextmanager
 def agent_settings() -> Iterator[None]:
     """Settings that PyTorch's elastic agent reads from its own environment, for as long as it runs."""
@@ -66,7 +92,14 @@ def agent_settings() -> Iterator[None]:
         # One thread while a rank imports; each rank sets its own number once it runs.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    before = {name: os.environ.get(name) for name in [*wanted, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
+    with _set(wanted, keep=["TORCHELASTIC_SIGNALS_TO_HANDLE"]):
+        yield
+
+
+@contextmanager
+def _set(wanted: Mapping[str, str], *, keep: Sequence[str]) -> Iterator[None]:
+    """Set variables for a while; afterwards these and the ones to keep are as they were."""
+    before = {name: os.environ.get(name) for name in [*wanted, *keep]}
     os.environ.update(wanted)
     try:
         yield

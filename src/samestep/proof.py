@@ -14,6 +14,7 @@ from torch import Tensor
 from samestep.cluster.world import World, join
 from samestep.engines.base import Trainer
 from samestep.engines.resolve import resolve as resolve_engine
+from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.tasks.base import Task
@@ -66,9 +67,17 @@ class Reference:
 
 
 def proof_job(job: Job, *, dropout: bool = False) -> Job:
-    """The job as it is proved: float64 where its engine has that, and no dropout unless it is asked for."""
-    recipe = job.recipe
-    precision = "fp64" if "fp64" in resolve_engine(job.run.engine).abilities.precisions else "fp32"
+    """The job as it is proved: float64 where its engine has that, and no dropout unless it is asked for.
+
+    Raises UserError for an engine that can't take the same step.
+    """
+    recipe, engine = job.recipe, resolve_engine(job.run.engine)
+    if not engine.abilities.same_step:
+        raise UserError(
+            f'engine "{engine.name}" does not take the same step as one process, so there is nothing to prove; '
+            "samestep train shows what it reaches"
+        )
+    precision = "fp64" if "fp64" in engine.abilities.precisions else "fp32"
     return replace(job, recipe=replace(recipe, precision=precision, dropout=recipe.dropout and dropout))
 
 

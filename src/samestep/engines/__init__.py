@@ -2,5 +2,8 @@
 
 ENGINES = {
     "data-parallel": "samestep.engines.data_parallel:DataParallel",
+    "keras-mirrored": "samestep.engines.keras.synchronous:Mirrored",
+    "keras-multi-worker": "samestep.engines.keras.synchronous:MultiWorker",
+    "keras-parameter-server": "samestep.engines.keras.parameter_server:ParameterServer",
     "native": "samestep.engines.native:Native",
 }

@@ -16,7 +16,7 @@ from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.spread import Details
-from samestep.tasks.base import Batch
+from samestep.tasks.base import Batch, Task
 
 # The loss summed over a batch's terms, and how many terms those are.
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
@@ -34,6 +34,7 @@ class Abilities:
     offload: frozenset[str] = frozenset({"none"})
     config: str | None = None  # what its own configuration file is called, where it takes one
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
+    same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,10 @@ class Trainer(ABC):
     def holdings(self) -> Holdings:
         """What this rank holds when a step is over."""
 
+    def sent(self) -> Mapping[str, int]:
+        """Bytes that this rank sends in one step by other ways than torch.distributed, by kind of collective."""
+        return {}
+
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, on the CPU."""
@@ -80,6 +85,10 @@ class Engine(ABC):
     def can_fill(self, layout: Layout) -> bool:
         """Whether `prepare` takes a model on the meta device under this layout, with its initial values to come."""
         return False
+
+    def check_task(self, task: Task, layout: Layout) -> None:
+        """Raise UserError for a task that this engine can't train so. It is called before any process starts."""
+        return
 
     @abstractmethod
     def prepare(

@@ -1,12 +1,30 @@
 """What a training leaves on disk while it runs: metrics.jsonl and TensorBoard's events. Rank 0 writes."""
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from samestep.training.evaluation import scalars
+
+# The module by which TensorBoard is told to write files by itself: where there is one, it does not import TensorFlow.
+_MARKER = "tensorboard.compat.notf"
+
+
+@contextmanager
+def _tensorflow_left_alone() -> Iterator[None]:
+    """TensorBoard looks for TensorFlow once, and loading it takes seconds and half a gigabyte."""
+    if _MARKER in sys.modules:
+        yield
+        return
+    sys.modules[_MARKER] = ModuleType(_MARKER)
+    try:
+        yield
+    finally:
+        del sys.modules[_MARKER]
 
 
 class Records:
@@ -20,9 +38,10 @@ class Records:
         self._steps = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)  # line by line
         self._evaluations = (folder / "evaluations.jsonl").open("w", encoding="utf-8", buffering=1)
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            with _tensorflow_left_alone():
+                from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(folder / "tensorboard")
+                self._board = SummaryWriter(folder / "tensorboard")
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,6 @@
 """Usage: what a rank held and sent in one step, counted while the step is taken."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
@@ -53,6 +54,7 @@ def measured(trainer: Holder, step: Callable[[], Report]) -> tuple[Report, Usage
     with allocations.follow(), traffic:
         report = step()
     held = trainer.holdings()
+    sent = Counter({kind: round(count) for kind, count in traffic.sent.items()}) + Counter(trainer.sent())
     usage = Usage(
         parameters=_bytes(held.parameters),
         gradients=_bytes(held.gradients),
@@ -61,7 +63,7 @@ def measured(trainer: Holder, step: Callable[[], Report]) -> tuple[Report, Usage
         gathered=allocations.peak_gathered(),
         host=_bytes(held.host),
         disk=_bytes(held.disk),
-        sent={kind: round(count) for kind, count in traffic.sent.items() if count},
+        sent=dict(sent),
     )
     return report, usage
 

@@ -1,0 +1,162 @@
+"""The synchronous step in TensorFlow: every replica's gradients summed, then one update of each replica's copy."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.data.loader import MicroBatch, StepBatch
+from samestep.engines.base import Loss, StepReport, Trainer
+from samestep.engines.keras.copy import Copy
+from samestep.engines.keras.losses import LossOf, counterpart
+from samestep.parallel.holdings import Holdings
+
+_PACK_BYTES = 25 * 2**20  # of gradients that are sent at once, so that the first leave while others are computed
+
+# Inputs and targets [samples, ...], and the weight of each sample: 0 for one that only fills a replica up.
+Feed = tuple[Any, Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Functions:
+    """The step in TensorFlow's graphs, which are compiled once for each shape."""
+
+    add: Callable[..., Any]  # a micro-batch's sums to those of the ones before
+    finish: Callable[..., Any]  # the last micro-batch, the sum over replicas, and the update
+
+
+def fill_up(inputs: Tensor, targets: Tensor, *, rows: int, weight: float = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs and targets of `rows` samples, and their weights: those that were added weigh nothing."""
+    there = len(inputs)
+    numbers = torch.zeros(rows, dtype=torch.int64, device=inputs.device)  # the first sample is repeated
+    numbers[:there] = torch.arange(there)
+    weights = torch.zeros(rows, dtype=torch.float64)
+    weights[:there] = weight
+    return inputs[numbers], targets[numbers], weights
+
+
+class KerasTrainer(Trainer):
+    """Takes steps whose gradient is the sum over the global batch / the global count.
+
+    Collective operations of TensorFlow must be compiled in one order on every rank, so a rank fills its
+    micro-batches up to the size that the largest has on any rank, with samples of weight 0. Every rank then meets
+    the same shapes in the same steps.
+    """
+
+    def __init__(
+        self, copy: Copy, *, schedule: LRScheduler | None, clip: float | None, ranks: int, device: torch.device
+    ) -> None:
+        self._copy = copy
+        self._schedule = schedule
+        self._clip = clip
+        self._ranks = ranks
+        self._device = device
+        self._replicas: int = copy.strategy.num_replicas_in_sync // ranks  # of this rank
+        self._steps = 0
+        self._functions: dict[LossOf, Functions] = {}
+
+    def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        tf = self._copy.tools.tf
+        functions = self._functions_of(counterpart(loss))
+        rows = self._rows(batch)
+        *first, last = (self._feed(micro_batch, rows) for micro_batch in batch.micro_batches)
+        sums: Sequence[Any] = ()
+        for feed in first:
+            sums = functions.add(feed, sums)
+        self._steps += 1
+        optimizer = self._copy.groups.optimizer
+        numbers = [tf.constant(number, tf.float64) for number in (batch.global_samples, self._steps)]
+        rates = self._copy.groups.rates()
+        loss_sum, norm = functions.finish(last, sums, *numbers, tf.constant(rates, tf.float64))
+        optimizer.step()  # it has no gradients; a schedule wants to see it called
+        if self._schedule is not None:
+            self._schedule.step()
+        return StepReport(
+            loss=torch.tensor(loss_sum.numpy() / batch.global_samples, dtype=torch.float64),
+            grad_norm=torch.tensor(norm.numpy(), dtype=torch.float64),
+            lr=rates[0],
+        )
+
+    def _rows(self, batch: StepBatch) -> int:
+        """Samples of each micro-batch of this step when it is filled up, the same on every rank."""
+        largest = -(-batch.global_samples // self._ranks)
+        largest = -(-largest // len(batch.micro_batches))
+        return -(-largest // self._replicas) * self._replicas
+
+    def _feed(self, micro_batch: MicroBatch, rows: int) -> Feed:
+        """A micro-batch of `rows` samples, cut over this rank's replicas."""
+        filled = fill_up(*micro_batch.batch, rows=rows, weight=micro_batch.weight)
+        parts = [self._copy.tensor(part) for part in filled]
+        if self._replicas == 1:
+            return parts[0], parts[1], parts[2]
+        each = rows // self._replicas
+
+        def cut(part: Any) -> Any:
+            def mine(context: Any) -> Any:
+                first = context.replica_id_in_sync_group * each
+                return part[first : first + each]
+
+            return self._copy.strategy.experimental_distribute_values_from_function(mine)
+
+        return cut(parts[0]), cut(parts[1]), cut(parts[2])
+
+    def _functions_of(self, loss: LossOf) -> Functions:
+        if loss not in self._functions:
+            self._functions[loss] = self._compiled(loss)
+        return self._functions[loss]
+
+    def _compiled(self, loss: LossOf) -> Functions:
+        copy = self._copy
+        tf, strategy = copy.tools.tf, copy.strategy
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_PACK_BYTES)
+
+        def local(feed: Feed, sums: Sequence[Any]) -> list[Any]:
+            """The sums of one replica: its loss, and its gradients."""
+            inputs, targets, weights = feed
+            with tf.GradientTape() as tape:
+                losses = loss(tf, copy.converted.model(inputs, training=True), targets)  # [samples]
+                total = tf.reduce_sum(losses * tf.cast(weights, losses.dtype))
+            found = [total, *tape.gradient(total, copy.variables)]
+            return [one + other for one, other in zip(sums, found, strict=True)] if sums else found
+
+        def over_replicas(feed: Feed, sums: Sequence[Any]) -> list[Any]:
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, local(feed, sums), options)
+
+        def whole(feed: Feed, sums: Sequence[Any], count: Any) -> tuple[Any, Any, list[Any]]:
+            loss_sum, *gradients = over_replicas(feed, sums)
+            return loss_sum, *copy.scaled(gradients, count, self._clip)
+
+        def finish(feed: Feed, sums: Sequence[Any], count: Any, step: Any, rates: Any) -> tuple[Any, Any]:
+            with strategy.scope():
+                loss_sum, norm, gradients = strategy.run(whole, args=(feed, sums, count))
+                copy.update(gradients, rates, step)
+                first = strategy.experimental_local_results
+                return first(loss_sum)[0], first(norm)[0]
+
+        return Functions(
+            add=tf.function(lambda feed, sums: strategy.run(local, args=(feed, sums))), finish=tf.function(finish)
+        )
+
+    def predict(self, inputs: Any) -> Any:
+        return self._copy.predict(inputs)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, value.to(self._device)) for name, value in self._copy.parameters())
+
+    def holdings(self) -> Holdings:
+        return self._copy.holdings(self._replicas)
+
+    def sent(self) -> Mapping[str, int]:
+        # Of a ring's all-reduce a rank sends 2 (n - 1) / n of the message: gradients, and the loss beside them.
+        # What accelerators of one rank send each other is not counted.
+        if self._ranks == 1:
+            return {}
+        message = self._copy.gradient_bytes() + self._copy.variables[0].dtype.size
+        return {"all-reduce": round(2 * message * (self._ranks - 1) / self._ranks)}
+
+    def state(self) -> dict[str, Tensor]:
+        return self._copy.state()
