@@ -61,6 +61,19 @@ def agent_settings() -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def given(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables for a package that takes its settings from them. Afterwards all are as before, whoever wrote them."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name)
     if text is None and default is not None:

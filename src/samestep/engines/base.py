@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +81,13 @@ class Engine(ABC):
     def can_fill(self, layout: Layout) -> bool:
         """Whether `prepare` takes a model on the meta device under this layout, with its initial values to come."""
         return False
+
+    def check(self, layout: Layout, precision: str, config: Path | None) -> None:
+        """Raise UserError for what its abilities don't say, such as a mistake in its own configuration file.
+
+        Called before any process starts, where its packages are there, and once more by a loop of one's own.
+        """
+        return
 
     @abstractmethod
     def prepare(
