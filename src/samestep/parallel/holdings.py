@@ -1,7 +1,7 @@
 """Holdings: the tensors that a rank keeps from step to step, by what they are and where they lie."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ class Holdings:
     optimizer_state: Sequence[Tensor]
     host: Sequence[Tensor] = ()  # what the layout moved to the host's memory, whatever it is
     disk: Sequence[Tensor] = ()  # what it moved to files
+    # Bytes that it sent in the step otherwise than by torch.distributed, by kind of collective (see comm.traffic).
+    sent: Mapping[str, float] = field(default_factory=dict)
 
 
 def holdings(

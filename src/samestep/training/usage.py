@@ -53,7 +53,11 @@ def measured(trainer: Trainer, step: Callable[[], StepReport]) -> tuple[StepRepo
         gathered=allocations.peak_gathered(),
         host=_bytes(held.host),
         disk=_bytes(held.disk),
-        sent={kind: round(count) for kind, count in traffic.sent.items() if count},
+        sent={
+            kind: round(count + held.sent.get(kind, 0))
+            for kind, count in traffic.sent.items()
+            if count or kind in held.sent
+        },
     )
     return report, usage
 
