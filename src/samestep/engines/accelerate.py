@@ -1,4 +1,4 @@
-"""Accelerate: its Accelerator spreads model and optimizer and runs backward; the step is samestep's, so it is exact."""
+"""Accelerate: its Accelerator spreads model and optimizer and runs backward; the step is samestep's, and exact."""
 
 import warnings
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ class Accelerate(Engine):
         same_dropout(model, now)
         global_batch_norm(model, mesh.data_group, now)
         parts = Parts.of(model, layout, mesh)
-        with environment.given(_variables(layout, debug=config is not None and config.debug)), _quiet():
+        with environment.given(_variables(debug=config is not None and config.debug)), _quiet():
             accelerator = _accelerator(model, layout, device, precision, config)
             module = _prepared(accelerator, model)
             optimizer = optimizer_of(model.named_parameters())
@@ -126,11 +126,11 @@ class _Precision(Precision):
         self._accelerator.backward(loss)
 
 
-def _variables(layout: Layout, *, debug: bool) -> dict[str, str]:
+def _variables(*, debug: bool) -> dict[str, str]:
     """What Accelerate reads from the environment, where `accelerate launch` may have left what this job isn't."""
     return {
         **accelerate_config.for_import(),
-        "ACCELERATE_USE_FSDP": str(bool(layout.zero)).lower(),
+        "ACCELERATE_USE_FSDP": "false",  # else it would make shards of its own choice; a plugin is given to it
         "ACCELERATE_USE_DEEPSPEED": "false",
         "ACCELERATE_USE_MEGATRON_LM": "false",
         "ACCELERATE_USE_PARALLELISM_CONFIG": "false",
@@ -196,6 +196,7 @@ def _shards(model: nn.Module, layout: Layout, precision: str, config: Any) -> "F
     }
     if config is not None and config.fsdp_config:
         settings |= accelerate_config.plugin_settings(config.fsdp_config)
+        accelerate_config.check_model(settings, model)
     if precision == "bf16":
         # Accelerate's own policy would sum gradients over ranks in bf16, and lose digits.
         settings["mixed_precision_policy"] = MixedPrecisionPolicy(

@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from samestep import environment
 from samestep.cluster.device import accelerators
 from samestep.errors import UserError
 from samestep.layout import Layout
+from samestep.validation import closest
 
 _REPLICAS = frozenset({"MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU"})
 _PRECISIONS = {"fp32": "no", "fp64": "no", "bf16": "bf16"}
@@ -22,7 +25,7 @@ _REFUSED_OF_FSDP = {
     "fsdp_offload_params": "engine native with offload=parameters in the layout",
     "fsdp_activation_checkpointing": "engine native with recompute=full in the layout",
     "fsdp_activation_checkpointing_offload": "engine native with offload=activations in the layout",
-    "fsdp_ignored_modules": "no such key",
+    "fsdp_ignored_modules": "leaving it out",
 }
 # What FSDP2 takes of the file: Accelerate's key -> its plugin's argument.
 _PLUGIN = {
@@ -109,7 +112,7 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
         )
     if not fits:
         raise UserError(
-            f'{path}: distributed_type is {kind}, which layout "{layout}" is not; a layout such as {would_do} would do'
+            f'{path}: distributed_type is {kind}, which layout "{layout}" is not; such as {would_do} would do'
         )
 
 
@@ -118,8 +121,8 @@ def _check_sizes(path: Path, sizes: Mapping[str, Any], layout: Layout) -> None:
         asked = sizes.get(f"parallelism_config_{key}", getattr(layout, dimension))
         if asked != getattr(layout, dimension):
             raise UserError(
-                f'{path}: parallelism_config_{key} is {asked}, and layout "{layout}" has {getattr(layout, dimension)}; '
-                "they have to agree"
+                f'{path}: parallelism_config_{key} is {asked}, and layout "{layout}" has '
+                f"{getattr(layout, dimension)}; they have to agree"
             )
 
 
@@ -156,3 +159,23 @@ def plugin_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(names, str):
         settings["transformer_cls_names_to_wrap"] = [name.strip() for name in names.split(",")]
     return settings
+
+
+def check_model(settings: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise UserError where the file wraps layers that the model has not, or that FSDP2 doesn't take."""
+    there = {type(module).__name__ for module in model.modules()}
+    for name in settings.get("transformer_cls_names_to_wrap") or ():
+        if name not in there:
+            raise UserError(
+                f"fsdp_transformer_layer_cls_to_wrap is {name}, which is the class of no layer of this model; "
+                f"{closest(name, there)}"
+            )
+    if str(settings["auto_wrap_policy"]).upper() == "SIZE_BASED_WRAP":
+        least = settings.get("min_num_params", 0)
+        for name, module in model.named_modules():
+            lists = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            if lists and sum(parameter.numel() for parameter in module.parameters()) > least:
+                raise UserError(
+                    f"fsdp_auto_wrap_policy is SIZE_BASED_WRAP, by which Accelerate makes a unit of {name} "
+                    f"({type(module).__name__}), and FSDP2 takes no lists; TRANSFORMER_BASED_WRAP would do"
+                )
