@@ -32,7 +32,8 @@ def join_process_group(
                     raise TimeoutError(f"rank 0 did not say within {timeout:.0f} s where to meet") from None
             if place is None:
                 time.sleep(0.05)
-        store = dist.TCPStore(*place, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
+        host, port = place
+        store = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, **options)  # pyright: ignore
     dist.barrier()
     if ranks.rank == 0:

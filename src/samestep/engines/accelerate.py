@@ -167,7 +167,7 @@ def _accelerator(
     )
     if on_cpu and plugin is not None and shards is not None:
         # Accelerate turns FSDP on for accelerators alone: on CPUs it would train replicas without a word.
-        state = accelerator.state
+        state: Any = accelerator.state
         state.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = plugin
         state.parallelism_config = shards

@@ -163,14 +163,16 @@ def plugin_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_model(settings: Mapping[str, Any], model: nn.Module) -> None:
     """Raise UserError where the file wraps layers that the model has not, or that FSDP2 doesn't take."""
+    policy = str(settings["auto_wrap_policy"]).upper()
     there = {type(module).__name__ for module in model.modules()}
-    for name in settings.get("transformer_cls_names_to_wrap") or ():
+    named = settings.get("transformer_cls_names_to_wrap") or ()
+    for name in named if policy == "TRANSFORMER_BASED_WRAP" else ():
         if name not in there:
             raise UserError(
                 f"fsdp_transformer_layer_cls_to_wrap is {name}, which is the class of no layer of this model; "
                 f"{closest(name, there)}"
             )
-    if str(settings["auto_wrap_policy"]).upper() == "SIZE_BASED_WRAP":
+    if policy == "SIZE_BASED_WRAP":
         least = settings.get("min_num_params", 0)
         for name, module in model.named_modules():
             lists = isinstance(module, (nn.ModuleList, nn.ModuleDict))
