@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo verify memory pictures test test-slow lint format clean
+.PHONY: demo verify memory pictures horovod test test-slow test-all lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -22,6 +22,18 @@ verify: $(VENV)/installed-dev
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Everything: also what needs Horovod, which has to be built here.
+test-all: horovod
+	$(MAKE) test-slow
+	$(MAKE) test
+
+# Builds Horovod against the installed PyTorch, in some minutes; needs cmake, make and a C++ compiler.
+horovod: $(VENV)/horovod
+
+$(VENV)/horovod: tools/build-horovod tools/cxx17 $(VENV)/installed
+	tools/build-horovod $(BIN)/python
+	touch $@
 
 test-slow: $(VENV)/installed-dev
 	$(PIP) ".[english]"

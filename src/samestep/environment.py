@@ -15,7 +15,7 @@ _AT_FIRST: Final = dict(os.environ)
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Which rank this process is, as torchrun and PyTorch's elastic agent say it."""
+    """Which rank this process is, as torchrun, PyTorch's elastic agent or horovodrun say it."""
 
     rank: int
     world_size: int
@@ -25,6 +25,13 @@ class Ranks:
 
 def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """Read the rank that a launcher gave this process; None if none did."""
+    if horovodrun(environ) is not None:
+        return Ranks(
+            rank=_integer(environ, "HOROVOD_RANK"),
+            world_size=_integer(environ, "HOROVOD_SIZE"),
+            local_rank=_integer(environ, "HOROVOD_LOCAL_RANK"),
+            local_world_size=_integer(environ, "HOROVOD_LOCAL_SIZE"),
+        )
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
@@ -34,6 +41,36 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
         local_rank=_integer(environ, "LOCAL_RANK", rank),
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", world_size),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HorovodRun:
+    """What `horovodrun` tells a rank that it started."""
+
+    host: str  # this rank's, as the command names it
+    address: str  # of the server where the ranks meet
+    port: int
+
+
+def horovodrun(environ: Mapping[str, str] = os.environ) -> HorovodRun | None:
+    """How ranks that `horovodrun` started meet; None where something else started them, or nothing."""
+    if "RANK" in environ or "HOROVOD_RANK" not in environ or "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in environ:
+        return None
+    return HorovodRun(
+        host=environ.get("HOROVOD_HOSTNAME", "localhost"),
+        address=environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
+        port=_integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    )
+
+
+def main_address(environ: Mapping[str, str] = os.environ) -> str:
+    """The address of rank 0's host, as torchrun says it to every rank."""
+    return environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The network interface that the user chose for gloo's messages."""
+    return environ.get("HOROVOD_GLOO_IFACE", environ.get("GLOO_SOCKET_IFNAME"))
 
 
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -125,6 +162,19 @@ def adopt(environ: Mapping[str, str]) -> None:
     for name in os.environ.keys() - environ.keys() - for_this_rank.keys():
         del os.environ[name]
     os.environ.update({**environ, **for_this_rank})
+
+
+@contextmanager
+def given(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables for a package that takes its settings from them. Afterwards all are as before, whoever wrote them."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

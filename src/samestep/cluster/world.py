@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from samestep import environment
+from samestep.cluster import horovodrun
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
 from samestep.environment import Ranks
 
@@ -50,7 +51,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         torch.accelerator.set_device_index(ranks.local_rank)
     ours = not dist.is_initialized()
     if ours:
-        _join_process_group(world)
+        _join_process_group(world, ranks)
     try:
         yield world
     except BaseException:
@@ -63,11 +64,13 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         torch.set_num_threads(threads_before)
 
 
-def _join_process_group(world: World) -> None:
+def _join_process_group(world: World, ranks: Ranks) -> None:
     backend = backend_of(world.device)
     bound = world.device if world.device.type != "cpu" else None
     if world.world_size == 1:
         store = dist.HashStore()  # no port, nobody to meet
         dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound)
+    elif (run := environment.horovodrun()) is not None:
+        horovodrun.join_process_group(run, ranks, backend, device_id=bound)
     else:
         dist.init_process_group(backend, device_id=bound)

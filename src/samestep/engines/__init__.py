@@ -1,7 +1,9 @@
 """Who takes the step: one file and one line here each."""
 
 ENGINES = {
+    "accelerate": "samestep.engines.accelerate:Accelerate",
     "data-parallel": "samestep.engines.data_parallel:DataParallel",
+    "horovod": "samestep.engines.horovod:Horovod",
     "keras-mirrored": "samestep.engines.keras.synchronous:Mirrored",
     "keras-multi-worker": "samestep.engines.keras.synchronous:MultiWorker",
     "keras-parameter-server": "samestep.engines.keras.parameter_server:ParameterServer",

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -88,6 +89,13 @@ class Engine(ABC):
 
     def check_task(self, task: Task, layout: Layout) -> None:
         """Raise UserError for a task that this engine can't train so. It is called before any process starts."""
+        return
+
+    def check(self, layout: Layout, precision: str, config: Path | None) -> None:
+        """Raise UserError for what its abilities don't say, such as a mistake in its own configuration file.
+
+        Called before any process starts, where its packages are there, and once more by a loop of one's own.
+        """
         return
 
     @abstractmethod

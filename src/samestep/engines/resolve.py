@@ -64,3 +64,4 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
         raise UserError(
             f'recipe.precision is {precision}, which engine "{engine.name}" does not have; {would_do} would do'
         )
+    engine.check(layout, precision, config)

@@ -47,6 +47,8 @@ class Holder(Protocol):
 
     def holdings(self) -> Holdings: ...
 
+    def sent(self) -> Mapping[str, int]: ...
+
 
 def measured(trainer: Holder, step: Callable[[], Report]) -> tuple[Report, Usage]:
     """Take a step, slower than others, and say what this rank held and sent in it."""

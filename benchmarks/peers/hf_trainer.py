@@ -1,0 +1,72 @@
+"""The Trainer of transformers trains a job: one process, or ranks that torchrun started.
+
+pip install "samestep[accelerate]"
+torchrun --nproc-per-node=2 benchmarks/peers/hf_trainer.py examples/reviews.yaml --folder runs/hf-trainer
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from benchmarks.peers.job import PeerJob, Watch, arguments
+from samestep import environment
+from samestep.tasks.base import Batch, call
+
+
+class JobTrainer(Trainer):
+    """Takes a job's batches, in their order, and its loss."""
+
+    def __init__(self, job: PeerJob, **options: Any) -> None:
+        self.job = job
+        super().__init__(model=job.model, optimizers=(job.optimizer, job.schedule), **options)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return self.job.loader(collate=self._collate)
+
+    def _collate(self, samples: Any) -> dict[str, Any]:
+        batch = Batch(*self.job.task.collate(samples))
+        return {"inputs": batch.inputs, "targets": batch.targets}
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Tensor:
+        samples = self.job.global_samples(len(self.job.losses))
+        loss, _ = self.job.task.loss(call(model, inputs["inputs"]), Batch(inputs["inputs"], inputs["targets"]))
+        self.job.average_loss(loss, samples)
+        # Averaged over ranks: the sum over the global batch / samples.
+        return loss * self.job.place.of / samples
+
+
+def main() -> None:
+    file, folder = arguments(__doc__)
+    ranks = environment.ranks()
+    job = PeerJob(file, ranks.rank if ranks else 0, ranks.world_size if ranks else 1)
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=job.total_steps,
+        max_grad_norm=job.recipe.clip or 0.0,  # 0: none
+        bf16=job.recipe.precision == "bf16",
+        seed=job.recipe.seed,
+        ddp_find_unused_parameters=False,
+        use_cpu=not torch.accelerator.is_available(),
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    trainer = JobTrainer(job, args=settings, train_dataset=job.samples)
+    watch = Watch()
+    trainer.train()
+    seconds = watch.seconds()
+    metrics = job.evaluate(job.model, settings.device, trainer.autocast_smart_context_manager)
+    job.write(folder, engine="hf-trainer", seconds=seconds, metrics=metrics, device=settings.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""What the peers share: a job's task, initial weights, order of samples, metrics, and the files of a run."""
+
+import json
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from samestep.cluster.device import peak_memory
+from samestep.data.order import Place, SampleOrder, bounds
+from samestep.jobfile import load
+from samestep.tasks.base import Batch, call
+from samestep.tasks.resolve import resolve
+from samestep.training.curves import named_parts
+from samestep.training.dropout import switch_off
+from samestep.training.evaluation import plain
+from samestep.training.fit import build_model
+from samestep.training.optimizer import make_optimizer, make_schedule
+from samestep.training.result import is_curve, versions
+
+
+def arguments(description: str | None) -> tuple[Path, Path]:
+    """The job file and the run's folder, from the command line."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--folder", type=Path, required=True, help="where the run's files go")
+    options = parser.parse_args()
+    return options.job, options.folder
+
+
+class PeerJob:
+    """A job on one rank, in float32 or bf16 autocast."""
+
+    def __init__(self, file: Path, rank: int, world_size: int) -> None:
+        self.recipe = load(file).job.recipe
+        if self.recipe.precision not in ("fp32", "bf16"):
+            raise SystemExit(f"recipe.precision is {self.recipe.precision}; peers have fp32 and bf16")
+        self.task = resolve(self.recipe)
+        self.place = Place(index=rank, of=world_size)
+        self.samples = self.task.train_set()
+        self.order = SampleOrder(size=len(self.samples), batch=self.recipe.batch, seed=self.recipe.seed)
+        self.total_steps = self.recipe.total_steps(self.order.steps_per_epoch)
+        self.model = build_model(self.task, self.recipe.seed).model
+        if not self.recipe.dropout:
+            switch_off(self.model)
+        self.optimizer = make_optimizer(self.recipe.optimizer, self.model.named_parameters())
+        self.schedule = make_schedule(self.recipe.schedule, self.total_steps, self.optimizer)
+        self.losses: list[float] = []
+        torch.manual_seed(self.recipe.seed + rank)  # dropout draws other numbers on every rank
+
+    def loader(self, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
+        """This rank's slice of every global batch, in their order."""
+        steps = (self.order.shares(step, self.place, None)[0] for step in range(self.total_steps))
+        return DataLoader(
+            self.samples,  # pyright: ignore[reportArgumentType]  (a length and an index are all it needs)
+            batch_sampler=[share.samples.tolist() for share in steps],
+            collate_fn=collate or self.task.collate,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def global_samples(self, step: int) -> int:
+        return len(self.order.global_batch(step))
+
+    def average_loss(self, loss: Tensor, samples: int) -> float:
+        """A loss that ranks have summed over their samples, over all ranks; noted for the run's records."""
+        total = loss.detach().double().clone()
+        if self.place.of > 1:
+            dist.all_reduce(total)
+        self.losses.append(total.item() / samples)
+        return self.losses[-1]
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, device: torch.device, autocast: Callable[[], Any]) -> dict[str, Any]:
+        """Metrics of the held-out samples, each seen once."""
+        samples = self.task.eval_set()
+        if samples is None or len(samples) == 0:
+            return {}
+        model.eval()
+        mine = []
+        for indices in self._evaluated(len(samples)):
+            batch = Batch(*_moved(self.task.collate([samples[index] for index in indices]), device))
+            with autocast():
+                scores = self.task.scores(call(model, batch.inputs), batch)
+            mine.append(tuple(part.float().cpu() if part.is_floating_point() else part.cpu() for part in scores))
+        everyone: list[Any] = [mine]
+        if self.place.of > 1:
+            everyone = [None] * self.place.of
+            dist.all_gather_object(everyone, mine)
+        metrics = self.task.metrics()
+        for metric in metrics.values():
+            metric.distributed_available_fn = _never  # predictions are gathered here; states need not be
+            for predictions, targets in (pair for rank in everyone for pair in rank):
+                metric.update(predictions, targets)
+        names = self.task.class_names()
+        return {name: plain(named_parts(metric, metric.compute()), names) for name, metric in metrics.items()}
+
+    def _evaluated(self, size: int) -> Iterator[range]:
+        start, stop = bounds(size, self.place.index, self.place.of)
+        batch = self.recipe.evaluation.batch
+        return (range(first, min(stop, first + batch)) for first in range(start, stop, batch))
+
+    def write(
+        self, folder: Path, *, engine: str, seconds: float, metrics: dict[str, Any], device: torch.device
+    ) -> None:
+        """Write report.json and metrics.jsonl as a run of samestep has them; every rank must call it."""
+        peaks: list[Any] = [peak_memory(device)]
+        if self.place.of > 1:
+            peaks = [None] * self.place.of
+            dist.all_gather_object(peaks, peak_memory(device))
+        if self.place.index > 0:
+            return
+        taken = sum(self.global_samples(step) for step in range(len(self.losses)))
+        report = {
+            "metrics": {name: value for name, value in metrics.items() if not is_curve(value)},
+            "final_loss": self.losses[-1],
+            "steps": len(self.losses),
+            "seconds": seconds,
+            "samples_per_second": taken / seconds,
+            "peak_memory_bytes": peaks,
+            "engine": engine,
+            "processes": self.place.of,
+            "threads": torch.get_num_threads(),
+            "device": device.type,
+            "versions": versions(),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        lines = (json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(self.losses))
+        (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+class Watch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    from samestep.data.loader import to_device
+
+    return to_device(tuple(value), device, torch.float32)
+
+
+def _never() -> bool:
+    return False

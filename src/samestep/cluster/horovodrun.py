@@ -1,0 +1,45 @@
+"""Ranks that `horovodrun` started: where torch.distributed meets, agreed on through horovodrun's own server."""
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from samestep.environment import HorovodRun, Ranks
+
+_SCOPE, _KEY = "samestep", "store"
+
+
+def join_process_group(
+    run: HorovodRun, ranks: Ranks, backend: str, *, timeout: float = 300.0, **options: object
+) -> None:
+    """Join torch.distributed on a free port of rank 0's host. Raises TimeoutError where it isn't told in time."""
+    from horovod.runner.http.http_client import put_data_into_kvstore
+
+    one_host = ranks.local_world_size == ranks.world_size
+    if ranks.rank == 0:
+        host = "127.0.0.1" if one_host else run.host
+        store = dist.TCPStore(host, 0, ranks.world_size, is_master=True, wait_for_workers=False)
+        put_data_into_kvstore(run.address, run.port, _SCOPE, _KEY, (host, store.port))
+    else:
+        host, port = _meeting_place(run, timeout)
+        store = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, **options)  # pyright: ignore
+    dist.barrier()
+    if ranks.rank == 0:
+        put_data_into_kvstore(run.address, run.port, _SCOPE, _KEY, None)  # a later group meets at another port
+
+
+def _meeting_place(run: HorovodRun, timeout: float) -> tuple[str, int]:
+    """The host and the port that rank 0 wrote down, as soon as it has."""
+    from horovod.runner.http.http_client import read_data_from_kvstore
+
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        with suppress(RuntimeError):  # nothing is written yet
+            place = read_data_from_kvstore(run.address, run.port, _SCOPE, _KEY)
+            if place is not None:
+                return place
+        time.sleep(0.05)
+    raise TimeoutError(f"rank 0 did not say within {timeout:.0f} s where to meet")

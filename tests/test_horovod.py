@@ -1,0 +1,200 @@
+"""Engine horovod: the step of one process, compressed and fused messages, ranks that horovodrun started."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from proving import prove, same
+from small_tasks import Failing, Points, Words
+from test_unused import Branches
+from tiny_models import Tiny
+from torch import nn
+
+import samestep
+from samestep import environment
+from samestep.cluster.start import local
+from samestep.cluster.world import join
+from samestep.proof import Proof
+
+pytest.importorskip("horovod", reason="Horovod is not built; make horovod would do")
+
+ENGINE = {"engine": "horovod"}
+
+
+class Branched(Branches):
+    def scores(self, output: Any, batch: samestep.Batch) -> Any:
+        return output[0], batch.targets
+
+
+def recipe(task: samestep.Task | None = None, **values: Any) -> samestep.Recipe:
+    settings = {"batch": 33, "epochs": 1, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
+    return samestep.Recipe(task=task or Points(), **{**settings, **values})
+
+
+def settings_file(folder: Path, **values: Any) -> Path:
+    file = folder / "horovod.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return file
+
+
+def test_two_ranks_take_the_step_of_one_process(tmp_path: Path) -> None:
+    # 200 samples in batches of 33 leave a last one of 2: a rank with one sample, and micro-batches that are lent.
+    plain = recipe(schedule=samestep.Schedule(warmup=3, decay="linear"))
+    words = recipe(Words(), optimizer=samestep.SGD(lr=0.1, momentum=0.9), batch=199, clip=None)
+    half = settings_file(tmp_path, compression="fp16", fusion_threshold_mb=0.001, cycle_time_ms=0.5)
+    cases: dict[str, Any] = {
+        "plain": (plain, {}),
+        "accumulated": (plain, {"micro_batch": 7}),
+        "words": (words, {"micro_batch": 30}),
+        "branches": (recipe(Branched()), {"micro_batch": 9}),
+        "text": (recipe(Tiny(name="bert"), batch=13), {"micro_batch": 3}),
+        "compressed": (plain, {"engine_config": half}),
+    }
+    proofs = prove({name: (job, "dp2", {**ENGINE, **run}) for name, (job, run) in cases.items()})
+    *names, compressed = cases
+    assert same(proofs, names) == {}
+    rounded = proofs[compressed]
+    assert isinstance(rounded, Proof)
+    assert 1e-8 < rounded.max_relative_difference["loss"] < 1e-2  # 11 bits of a gradient
+
+
+def test_bytes_sent_are_counted_and_halved_by_compression(tmp_path: Path) -> None:
+    plain, half = (
+        samestep.dry_run(recipe(), "dp2", engine="horovod", engine_config=file, threads=1)
+        for file in (None, settings_file(tmp_path, compression="fp16"))
+    )
+    parameters = 4 * sum(p.numel() for p in Points().model().parameters())
+    # A ring of two ranks sends the message once; beside it two sums of 8 bytes, and a flag a parameter.
+    other = 2 * 8 + 8 * len(list(Points().model().parameters()))
+    for rank in plain:
+        assert rank.sent == {"all-reduce": parameters + other}
+    for rank in half:
+        assert rank.sent == {"all-reduce": parameters // 2 + other}
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    with pytest.raises(samestep.RankFailedError, match=r"rank 1 failed first(.|\n)*planted in rank 1"):
+        samestep.train(recipe(Failing(way="raise")), "dp2", engine="horovod", threads=1)
+
+
+def _broadcast(settings: Any) -> list[Any]:
+    from samestep.engines.horovod import distributed
+    from samestep.engines.horovod_start import start
+
+    with join(device="cpu", threads=1) as world:
+        start(settings)
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in model.parameters()]
+        fresh = distributed(optimizer, model, settings)
+        untouched = not fresh.state and all(
+            torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+        )
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + world.rank)
+        optimizer.step()  # each rank by gradients of its own
+        resumed = distributed(optimizer, model, settings)
+        averages = [resumed.state[p]["exp_avg"].clone() for p in model.parameters()]
+        everyone: list[Any] = [None] * world.world_size
+        dist.all_gather_object(everyone, (untouched, averages))
+        return everyone
+
+
+def test_state_is_broadcast_where_there_is_one_and_never_made_by_a_step() -> None:
+    from samestep.engines.horovod_config import Settings
+
+    (untouched, first), (also_untouched, second) = local.start(_broadcast, (Settings(),), 2)
+    assert untouched
+    assert also_untouched
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, torch.full_like(a, 0.1))  # (1 - 0.9) times rank 0's gradient
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_horovodrun_starts_the_ranks(command: str, tmp_path: Path) -> None:
+    program = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
+    assert program is not None
+    job = tmp_path / "job.yaml"
+    values = {"task": "regression", "batch": 33, "steps": 4, "optimizer": {"name": "sgd", "lr": 0.01}}
+    job.write_text(yaml.safe_dump({"recipe": values, "run": {"layout": "dp2", "rank_lines": True}}))
+    out = tmp_path / "out"
+    options = ["--folder", str(out)] if command == "train" else ["--json", str(out)]
+    ours = [sys.executable, "-m", "samestep", command, str(job), "--engine", "horovod", "--device", "cpu", *options]
+    done = subprocess.run(
+        [program, "--gloo", "-np", "2", "-H", "localhost:2", *ours],
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if command == "train":
+        report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        assert (report["engine"], report["processes"], report["steps"]) == ("horovod", 2, 4)
+        assert "rank 1: 4 steps of 16 samples = 64" in done.stdout
+    else:
+        assert "the same step" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("compression: fp8", "compression is .*fp8"),
+        ("fusion_threshold_mb: -1", "fusion_threshold_mb is -1"),
+        ("cycle_time_ms: 0", "cycle_time_ms is 0"),
+        ("cycle_time_ms: soon", "cycle_time_ms"),
+        ("fusion: 3", 'did you mean "fusion_threshold_mb"|known: compression'),
+        ("[compression", "no YAML file of Horovod's settings"),
+        ("- compression", "a section of keys"),
+    ],
+)
+def test_wrong_settings_are_named(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "horovod.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(samestep.UserError, match=message) as raised:
+        samestep.verify(recipe(), "dp2", engine="horovod", engine_config=file)
+    assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "message"),
+    [
+        ("fsdp2", "fp32", 'engine "horovod" does not split shard'),
+        ("dp2", "fp16", "fp16"),
+        ("dp2 recompute=full", "fp32", "has no recompute=full"),
+    ],
+)
+def test_what_it_can_not_do_is_refused(layout: str, precision: Any, message: str) -> None:
+    with pytest.raises(samestep.UserError, match=message):
+        samestep.train(recipe(precision=precision), layout, engine="horovod", device="cpu")
+
+
+def test_ranks_of_horovodrun_are_seen_and_torchruns_come_first() -> None:
+    of_horovod = {
+        "HOROVOD_RANK": "3",
+        "HOROVOD_SIZE": "4",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_HOSTNAME": "worker-2",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+    }
+    found = environment.ranks(of_horovod)
+    assert found == environment.Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    run = environment.horovodrun(of_horovod)
+    assert run == environment.HorovodRun(host="worker-2", address="10.0.0.1", port=4711)
+    of_both = {**of_horovod, "RANK": "0", "WORLD_SIZE": "1"}
+    assert environment.horovodrun(of_both) is None
+    both = environment.ranks(of_both)
+    assert both is not None
+    assert both.world_size == 1
+    with pytest.raises(samestep.UserError, match="HOROVOD_SIZE='many' is not a whole number"):
+        environment.ranks({**of_horovod, "HOROVOD_SIZE": "many"})
