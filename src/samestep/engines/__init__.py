@@ -2,5 +2,6 @@
 
 ENGINES = {
     "data-parallel": "samestep.engines.data_parallel:DataParallel",
+    "deepspeed": "samestep.engines.deepspeed.engine:DeepSpeed",
     "native": "samestep.engines.native:Native",
 }

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.pipeline.timeline import Timeline
@@ -34,6 +35,7 @@ class Abilities:
     offload: frozenset[str] = frozenset({"none"})
     config: str | None = None  # what its own configuration file is called, where it takes one
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
+    scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,14 @@ class Engine(ABC):
     def can_fill(self, layout: Layout) -> bool:
         """Whether `prepare` takes a model on the meta device under this layout, with its initial values to come."""
         return False
+
+    def settle(self, job: Job, layout: Layout) -> tuple[Job, Layout]:
+        """The job and its layout as the engine's own configuration completes them, before any process starts.
+
+        Raises UserError for what the configuration and the job say differently, and for layouts that the engine
+        can't have.
+        """
+        return job, layout
 
     @abstractmethod
     def prepare(
