@@ -36,7 +36,9 @@ def read(path: Path) -> Config:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"run.engine_config is {path}, which can't be read as JSON: {error}") from None
     if not isinstance(config, dict):
-        raise UserError(f"run.engine_config is {path}, which holds a {type(config).__name__}; DeepSpeed wants an object")
+        raise UserError(
+            f"run.engine_config is {path}, which holds a {type(config).__name__}; DeepSpeed wants an object"
+        )
     for name in ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16"):
         if name in config and not isinstance(config[name], dict):
             raise UserError(f"{path}: {name} is {config[name]!r}; DeepSpeed wants an object there")
@@ -160,8 +162,8 @@ def completed(given: Mapping[str, Any], asked: Asked, *, on_cpu: bool) -> Config
         if device is not None:
             zero[name] = {**zero.get(name, {}), "device": device}
     config["zero_optimization"] = zero
-    # DeepSpeed wants batch = micro-batch x accumulation x ranks. Batches here may be of any size, and the trainer says
-    # itself where a step ends; so these are the next ones that fit, for what DeepSpeed prepares by them.
+    # DeepSpeed wants batch = micro-batch x accumulation x ranks. Batches here may be of any size, and the trainer
+    # says itself where a step ends; so these are the next ones that fit, for what DeepSpeed prepares by them.
     share = -(-(batch or asked.ranks) // asked.ranks)
     steps = -(-share // (micro or share))
     each = micro if batch is None and micro else -(-share // steps)

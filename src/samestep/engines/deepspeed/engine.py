@@ -23,7 +23,6 @@ from samestep.parallel.spread import Details
 from samestep.recipe import SGD, AdamW, Recipe, Schedule
 from samestep.validation import checked
 
-
 _PYTORCH_LR = 1e-3  # of an optimizer whose configuration names none
 
 
@@ -83,7 +82,8 @@ class DeepSpeed(Engine):
             batch=details.batch,
             micro_batch=details.micro_batch,
             clip=clip,
-            precision=None if precision == "fp32" else precision,
+            # In a job the precision is settled: a proof asks for fp32 whatever the job has.
+            precision=None if precision == "fp32" and details.batch is None else precision,
         )
         config = configuration.completed(given, asked, on_cpu=device.type == "cpu")
         keep_no_cache(model)
@@ -105,6 +105,11 @@ class DeepSpeed(Engine):
             lr_scheduler=schedule,
             config=config,
         )
+        if engine.zero_optimization() and not hasattr(engine.optimizer, "override_loss_scale"):
+            raise UserError(
+                f"DeepSpeed makes a {type(engine.optimizer).__name__} of this configuration, whose gradients can't "
+                "be weighed by a count that is known after backward; no data_types, or stage 2, would do"
+            )
         return DeepSpeedTrainer(
             engine=engine, package=package, model=model, layout=layout, mesh=mesh, device=device, now=now
         )
@@ -163,7 +168,9 @@ def _optimizer(given: configuration.Config, recipe: Recipe) -> AdamW | SGD:
     if schema is not None:
         known = {field.name for field in fields(schema)}
         mine = recipe.optimizer if isinstance(recipe.optimizer, schema) else schema()
-        values = {name: value for name, value in section.get("params", {}).items() if name in known and value != "auto"}
+        values = {
+            name: value for name, value in section.get("params", {}).items() if name in known and value != "auto"
+        }
         decay_all = mine.decay_all if configuration.has_auto(section) else True  # DeepSpeed makes one group of all
         open_lr = section.get("params", {}).get("lr") == "auto"
         theirs = checked(schema, {"lr": mine.lr if open_lr else _PYTORCH_LR, **values, "decay_all": decay_all})

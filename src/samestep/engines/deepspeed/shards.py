@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.engines.deepspeed.start import without_deprecations
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings, state_tensors
 
@@ -13,15 +14,18 @@ from samestep.parallel.holdings import Holdings, state_tensors
 def whole_parameters(model: nn.Module, package: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, whole and in `dtype`; every rank must ask."""
     for name, parameter in model.named_parameters():
-        yield name, _whole(parameter, package, dtype)
+        with without_deprecations():
+            value = _whole(parameter, package, dtype)
+        yield name, value
 
 
 def whole_state(model: nn.Module, package: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """The whole model's state dict on the CPU of every rank; every rank must ask."""
-    return {
-        name: (_whole(value, package, dtype) if isinstance(value, nn.Parameter) else value.detach()).cpu().clone()
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
+    with without_deprecations():
+        return {
+            name: (_whole(value, package, dtype) if isinstance(value, nn.Parameter) else value.detach()).cpu().clone()
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
 
 
 def _whole(parameter: nn.Parameter, package: Any, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The trainer on a DeepSpeed engine: its backward, ZeRO, clipping and optimizer, and the loss as one process has it."""
+"""The trainer on a DeepSpeed engine: its backward, ZeRO, clipping and optimizer, and the loss of one process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch, to_device
 from samestep.engines.base import Loss, StepReport, Trainer
 from samestep.engines.deepspeed import shards
-from samestep.engines.deepspeed.start import quietly
+from samestep.engines.deepspeed.start import quietly, without_deprecations
 from samestep.errors import UserError
 from samestep.layout import Layout
 from samestep.parallel.buffers import check_buffers, versions
@@ -28,6 +28,10 @@ class Gradients(ABC):
 
     Backward starts before the ranks have counted their terms (unmasked tokens, say), so it leaves sum / samples.
     """
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss, times the scale for fp16 where DeepSpeed's backward leaves that to others."""
+        return loss
 
     @abstractmethod
     def settle(self, factor: float) -> None:
@@ -45,6 +49,11 @@ class WholeGradients(Gradients):
         self._engine = engine
         self._used = UsedByReplicas(engine.module, group)
         self._norm = torch.zeros(())
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        # DeepSpeed's engine scales for ZeRO alone (0.19), yet its optimizer for stage 0 divides by the scale as well.
+        scale = _loss_scale(self._engine)
+        return loss if scale == 1 else loss.float() * scale
 
     def settle(self, factor: float) -> None:
         self._used.settle()
@@ -126,12 +135,16 @@ class DeepSpeedTrainer(Trainer):
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         if not self.model.training:
             self.engine.train()
-        totals = self._backward(batch, loss)
+        with without_deprecations():
+            totals = self._backward(batch, loss)
+            return self._update(batch, totals)
+
+    def _update(self, batch: StepBatch, totals: Tensor) -> StepReport:
+        """Let DeepSpeed clip, step the optimizer and advance the schedule."""
         lr = self.engine.get_lr()[0]
         # What DeepSpeed counts samples by, for its monitors. It counts whole batches, and the last may be shorter.
         before = self.engine.global_samples
-        with quietly(self._device):
-            self.engine.step()
+        self.engine.step()
         self.engine.global_samples = before + batch.global_samples
         norm = self._gradients.norm_after_step()
         return StepReport(
@@ -152,7 +165,8 @@ class DeepSpeedTrainer(Trainer):
             loss_sum, count = self._forward(micro_batch, loss)
             totals[0] += loss_sum.detach() * micro_batch.weight
             totals[1] += count * micro_batch.weight
-            self.engine.backward(loss_sum * (micro_batch.weight * scale), scale_wrt_gas=False)
+            weighed = loss_sum * (micro_batch.weight * scale)
+            self.engine.backward(self._gradients.scaled(weighed), scale_wrt_gas=False)
         if isinstance(self._gradients, ShardedGradients):
             totals[2] = self._gradients.unused()
         dist.all_reduce(totals, group=self._mesh.loss_group)
@@ -161,9 +175,9 @@ class DeepSpeedTrainer(Trainer):
             check_buffers(self.model, before, self._mesh.data_group)
         if totals[2]:
             raise UserError(
-                f"engine deepspeed: a step left {int(totals[2])} parameters (counted over all ranks) unused, and ZeRO "
-                "takes their gradient for zero, by which AdamW still moves them; layout dp, or a model that uses all "
-                "its parameters in every step, would do"
+                f"engine deepspeed: a step left {int(totals[2])} parameters (counted over all ranks) unused, and "
+                "ZeRO takes their gradient for zero, by which AdamW still moves them; layout dp, or a model that "
+                "uses all its parameters in every step, would do"
             )
         # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
         totals[1].clamp_(min=1)
@@ -187,7 +201,7 @@ class DeepSpeedTrainer(Trainer):
     def predict(self, inputs: Any) -> Any:
         if self.model.training:
             self.engine.eval()
-        with torch.no_grad():
+        with torch.no_grad(), without_deprecations():
             return call(self.engine.module, self._as_computed(inputs))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -215,8 +229,8 @@ class DeepSpeedTrainer(Trainer):
         named = Path(folder) / tag if tag is not None else Path(folder) / "latest"
         if not named.exists():
             raise UserError(
-                f"{folder} holds no DeepSpeed checkpoint{f' {tag}' if tag else ''} ({named} is missing); a folder that "
-                "save_checkpoint wrote would do"
+                f"{folder} holds no DeepSpeed checkpoint{f' {tag}' if tag else ''} ({named} is missing); "
+                "a folder that save_checkpoint wrote would do"
             )
         with quietly(self._device):
             _, client_state = self.engine.load_checkpoint(str(folder), tag=tag)
