@@ -16,24 +16,26 @@ from samestep import environment
 # first start, and a start that is stopped meanwhile leaves a lock on which all later ones wait for ever.
 _SHARED_MEMORY = "deepspeed_shm_comm"
 
+# Warnings that say nothing to a user: of SGD under ZeRO, which tests here hold against one process, and of a
+# scheduler that DeepSpeed itself asks before its first step.
+_NO_NEWS = ("ZeRO with an untested optimizer", "learning rate from scheduler before it has started")
+
 
 @contextmanager
 def quietly(device: torch.device) -> Iterator[None]:
     """For what DeepSpeed warns of while it is imported and set up: deprecated parts of PyTorch that it uses."""
-    logger = logging.getLogger("DeepSpeed")
-    logger.addFilter(_is_news)
-    try:
-        with environment.deepspeed_settings(device.type, device.index or 0), warnings.catch_warnings():
-            for category in (DeprecationWarning, FutureWarning, UserWarning):
-                warnings.simplefilter("ignore", category)
-            yield
-    finally:
-        logger.removeFilter(_is_news)
+    with environment.deepspeed_settings(device.type, device.index or 0), warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning, UserWarning):
+            warnings.simplefilter("ignore", category)
+        yield
+
+
+def _nothing() -> None:
+    """What stands for an extension that isn't there."""
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # SGD under ZeRO, which tests here hold against one process.
-    return "ZeRO with an untested optimizer" not in record.getMessage()
+    return not any(known in record.getMessage() for known in _NO_NEWS)
 
 
 @contextmanager
@@ -50,10 +52,11 @@ def deepspeed(device: torch.device) -> Any:
         package: Any = importlib.import_module("deepspeed")
         communication: Any = importlib.import_module("deepspeed.comm.comm")
         groups: Any = importlib.import_module("deepspeed.utils.groups")
-        operators: Any = importlib.import_module("deepspeed.ops")
+        backend: Any = importlib.import_module("deepspeed.comm.torch")
         built: Any = importlib.import_module("deepspeed.git_version_info")
+    logging.getLogger("DeepSpeed").addFilter(_is_news)
     if not built.installed_ops.get(_SHARED_MEMORY, False):
-        operators.__compatible_ops__[_SHARED_MEMORY] = False
+        backend.build_shm_op = _nothing
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
         groups._release_process_group_references()  # of a job in this process that is over
         communication.cdb = None
