@@ -260,7 +260,8 @@ def test_a_scaled_loss_moves_the_parameters_as_far(
     monkeypatch.setattr(type(accelerator), "is_fp16_supported", lambda self: True)
     path = written(tmp_path, fp16={"enabled": True, "initial_scale_power": 7}, zero_optimization={"stage": stage})
     task, moved = Points(), {}
-    for precision, config in (("fp32", None), ("fp16", path)):
+    runs: list[tuple[Any, Path | None]] = [("fp32", None), ("fp16", path)]
+    for precision, config in runs:
         with samestep.session(
             "single", engine="deepspeed", precision=precision, engine_config=config, device="cpu"
         ) as session:
