@@ -60,7 +60,7 @@ def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequ
 
 def train_job(job: Job) -> TrainResult:
     """Train a job. Where this process is already one of many ranks, it takes its part; else it starts them."""
-    layout = _layout_of(job)
+    job, layout = _settled(job)
     check_folder(job.run.folder)
     _check(job, layout)
     return _on_ranks(_train_rank, job, layout)
@@ -68,7 +68,7 @@ def train_job(job: Job) -> TrainResult:
 
 def dry_run_job(job: Job) -> Sequence[Usage]:
     """What each rank of a job would hold and send. Where this process is one of the ranks, it takes its part."""
-    layout = _layout_of(job)
+    job, layout = _settled(job)
     _check(job, layout)
     return _on_ranks(_dry_run_rank, job, layout)
 
@@ -77,7 +77,7 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
     """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first."""
     if steps < 1:
         raise UserError(f"steps is {steps}; it must be 1 or more")
-    layout = _layout_of(job)
+    job, layout = _settled(job)
     task = _check(job, layout)
     job = proof_job(job, dropout=dropout)
     ranks = environment.ranks()
@@ -91,6 +91,8 @@ def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout:
 
     A layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
     """
+    if job.run.engine_config is not None:
+        raise UserError("--layouts goes without run.engine_config, which is for one layout; --layout would do")
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = _check(replace(job, run=replace(job.run, layout="single", processes=None)), Layout())
@@ -101,6 +103,7 @@ def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout:
         try:
             layout = Layout.parse(text, job.run.processes if unsized(text) else None)
             _check(job, layout)
+            _, layout = engines.resolve(job.run.engine).settle(job, layout)
         except UserError as error:
             rows[text] = Row(job=_name_of(job), layout=text, reason=str(error))
         else:
@@ -200,7 +203,14 @@ def _layout_of(job: Job) -> Layout:
 
 def check_job(job: Job, task: Task | None = None) -> Task:
     """Find what can't work before any process starts, and return the task, which is built where none is given."""
-    return _check(job, _layout_of(job), task)
+    return _check(*_settled(job), task)
+
+
+def _settled(job: Job) -> tuple[Job, Layout]:
+    """The job and its layout, with what the engine's own configuration says where the job leaves it open."""
+    engine, layout = engines.resolve(job.run.engine), _layout_of(job)
+    engines.check(engine, layout, job.recipe.precision, job.run.engine_config)
+    return engine.settle(job, layout)
 
 
 def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:

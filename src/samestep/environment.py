@@ -141,11 +141,28 @@ def _set(wanted: Mapping[str, str], *, keep: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _restore(before)
+
+
+@contextmanager
+def deepspeed_settings(device_type: str, local_rank: int) -> Iterator[None]:
+    """Settings that DeepSpeed reads from its environment while it is imported and set up."""
+    wanted = {"DS_ACCELERATOR": device_type, "LOCAL_RANK": str(local_rank)}
+    before = {name: os.environ.get(name) for name in wanted}
+    # A launcher's own say which rank this is; LOCAL_RANK is only missing where a process works alone.
+    os.environ.update({name: value for name, value in wanted.items() if name == "DS_ACCELERATOR" or not before[name]})
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def snapshot() -> dict[str, str]:

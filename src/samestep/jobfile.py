@@ -197,6 +197,9 @@ def _resolve_paths(job: Job, file: Path) -> Job:
     task = beside(recipe.task)
     data = {key: beside(value) if key in _PATH_KEYS else value for key, value in recipe.data.items()}
     model = {key: beside(value) if key in _PATH_KEYS else value for key, value in recipe.model.items()}
+    config = job.run.engine_config
+    if config is not None and not config.is_absolute() and _exists(base / config):
+        job = replace(job, run=replace(job.run, engine_config=base / config))
     return replace(job, recipe=replace(recipe, task=task, data=data, model=model))
 
 

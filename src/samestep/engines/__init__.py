@@ -3,6 +3,7 @@
 ENGINES = {
     "accelerate": "samestep.engines.accelerate:Accelerate",
     "data-parallel": "samestep.engines.data_parallel:DataParallel",
+    "deepspeed": "samestep.engines.deepspeed.engine:DeepSpeed",
     "horovod": "samestep.engines.horovod:Horovod",
     "keras-mirrored": "samestep.engines.keras.synchronous:Mirrored",
     "keras-multi-worker": "samestep.engines.keras.synchronous:MultiWorker",

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.pipeline.timeline import Timeline
@@ -36,6 +37,8 @@ class Abilities:
     config: str | None = None  # what its own configuration file is called, where it takes one
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
     same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
+
+    scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,14 @@ class Engine(ABC):
         Called before any process starts, where its packages are there, and once more by a loop of one's own.
         """
         return
+
+    def settle(self, job: Job, layout: Layout) -> tuple[Job, Layout]:
+        """The job and its layout as the engine's own configuration completes them, before any process starts.
+
+        Raises UserError for what the configuration and the job say differently, and for layouts that the engine
+        can't have.
+        """
+        return job, layout
 
     @abstractmethod
     def prepare(

@@ -54,7 +54,7 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
         raise LayoutError(
             f'layout "{layout}": sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do'
         )
-    if precision == "fp16" and (layout.zero >= 2 or layout.tensor > 1):
+    if precision == "fp16" and not able.scales_shards and (layout.zero >= 2 or layout.tensor > 1):
         # Whether a gradient overflowed is seen by the rank that holds that part of it, and not by the others.
         raise LayoutError(
             f'layout "{layout}": recipe.precision is fp16, which shards and slices do not have yet; bf16 would do'

@@ -1,0 +1,198 @@
+"""A ds_config.json beside a job: read, held against what the job says, and completed for `deepspeed.initialize`."""
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+
+Config = dict[str, Any]
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_ADAM = ("Adam", "AdamW")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a job says of the things that a ds_config.json can also say; None where it leaves them open."""
+
+    ranks: int
+    stage: int | None = None
+    batch: int | None = None  # over all ranks
+    micro_batch: int | None = None
+    clip: float | None = None
+    precision: str | None = None
+    offload_optimizer: str | None = None  # cpu or nvme
+    offload_parameters: str | None = None
+
+
+def read(path: Path) -> Config:
+    """The configuration as it stands in the file. Raises UserError where it is not a JSON object."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"run.engine_config is {path}, which can't be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(
+            f"run.engine_config is {path}, which holds a {type(config).__name__}; DeepSpeed wants an object"
+        )
+    for name in ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16"):
+        if name in config and not isinstance(config[name], dict):
+            raise UserError(f"{path}: {name} is {config[name]!r}; DeepSpeed wants an object there")
+    return config
+
+
+def stage_of(config: Mapping[str, Any]) -> int | None:
+    """The ZeRO stage that a configuration asks for; None where it leaves it open."""
+    stage = _given(config.get("zero_optimization", {}), "stage")
+    if stage is not None and stage not in (0, 1, 2, 3):
+        raise UserError(f"the DeepSpeed configuration has zero_optimization.stage {stage!r}; it can be 0, 1, 2 or 3")
+    return stage
+
+
+def precision_of(config: Mapping[str, Any]) -> str | None:
+    """The precision that a configuration asks for; None where it leaves it open."""
+    asked = {name: _given(config.get(name, {}), "enabled") for name in ("fp16", "bf16", "bfloat16")}
+    low = {"bf16" if name == "bfloat16" else name for name, enabled in asked.items() if enabled is True}
+    if len(low) > 1:
+        raise UserError("the DeepSpeed configuration enables fp16 and bf16; one of them would do")
+    if low:
+        return low.pop()
+    return "fp32" if any(enabled is False for enabled in asked.values()) else None
+
+
+def clip_of(config: Mapping[str, Any]) -> float | None:
+    return _given(config, "gradient_clipping") or None
+
+
+def has_auto(section: Any) -> bool:
+    """Whether something in a section is left to whoever starts DeepSpeed."""
+    if isinstance(section, Mapping):
+        return any(has_auto(value) for value in section.values())
+    return section == "auto"
+
+
+def takes_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed makes the optimizer. One with a value left open is made by samestep, with the job's."""
+    return "optimizer" in config and not has_auto(config["optimizer"])
+
+
+def takes_schedule(config: Mapping[str, Any]) -> bool:
+    return "scheduler" in config and not has_auto(config["scheduler"])
+
+
+def sizes(config: Mapping[str, Any], asked: Asked) -> tuple[int | None, int | None]:
+    """The batch and the micro-batch that a configuration and a job agree on.
+
+    Raises UserError where train_batch_size is not micro-batch x accumulation x ranks, or not the job's batch.
+    """
+    total, micro, steps = (_size(config, name) for name in _SIZES)
+    if micro is None and total is not None and steps is not None:
+        micro = _divided(total, steps * asked.ranks, f"{steps} (gradient_accumulation_steps) x {asked.ranks} (ranks)")
+    if total is not None and micro is not None and steps is None:
+        product = f"{micro} (train_micro_batch_size_per_gpu) x {asked.ranks} (ranks)"
+        steps = _divided(total, micro * asked.ranks, product)
+    if total is None and micro is not None and steps is not None:
+        total = micro * steps * asked.ranks
+    if total is not None and micro is not None and steps is not None and total != micro * steps * asked.ranks:
+        raise UserError(
+            f"the DeepSpeed configuration has train_batch_size {total}, which is not {micro} "
+            f"(train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) x {asked.ranks} (ranks) = "
+            f'{micro * steps * asked.ranks}; two of the three and "auto" for the other would do'
+        )
+    if total is not None and asked.batch is not None and total != asked.batch:
+        raise UserError(
+            f"recipe.batch is {asked.batch} and the DeepSpeed configuration makes batches of {total}; "
+            f'recipe.batch: {total} would do, or "auto" for train_batch_size'
+        )
+    if steps is not None and micro is None and asked.batch is not None:
+        micro = -(-asked.batch // (steps * asked.ranks))
+    return total or asked.batch, micro
+
+
+def _divided(total: int, by: int, product: str) -> int:
+    if total % by:
+        raise UserError(
+            f"the DeepSpeed configuration has train_batch_size {total}, which {product} does not divide; "
+            f"{total // by * by or by} or {total // by * by + by} would do"
+        )
+    return total // by
+
+
+def _size(config: Mapping[str, Any], name: str) -> int | None:
+    value = _given(config, name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise UserError(f"the DeepSpeed configuration has {name} {value!r}; it must be a whole number of 1 or more")
+    return value
+
+
+def agree(config: Mapping[str, Any], asked: Asked) -> None:
+    """Raise one UserError for all that a configuration and a job both say, and say differently."""
+    _, micro = sizes(config, asked)
+    zero = config.get("zero_optimization", {})
+    both = {
+        "run.layout (ZeRO stage)": (asked.stage, stage_of(config)),
+        "run.micro_batch": (asked.micro_batch, micro),
+        "recipe.clip": (asked.clip, clip_of(config)),
+        "recipe.precision": (asked.precision, precision_of(config)),
+        "run.layout (offload of the optimizer)": (asked.offload_optimizer, _device(zero, "offload_optimizer")),
+        "run.layout (offload of parameters)": (asked.offload_parameters, _device(zero, "offload_param")),
+    }
+    wrong = {name: pair for name, pair in both.items() if None not in pair and pair[0] != pair[1]}
+    if wrong:
+        said = "; ".join(f"{name}: {mine} here and {theirs} there" for name, (mine, theirs) in wrong.items())
+        raise UserError(
+            f"the job and its DeepSpeed configuration contradict each other ({said}); leave each out on one side, "
+            'or write "auto" in the configuration'
+        )
+
+
+def completed(given: Mapping[str, Any], asked: Asked, *, on_cpu: bool) -> Config:
+    """The configuration for `deepspeed.initialize`: as given, and where it is silent as the job asks."""
+    agree(given, asked)
+    batch, micro = sizes(given, asked)
+    micro = micro or asked.micro_batch
+    config = _without_auto(given)
+    stage = stage_of(given)
+    zero = {**config.get("zero_optimization", {}), "stage": (asked.stage or 0) if stage is None else stage}
+    for name, device in (("offload_optimizer", asked.offload_optimizer), ("offload_param", asked.offload_parameters)):
+        if device is not None:
+            zero[name] = {**zero.get(name, {}), "device": device}
+    config["zero_optimization"] = zero
+    # DeepSpeed wants batch = micro-batch x accumulation x ranks. Batches here may be of any size, and the trainer
+    # says itself where a step ends; so these are the next ones that fit, for what DeepSpeed prepares by them.
+    share = -(-(batch or asked.ranks) // asked.ranks)
+    steps = -(-share // (micro or share))
+    each = micro if batch is None and micro else -(-share // steps)
+    config |= dict(zip(_SIZES, (each * steps * asked.ranks, each, steps), strict=True))
+    if clip_of(given) is None and asked.clip is not None:
+        config["gradient_clipping"] = asked.clip
+    if precision_of(given) is None and asked.precision in ("bf16", "fp16"):
+        config[asked.precision] = {**config.get(asked.precision, {}), "enabled": True}
+    for name, takes in (("optimizer", takes_optimizer), ("scheduler", takes_schedule)):
+        if not takes(given):
+            config.pop(name, None)
+    if on_cpu and config.get("optimizer", {}).get("type") in _ADAM:
+        # PyTorch's own, with the same numbers: DeepSpeed's would be compiled now.
+        config["optimizer"]["params"] = {"torch_adam": True, **config["optimizer"].get("params", {})}
+    # PyTorch's optimizers under ZeRO, which DeepSpeed refuses unless it is told so.
+    return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **config}
+
+
+def _given(section: Mapping[str, Any], name: str) -> Any:
+    value = section.get(name)
+    return None if value == "auto" else value
+
+
+def _device(zero: Mapping[str, Any], name: str) -> str | None:
+    return _given(zero.get(name) or {}, "device")
+
+
+def _without_auto(value: Any) -> Any:
+    """A copy without what is left open: DeepSpeed's own default stands then."""
+    if isinstance(value, Mapping):
+        return {name: _without_auto(inner) for name, inner in value.items() if inner != "auto"}
+    return deepcopy(value)
