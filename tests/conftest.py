@@ -1,7 +1,9 @@
 """What every test runs under: few threads, quick hypothesis, and an environment left as it was found."""
 
 import os
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ settings.load_profile("samestep")
 
 # Several test processes may run beside each other; more threads than cores make each of them slower.
 torch.set_num_threads(1)
+
+# TensorBoard's reader would load TensorFlow, which sets environment variables.
+sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
 
 # pytest's own (which test runs now), and what torch sets when its compiler is first imported.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
