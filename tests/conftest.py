@@ -1,7 +1,9 @@
 """What every test runs under: few threads, quick hypothesis, and an environment left as it was found."""
 
 import os
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +18,10 @@ torch.set_num_threads(1)
 
 # Every process that a test starts has this mark, the server included that ranks are forked from.
 os.environ["SAMESTEP_TEST"] = str(os.getpid())
+
+
+# TensorBoard's reader would load TensorFlow, which sets environment variables.
+sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
 
 # pytest's own (which test runs now), and what torch sets when its compiler is first imported.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
 from benchmarks.peers.job import PeerJob, Watch, arguments
 from samestep import environment

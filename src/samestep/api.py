@@ -221,6 +221,8 @@ def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
     if environment.ranks() is None:
         check_devices(layout.size, job.run.device)
     Precision(recipe.precision, device_of(0, job.run.device))
+    if job.run.compile and not engine.abilities.compiles:
+        raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; engine native would do')
     if job.run.cut_at is not None and layout.pipeline == 1:
         raise UserError(
             f'run.cut_at names pipeline stages, and layout "{layout}" has none; pp2 would do, or no cut_at'

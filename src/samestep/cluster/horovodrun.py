@@ -15,7 +15,7 @@ def join_process_group(
     run: HorovodRun, ranks: Ranks, backend: str, *, timeout: float = 300.0, **options: object
 ) -> None:
     """Join torch.distributed on a free port of rank 0's host. Raises TimeoutError where it isn't told in time."""
-    from horovod.runner.http.http_client import put_data_into_kvstore
+    from horovod.runner.http.http_client import put_data_into_kvstore  # pyright: ignore[reportMissingImports]
 
     one_host = ranks.local_world_size == ranks.world_size
     if ranks.rank == 0:
@@ -33,7 +33,7 @@ def join_process_group(
 
 def _meeting_place(run: HorovodRun, timeout: float) -> tuple[str, int]:
     """The host and the port that rank 0 wrote down, as soon as it has."""
-    from horovod.runner.http.http_client import read_data_from_kvstore
+    from horovod.runner.http.http_client import read_data_from_kvstore  # pyright: ignore[reportMissingImports]
 
     until = time.monotonic() + timeout
     while time.monotonic() < until:

@@ -38,6 +38,7 @@ class Abilities:
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
     same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
 
+    compiles: bool = False  # run.compile: torch.compile for each block
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
-from samestep.engines import horovod_config
+from samestep.engines import horovod_config  # pyright: ignore[reportMissingImports]
 from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, ScheduleOf
 from samestep.engines.horovod_config import Settings
 from samestep.engines.horovod_start import start
@@ -56,7 +56,7 @@ class Horovod(Engine):
         schedule_of: ScheduleOf,
         details: Details,
     ) -> "HorovodTrainer":
-        import horovod.torch as hvd
+        import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
         settings = horovod_config.read(details.engine_config)
         start(settings)
@@ -95,7 +95,7 @@ def distributed(optimizer: Optimizer, model: nn.Module, settings: Settings) -> A
     Of an optimizer that has not stepped nothing is broadcast: `hvd.broadcast_optimizer_state` would make its state by
     a step with gradients of zero, with which AdamW counts a step and decays the weights.
     """
-    import horovod.torch as hvd
+    import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
     made = hvd.DistributedOptimizer(
         optimizer,

@@ -13,7 +13,7 @@ from samestep.engines.horovod_config import Settings
 
 def start(settings: Settings) -> None:
     """Initialise Horovod, with the same ranks as torch.distributed. Every rank must call it."""
-    import horovod.torch as hvd
+    import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
     if hvd.is_initialized():
         hvd.shutdown()  # it takes its settings when it starts, and these may be another training's
@@ -30,7 +30,7 @@ def start(settings: Settings) -> None:
 @contextmanager
 def _rendezvous() -> Iterator[dict[str, str]]:
     """What `horovodrun` would have put into this rank's environment; the server where ranks meet is on rank 0."""
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer  # pyright: ignore[reportMissingImports]
 
     ranks = environment.ranks()
     local_rank, local_size = (ranks.local_rank, ranks.local_world_size) if ranks else (0, 1)

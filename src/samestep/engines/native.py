@@ -157,6 +157,7 @@ class Native(Engine):
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset(get_args(Offload)),
+        compiles=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
