@@ -146,15 +146,15 @@ def _set(wanted: Mapping[str, str], *, keep: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def deepspeed_settings(device_type: str, local_rank: int) -> Iterator[None]:
-    """Settings that DeepSpeed reads from its environment while it is imported and set up."""
-    wanted = {"DS_ACCELERATOR": device_type, "LOCAL_RANK": str(local_rank)}
-    before = {name: os.environ.get(name) for name in wanted}
-    # A launcher's own say which rank this is; LOCAL_RANK is only missing where a process works alone.
-    os.environ.update({name: value for name, value in wanted.items() if name == "DS_ACCELERATOR" or not before[name]})
+    """Settings that DeepSpeed reads while it is imported and set up; what it writes itself is taken back too."""
+    before = dict(os.environ)
+    os.environ["DS_ACCELERATOR"] = device_type
+    # A launcher says which rank this is; LOCAL_RANK is only missing where a process works alone.
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
     try:
         yield
     finally:
-        _restore(before)
+        _restore({name: before.get(name) for name in [*os.environ, *before]})
 
 
 def _restore(before: Mapping[str, str | None]) -> None:
