@@ -25,13 +25,14 @@ from samestep.tasks.text_data import TextData
 from samestep.tasks.text_model import TextModel
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md")])
 PAIRS = [
     (ROOT / "README.md", ROOT / "README.zh-CN.md"),
     *(
-        (page, page.parent / "zh" / page.name)
+        (page, DOCS / "zh" / page.relative_to(DOCS))
         for page in PAGES
-        if page.parent.name == "docs" and page.stem != "README"
+        if page.is_relative_to(DOCS) and "zh" not in page.parts and page != DOCS / "README.md"
     ),
 ]
 KEYS = [page for pair in PAIRS for page in pair if page.stem == "recipes-and-layouts"]
