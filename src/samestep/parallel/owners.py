@@ -121,7 +121,8 @@ def to_owners(owners: Owners, bucket: dist.GradBucket) -> Future[Tensor]:
     It hands the bucket back at once, with the sums to come: what a future calls would run in a back end's thread.
     """
     buffer = bucket.buffer().div_(owners.data_ranks)
-    owners.send(bucket.parameters(), bucket.gradients())
+    parameters: list[Any] = bucket.parameters()  # PyTorch's hint says tensors
+    owners.send(parameters, bucket.gradients())
     done: Future[Tensor] = Future()
     done.set_result(buffer)
     return done
