@@ -83,11 +83,11 @@ def _sent(text: str, bytes_in_all: float) -> Formula:
 
 SENT = {
     ("dpN", "fp32"): _sent("8", 8),
-    ("zero1xN", "fp32"): _sent("12", 12),
+    ("zero1xN", "fp32"): _sent("8", 8),
     ("zero2xN", "fp32"): _sent("8", 8),
     ("fsdpN", "fp32"): _sent("12", 12),
     ("dpN", "bf16"): _sent("8", 8),
-    ("zero1xN", "bf16"): _sent("12", 12),
+    ("zero1xN", "bf16"): _sent("8", 8),
     ("zero2xN", "bf16"): _sent("6", 6),
     ("fsdpN", "bf16"): _sent("8", 8),
 }

@@ -1,6 +1,7 @@
 """Tasks on tiny models as they come: transformers' own classes with random weights, and nets of plain PyTorch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,18 +118,17 @@ def _causal(name: str, **values: Any) -> Callable[[int, float], nn.Module]:
     return make
 
 
-def _gpt2(layers: int, dropout: float) -> nn.Module:
+def _gpt2(layers: int, dropout: float, inner: int | None = None) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=WORDS, n_embd=24, n_layer=layers, n_head=4, n_positions=16, bos_token_id=None, eos_token_id=None
-    )
-    return GPT2LMHeadModel(config)
+    words: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(**words, n_embd=24, n_layer=layers, n_head=4, n_positions=16, n_inner=inner))
 
 
 CLASSIFIERS: Mapping[str, Callable[[int, float], nn.Module]] = {"bert": _bert, "distilbert": _distilbert}
 LANGUAGE_MODELS: Mapping[str, Callable[[int, float], nn.Module]] = {
     "gpt2": _gpt2,  # its embedding is its head too
+    "odd-gpt2": partial(_gpt2, inner=97),  # no two slices of its inner layers are of the same size
     "llama": _causal("Llama", num_key_value_heads=2),
     "tied-llama": _causal("Llama", num_key_value_heads=2, tie_word_embeddings=True),
     "qwen2": _causal("Qwen2", num_key_value_heads=2),

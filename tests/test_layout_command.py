@@ -161,6 +161,7 @@ class Collectives(TorchDispatchMode):
         ("allreduce", "all-reduce"),
         ("allgather", "all-gather"),
         ("reduce_scatter", "reduce-scatter"),
+        ("reduce_", "reduce"),
         ("broadcast", "broadcast"),
     )
 
@@ -187,13 +188,17 @@ def count_messages(rank: int, layouts: list[str], folder: Path) -> None:
         model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(BLOCKS)))
         device = torch.device("cpu")
         settings = {"precision": "fp32", "autocast": nullcontext, "details": Details()}
-        module = spread(model, layout, mesh, device, **settings).module  # pyright: ignore
-        optimizer = spread_optimizer(torch.optim.SGD(module.parameters(), 0.1), layout, mesh, device)
+        spread_model = spread(model, layout, mesh, device, **settings)  # pyright: ignore
+        module = spread_model.module  # pyright: ignore
+        plain = torch.optim.SGD(module.parameters(), 0.1)
+        optimizer = spread_optimizer(plain, layout, mesh, device, spread_model=spread_model)
         collectives = Collectives()
         for _ in range(3):  # the first two also set up DistributedDataParallel's buckets
             collectives = Collectives()
             with collectives:
                 module(torch.ones(2, 7)).sum().backward()
+                if spread_model.parts.owners is not None:
+                    spread_model.parts.owners.settle()
                 optimizer.step()
                 optimizer.zero_grad()
         (folder / f"{text}-{rank}").write_text(json.dumps(collectives.sent), encoding="utf-8")

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from model_tasks import NextWord
 from proving import prove, same
 from small_tasks import Points
 from tiny_texts import Averaged, Decoder, Encoder, Texts, bert, gpt2, llama
@@ -202,6 +203,12 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
         "replicas": (LLAMA, "dp2 tp2", {"micro_batch": 2}),
         "another order": (LLAMA, "dp2 tp2 sequence=split order=tp.pp.dp.fsdp.cp", {}),
         "ZeRO-1": (GPT2, "zero1x2 tp2", {}),
+        # Of other sizes on every rank, parameters are dealt out otherwise.
+        "ZeRO-1 of uneven slices": (
+            recipe(NextWord(kind="odd-gpt2", layers=3)),
+            "zero1x2 tp2 sequence=split",
+            {"micro_batch": 2},
+        ),
         "ZeRO-2": (ENCODER, "zero2x2 tp2", {}),
         "shards": (TIED, "fsdp2 tp2", {"micro_batch": 2}),
         "shards, tokens split": (BERT, "fsdp2 tp2 sequence=split recompute=full", {}),

@@ -183,7 +183,12 @@ class Native(Engine):
             model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, details=details
         )
         optimizer = spread_optimizer(
-            optimizer_of(model.named_parameters()), layout, mesh, device, offload_folder=details.offload_folder
+            optimizer_of(model.named_parameters()),
+            layout,
+            mesh,
+            device,
+            spread_model=spread_model,
+            offload_folder=details.offload_folder,
         )
         return self.trainer_class(
             model=model,

@@ -23,6 +23,7 @@ from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.offload_activations import offload_activations
 from samestep.parallel.offload_optimizer import offloaded_kind
+from samestep.parallel.owners import Owners
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.cut import cut
 from samestep.parallel.pipeline.pipeline import Pipeline
@@ -55,6 +56,8 @@ def spread(
     if layout.pipeline > 1:
         _check_batch_norm(model, layout)
     parts = Parts.of(model, layout, mesh)
+    if layout.zero == 1 and precision != "fp16":  # there every rank must see whether a gradient overflowed
+        parts.owners = Owners(mesh)
     host, now = HostMemory(device), Now()
     blocks = find_blocks(model)
     seen = _look(model, layout, details.example) if layout.cuts_model else None  # before anything is changed
@@ -104,7 +107,7 @@ def spread(
         of_pipeline.end_stages()
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
     if layout.data_ranks > 1:
-        replicated = replicate(model, mesh.data_group, device)
+        replicated = replicate(model, mesh.data_group, device, parts.owners)
         used = UsedByReplicas(model, mesh.data_group)
         return WholeModel(module=replicated, accumulating=replicated.no_sync, used=used, **common)
     return WholeModel(module=model, accumulating=nullcontext, used=UsedAlone(), **common)
@@ -120,12 +123,20 @@ def _look(model: nn.Module, layout: Layout, example: Any) -> Trace:
 
 
 def spread_optimizer(
-    optimizer: Optimizer, layout: Layout, mesh: Mesh, device: torch.device, *, offload_folder: Path | None = None
+    optimizer: Optimizer,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    spread_model: Spread,
+    offload_folder: Path | None = None,
 ) -> Optimizer:
     """Spread an optimizer as its layout says; shards of parameters bring their shards of state along."""
     kind = offloaded_kind(type(optimizer), layout, device, offload_folder)
     if layout.zero == 1:
-        return shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
+        sharded = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
+        spread_model.parts.find_owners(spread_model.model, sharded)
+        return sharded
     return optimizer if kind is type(optimizer) else rebuild(optimizer, kind)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.mesh import Mesh
 from samestep.layout import Layout
+from samestep.parallel.owners import Owners
 
 Range = tuple[int, int]  # first, and one past the last
 
@@ -70,6 +72,7 @@ class Parts:
     parameters: Mapping[str, Entry]  # of the whole model, in its order
     state: Mapping[str, Entry]  # of its state dict
     table: dict[str, Part] = field(default_factory=dict)
+    owners: Owners | None = None  # where gradients end on one rank of the shard group alone
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout, mesh: Mesh) -> "Parts":
@@ -119,13 +122,23 @@ class Parts:
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Add up the gradients that backward left in parts; a parameter that no rank used keeps none."""
+        for group, parameters in self._sums(model).items():
+            sum_gradients_over(group, parameters, self.mesh.grid.device_type)
+
+    def find_owners(self, model: nn.Module, optimizer: Any) -> None:
+        """Note which rank steps which parameter, where gradients go to that rank alone; every rank must ask."""
+        if self.owners is not None:
+            mine = [parameter for group in optimizer.optim.param_groups for parameter in group["params"]]
+            self.owners.learn(list(model.parameters()), mine, self._sums(model))
+
+    def _sums(self, model: nn.Module) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
+        """The parameters whose gradient backward leaves in parts, by the groups that hold these."""
         groups: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 for group in self.part(name).sum_over:
                     groups.setdefault(group, []).append(parameter)
-        for group, parameters in groups.items():
-            sum_gradients_over(group, parameters, self.mesh.grid.device_type)
+        return groups
 
     def norm_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different parts of a gradient; None where every rank holds all of it."""
@@ -142,13 +155,14 @@ class Parts:
             count *= self.mesh.size("pipeline")
         else:
             count *= len(part.stages)
-        if "shard" in self._splitting() and not isinstance(parameter, DTensor):
+        one_alone = isinstance(parameter, DTensor) or (self.owners is not None and self.owners.has(parameter))
+        if "shard" in self._splitting() and not one_alone:
             count *= self.mesh.size("shard")
         return count
 
     def _splitting(self) -> tuple[str, ...]:
         """The dimensions along which ranks hold different parts of gradients."""
-        shard = ("shard",) if self.layout.zero >= 2 else ()
+        shard = ("shard",) if self.layout.zero >= 2 or self.owners is not None else ()
         return ("pipeline", *shard, "tensor")
 
 

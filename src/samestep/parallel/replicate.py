@@ -8,16 +8,23 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.parallel.owners import Owners, to_owners
 
-def replicate(module: nn.Module, group: ProcessGroup, device: torch.device) -> DistributedDataParallel:
-    """Wrap a module so that backward averages its gradients over `group`."""
-    return DistributedDataParallel(
+
+def replicate(
+    module: nn.Module, group: ProcessGroup, device: torch.device, owners: Owners | None = None
+) -> DistributedDataParallel:
+    """Wrap a module so that backward averages its gradients over `group`, or on the ranks that own them."""
+    replicated = DistributedDataParallel(
         module,
         device_ids=None if device.type == "cpu" else [device.index],
         process_group=group,
         gradient_as_bucket_view=True,
         **_no_buffer_messages(),
     )
+    if owners is not None:
+        replicated.register_comm_hook(owners, to_owners)
+    return replicated
 
 
 def _no_buffer_messages() -> dict[str, Any]:

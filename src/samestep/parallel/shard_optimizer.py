@@ -1,4 +1,4 @@
-"""ZeRO-1: whole parameters and gradients on every data rank, and each keeps the optimizer state of a part."""
+"""ZeRO-1: whole parameters on every data rank, and each keeps the optimizer state of a part and steps that part."""
 
 import warnings
 from collections.abc import Callable

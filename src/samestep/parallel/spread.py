@@ -121,7 +121,11 @@ class WholeModel(Spread):
         loss = self._forward(last, term)
         forwards_done()
         backward(self._used.reach(loss))
+        if self.parts.owners is not None:
+            self.parts.owners.settle()
         self._used.settle()
+        if self.parts.owners is not None:
+            self.parts.owners.sum_replicas(self.model.parameters())
         if not self._buffers_checked:
             self._buffers_checked = True
             check_buffers(self.model, before, self.parts.mesh.data_group)

@@ -186,7 +186,8 @@ def _along_replicate(layout: Layout) -> tuple[Exchange, ...]:
 
 def _along_shard(layout: Layout) -> tuple[Exchange, ...]:
     if layout.zero == 1:
-        return (_SUM_OF_GRADIENTS, Exchange(operation="broadcast", of="updated parameters", when=_STEP))
+        to_owner = Exchange(operation="reduce", of="gradients, to the rank that updates the parameter", when=_STEP)
+        return (to_owner, Exchange(operation="broadcast", of="updated parameters", when=_STEP))
     when = "before every block, forward and backward" if layout.zero == 3 else "before every block, forward"
     return (Exchange(operation="all-gather", of="parameters", when=when), _SCATTER)
 

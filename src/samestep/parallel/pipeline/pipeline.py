@@ -73,7 +73,9 @@ class Pipeline(Spread):
             forwards_done()
         self._messages.finish()
         self.parts.sum_gradients(self.model)
-        if not isinstance(self.cut, FSDPModule) and self._mesh.data_place.of > 1:
+        if self.parts.owners is not None:
+            self.parts.owners.average(list(self.model.parameters()))
+        elif not isinstance(self.cut, FSDPModule) and self._mesh.data_place.of > 1:
             average_gradients(self.model.parameters(), self._mesh.data_group, self._mesh.grid.device_type)
 
     def forward(self, stage: int, inputs: Any, received: Tensor | None) -> Any:
