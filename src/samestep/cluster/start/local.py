@@ -78,7 +78,7 @@ def _run_rank(folder: str, environ: Mapping[str, str], streams: fork_server.Stre
     environment.adopt(environ)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the agent decides; a rank ends at once, wherever it is
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         function, arguments = pickle.loads((Path(folder) / _CALL).read_bytes())
         return function(*arguments)
@@ -92,10 +92,15 @@ def _run_rank(folder: str, environ: Mapping[str, str], streams: fork_server.Stre
         os._exit(1)
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this rank when the process that started it is gone, even if that was killed."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
+def _end_with_parent() -> None:
+    """End this rank when the process that started it is gone, even if that was killed.
+
+    That process is not the system's parent of a rank which a server has forked: the server lives on as long as any
+    of its ranks.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 
