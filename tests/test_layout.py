@@ -160,7 +160,8 @@ UNKNOWN = "write parts such as pp2 dp2 fsdp2 cp2 tp2 zero1x4, or one of " + ", "
         (
             "offload=disk",
             None,
-            'layout "offload=disk": offload=disk; it can be none, activations, optimizer, optimizer-disk, parameters',
+            'layout "offload=disk": offload=disk; it can be none, activations, optimizer, optimizer-disk, '
+            "parameters, parameters-disk",
         ),
         ("stages=0", None, 'layout "stages=0": stages=0; it must be a whole number of 1 or more'),
         ("stages=two", None, 'layout "stages=two": stages=two; it must be a whole number of 1 or more'),

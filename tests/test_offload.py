@@ -31,6 +31,8 @@ from samestep.parallel.offload_optimizer import OffloadedOptimizer
         ("zero1x2 offload=optimizer-disk", None),
         ("fsdp2 recompute=full offload=activations+optimizer-disk", 8),
         ("zero2x2 recompute=selective offload=activations+parameters", None),
+        ("fsdp2 offload=activations+parameters-disk", 8),
+        ("fsdp3 offload=parameters-disk", None),  # rows that don't divide
     ],
 )
 def test_an_offload_takes_the_step_of_one_process(layout: str, micro_batch: int | None) -> None:
@@ -73,6 +75,14 @@ def test_the_optimizer_is_on_disk(tmp_path: Path) -> None:
     (rank,) = usage("single offload=optimizer-disk", offload_folder=tmp_path)
     assert (rank.optimizer_state, rank.host) == (0, 0)
     assert rank.disk == 12 * PARAMETERS
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_are_on_disk(tmp_path: Path) -> None:
+    for rank in usage("fsdp2 offload=parameters-disk", offload_folder=tmp_path):
+        assert (rank.parameters, rank.gradients, rank.optimizer_state) == (0, 0, 0)
+        assert rank.disk == pytest.approx(12 * PARAMETERS / 2, rel=0.03)  # parameters and Adam's averages
+        assert rank.host == pytest.approx(4 * PARAMETERS / 2, rel=0.03)  # gradients
     assert list(tmp_path.iterdir()) == []
 
 
@@ -189,9 +199,11 @@ def test_shards_of_an_optimizer_that_needs_whole_matrices_are_refused() -> None:
     [
         (
             ["--layout", "single offload=optimizer+parameters"],
-            "together there are activations+optimizer, activations+optimizer-disk or activations+parameters",
+            "together there are activations+optimizer, activations+optimizer-disk, activations+parameters or "
+            "activations+parameters-disk",
         ),
         (["--layout", "dp2 offload=activations+parameters"], "offload=parameters is for shards of parameters"),
+        (["--layout", "dp2 offload=parameters-disk"], "offload=parameters-disk is for shards of parameters"),
         (
             ["--layout", "single offload=optimizer-disk", "--set", "run.offload_folder=nowhere"],
             "run.offload_folder is nowhere: there is no such folder; a folder that is there would do",

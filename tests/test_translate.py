@@ -112,8 +112,11 @@ DEEPSPEED: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
             "activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": True},
         },
         "",
-        {"run.layout": "fsdp recompute=full offload=activations+parameters"},
-        "parameters are kept in the CPU's memory",
+        {
+            "run.layout": "fsdp recompute=full offload=activations+parameters-disk",
+            "run.offload_folder": "/fast",
+        },
+        "",
     ),
     "fp16 over shards": (
         {**BATCH, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale_window": 500}},

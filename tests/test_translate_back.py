@@ -156,6 +156,7 @@ def test_every_key_of_a_job_is_written_or_told() -> None:
 
 
 JOBS = {
+    "parameters on disk": ({"layout": "fsdp3 offload=parameters-disk", "offload_folder": "/fast"}, {"batch": 12}),
     "zero3": ({"layout": "fsdp3 offload=parameters"}, {"batch": 12, "precision": "bf16"}),
     "disk": ({"layout": "zero2x2 offload=optimizer-disk", "offload_folder": "/fast"}, {"batch": 12}),
     "slices": ({"layout": "zero1x2 tp2"}, {"batch": 12, "precision": "fp16"}),

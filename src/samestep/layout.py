@@ -10,7 +10,7 @@ from samestep.errors import LayoutError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "activations", "optimizer", "optimizer-disk", "parameters"]
+Offload = Literal["none", "activations", "optimizer", "optimizer-disk", "parameters", "parameters-disk"]
 SequenceOption = Literal["whole", "split"]
 Balance = Literal["speed", "memory"]
 
@@ -32,7 +32,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 _FEWEST_STAGES: Mapping[str, int] = {"interleaved-1f1b": 2, "zbv-zero-bubble": 2}
 
 # Offloads that go together. Parameters take the optimizer's state along.
-_OFFLOADS_TOGETHER = [["activations", other] for other in ("optimizer", "optimizer-disk", "parameters")]
+_OFFLOADS_TOGETHER = [["activations", other] for other in get_args(Offload) if other not in ("none", "activations")]
 DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_DIMENSIONS)
 
 # A preset is a layout whose unsized dimension takes the processes that are left.
@@ -142,6 +142,11 @@ class Layout:
     def offloads(self, what: Offload) -> bool:
         """Whether this is one of the things that are moved away from the device."""
         return what in self.offload.split("+")
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether parameters are kept away from the device, in the host's memory or on disk."""
+        return self.offloads("parameters") or self.offloads("parameters-disk")
 
     def mesh_shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, name) for name in MESH_DIMENSIONS)

@@ -134,7 +134,13 @@ class NativeTrainer(Trainer):
 
     def holdings(self) -> Holdings:
         spread = self._spread
-        return holdings(self.model, self.optimizer, spread.parts.layout, host_activations=spread.host.lent())
+        return holdings(
+            self.model,
+            self.optimizer,
+            spread.parts.layout,
+            host_activations=spread.host.lent(),
+            file=spread.disk,
+        )
 
     def state(self) -> dict[str, Tensor]:
         return self._spread.parts.whole_state(self.model)

@@ -46,9 +46,10 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
             if value not in getattr(able, option):
                 raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
     rules.check(layout, precision)
-    if layout.offloads("parameters") and layout.zero < 2:
+    if layout.offloads_parameters and layout.zero < 2:
+        offload = "parameters" if layout.offloads("parameters") else "parameters-disk"
         raise LayoutError(
-            f'layout "{layout}": offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do'
+            f'layout "{layout}": offload={offload} is for shards of parameters; fsdp2 or zero2x2 would do'
         )
     if layout.sequence == "split" and layout.tensor == 1:
         raise LayoutError(

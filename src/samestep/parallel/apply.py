@@ -20,9 +20,11 @@ from samestep.parallel.compiled import check_compile, compile_blocks
 from samestep.parallel.context.split import split_tokens
 from samestep.parallel.dropout import same_dropout
 from samestep.parallel.host_memory import HostMemory
+from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.moment import Now
 from samestep.parallel.offload_activations import offload_activations
 from samestep.parallel.offload_optimizer import offloaded_kind
+from samestep.parallel.offload_parameters import empty_in, keep_state, move_parameters
 from samestep.parallel.owners import Owners
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.cut import cut
@@ -95,8 +97,12 @@ def spread(
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         root = of_pipeline or model
         shard(root, blocks, layout, grid, precision)
+        disk = common["disk"] = MappedFile(details.offload_folder) if layout.offloads("parameters-disk") else None
         if details.initial is not None:
-            details.initial.fill(model, torch.device("cpu") if layout.offloads("parameters") else device)
+            memory = torch.device("cpu") if layout.offloads_parameters else device
+            details.initial.fill(model, memory, empty_like=partial(empty_in, disk) if disk is not None else None)
+        elif disk is not None:
+            move_parameters(model, disk)
         assert isinstance(root, FSDPModule)
         if of_pipeline is None:
             used = UsedByShards(model, mesh.data_group)
@@ -137,6 +143,8 @@ def spread_optimizer(
         sharded = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
         spread_model.parts.find_owners(spread_model.model, sharded)
         return sharded
+    if spread_model.disk is not None:
+        keep_state(optimizer, spread_model.disk)
     return optimizer if kind is type(optimizer) else rebuild(optimizer, kind)
 
 

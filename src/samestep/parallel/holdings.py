@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.layout import Layout
+from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.offload_optimizer import OffloadedOptimizer
 from samestep.parallel.parts import local
 
@@ -24,9 +25,14 @@ class Holdings:
 
 
 def holdings(
-    model: nn.Module, optimizer: Optimizer, layout: Layout, *, host_activations: Iterable[Tensor] = ()
+    model: nn.Module,
+    optimizer: Optimizer,
+    layout: Layout,
+    *,
+    host_activations: Iterable[Tensor] = (),
+    file: MappedFile | None = None,
 ) -> Holdings:
-    """What a spread model and its spread optimizer hold."""
+    """What a spread model and its spread optimizer hold; `file` is where offloaded parameters lie."""
     parameters = [local(parameter.detach()) for parameter in model.parameters()]
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     inner: Any = optimizer
@@ -39,8 +45,9 @@ def holdings(
         disk += inner.disk_tensors()
     else:
         state += state_tensors(inner)
-    if layout.offloads("parameters"):  # the shards, and with them all that is made of them
-        host += [*parameters, *gradients, *state]
+    if layout.offloads_parameters:  # the shards, and with them all that is made of them
+        for tensor in (*parameters, *gradients, *state):
+            (disk if file is not None and file.holds(tensor) else host).append(tensor)
         parameters = gradients = state = []
     return Holdings(parameters=parameters, gradients=gradients, optimizer_state=state, host=host, disk=disk)
 

@@ -8,6 +8,7 @@ the whole before the next one.
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,21 +34,26 @@ class InitialValues:
         return self.record.compute({region.storage}).tensor(region)
 
     def fill(
-        self, model: nn.Module, device: torch.device, parts: Mapping[str, Callable[[Tensor], Tensor]] | None = None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        parts: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        empty_like: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Give the parameters of a model that are on the meta device memory on `device`, and their values.
 
         A DTensor gets its shard of the whole. `parts` says by name which part of the whole a parameter is, where
         the model was sliced by hand: whole -> part; a DTensor is then a shard of that part. Parameters must have
-        the names under which they were recorded.
+        the names under which they were recorded. `empty_like` gives memory for one, where that is not the device's.
         """
+        empty_like = empty_like or partial(torch.empty_like, device=device)
         filled: dict[int, nn.Parameter] = {}  # by the id of the one before: a tied one stays one
         before = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if not parameter.is_meta:
                 continue
             if id(parameter) not in filled:
-                empty = torch.empty_like(parameter.detach(), device=device)
+                empty = empty_like(parameter.detach())
                 self._fill_one(name, empty, (parts or {}).get(name))
                 filled[id(parameter)] = _like(parameter, empty)
             owner, _, own_name = name.rpartition(".")

@@ -32,8 +32,9 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, grid: D
         # Half the bytes to gather; gradients are summed over ranks in float32, where bf16 would lose digits.
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = OffloadPolicy()
-    if layout.offloads("parameters"):
-        offload = CPUOffloadPolicy(pin_memory=grid.device_type != "cpu")
+    if layout.offloads_parameters:
+        pinned = grid.device_type != "cpu" and not layout.offloads("parameters-disk")
+        offload = CPUOffloadPolicy(pin_memory=pinned)
     for part in [*(block for block in blocks if not _shares(model, block)), model]:
         fully_shard(part, mesh=grid, reshard_after_forward=layout.zero == 3, mp_policy=mixed, offload_policy=offload)
     _prefetch([block for block in blocks if isinstance(block, FSDPModule)])

@@ -14,6 +14,7 @@ from samestep.data.loader import MicroBatch
 from samestep.parallel.buffers import check_buffers, versions
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.initial import InitialValues
+from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.timeline import Timeline
@@ -64,6 +65,7 @@ class Spread(ABC):
         autocast: Context,
         host: HostMemory,
         vocabulary: Vocabulary | None = None,
+        disk: MappedFile | None = None,
     ) -> None:
         self.model = model  # with the parameters that this rank holds, by their names in the whole model
         self.parts = parts
@@ -71,6 +73,7 @@ class Spread(ABC):
         self.autocast = autocast
         self._vocabulary = vocabulary  # where the output layer may be sliced
         self.host = host  # where offloaded activations wait
+        self.disk = disk  # where offloaded parameters lie
 
     @abstractmethod
     def take(

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
-from samestep.layout import Layout
+from samestep.layout import Layout, Offload
 
 # What shares out the data, by what ZeRO shards, and its text where the size is not known.
 _DATA = {0: "dp{}", 1: "zero1x{}", 2: "zero2x{}", 3: "fsdp{}"}
-_ORDER_OF_OFFLOADS = ("activations", "optimizer", "optimizer-disk", "parameters")
+_ORDER_OF_OFFLOADS = get_args(Offload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,9 @@ def text_of(sizes: Sizes) -> str:
 def _together(offloads: Collection[str]) -> list[str]:
     """Parameters take the optimizer's state along, and a disk what memory would have held."""
     wanted = set(offloads)
-    if "parameters" in wanted:
+    if "parameters-disk" in wanted:
+        wanted -= {"parameters"}
+    if {"parameters", "parameters-disk"} & wanted:
         wanted -= {"optimizer", "optimizer-disk"}
     if "optimizer-disk" in wanted:
         wanted -= {"optimizer"}

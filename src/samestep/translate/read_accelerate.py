@@ -153,14 +153,15 @@ def _deepspeed(keys: Keys, draft: Draft, hosts: int) -> Sizes:
     offload = []
     for key, path, on_cpu, on_disk in (
         ("offload_optimizer_device", "offload_optimizer_nvme_path", "optimizer", "optimizer-disk"),
-        ("offload_param_device", "offload_param_nvme_path", "parameters", "parameters"),
+        ("offload_param_device", "offload_param_nvme_path", "parameters", "parameters-disk"),
     ):
         device = section.word(key, ("none", "cpu", "nvme"))
         if device in ("cpu", "nvme"):
             offload.append(on_cpu if device == "cpu" else on_disk)
-        if on_disk == "optimizer-disk" and device == "nvme" and path in section:
+        taken = draft.get("run.offload_folder")
+        if device == "nvme" and path in section and taken is None:
             draft.set("run.offload_folder", str(section.take(path)))
-        section.remark(path, "parameters are kept in the CPU's memory, not on disk")
+        section.remark(path, "one folder takes what is offloaded" if taken else "the device is not nvme")
     if clip := section.number("gradient_clipping"):
         draft.set("recipe.clip", clip)
     section.leave(

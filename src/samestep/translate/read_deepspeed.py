@@ -141,19 +141,18 @@ def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
         offload.append("parameters")
     for key, on_cpu, on_disk in (
         ("offload_optimizer", "optimizer", "optimizer-disk"),
-        ("offload_param", "parameters", "parameters"),
+        ("offload_param", "parameters", "parameters-disk"),
     ):
         inner = section.section(key)
         device = inner.word("device", ("none", "cpu", "nvme"))
         if device in ("cpu", "nvme"):
             offload.append(on_cpu if device == "cpu" else on_disk)
         folder = inner.take("nvme_path")
-        if folder is not None and device == "nvme" and on_disk == "optimizer-disk":
+        if folder is not None and device == "nvme" and draft.get("run.offload_folder") in (None, str(folder)):
             draft.set("run.offload_folder", str(folder))
-        elif device == "nvme" and on_disk != "optimizer-disk":
-            draft.remark(inner.place("device"), device, "parameters are kept in the CPU's memory, not on disk")
         elif folder is not None:
-            draft.remark(inner.place("nvme_path"), folder, "the device is not nvme")
+            other = "the device is not nvme" if device != "nvme" else "one folder takes what is offloaded"
+            draft.remark(inner.place("nvme_path"), folder, other)
         inner.leave({}, "buffers are set by themselves")
     section.leave(_ZERO_REASONS, _ZERO_OTHERWISE)
     return stage, offload

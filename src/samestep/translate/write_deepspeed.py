@@ -160,21 +160,22 @@ def _layout(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dic
 
 def _offload(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
     """Where ZeRO puts what is offloaded. It can do so only with what it shards."""
-    wanted = set(layout.offload.split("+")) & {"optimizer", "optimizer-disk", "parameters"}
+    wanted = set(layout.offload.split("+")) - {"none", "activations"}
     if not wanted:
         return {}
     if layout.zero == 0:
         remarks.append(f"run.layout offload={layout.offload}: DeepSpeed offloads what ZeRO shards; zero1xN would do")
         return {}
-    if "optimizer-disk" in wanted:
+    place: dict[str, str] = {"device": "cpu"}
+    if {"optimizer-disk", "parameters-disk"} & wanted:
         said.add("run.offload_folder")
         folder = str(job.run.offload_folder) if job.run.offload_folder else "/local_nvme"
         if job.run.offload_folder is None:
             remarks.append("run.offload_folder = null: DeepSpeed wants a folder; write yours for /local_nvme")
-        return {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
-    offload = {"offload_optimizer": {"device": "cpu"}}
-    if "parameters" in wanted and layout.zero == 3:
-        offload["offload_param"] = {"device": "cpu"}
-    elif "parameters" in wanted:
-        remarks.append("run.layout offload=parameters: DeepSpeed offloads parameters with ZeRO-3 alone")
-    return offload
+        place = {"device": "nvme", "nvme_path": folder}
+    if not layout.offloads_parameters:
+        return {"offload_optimizer": place}
+    if layout.zero < 3:
+        remarks.append(f"run.layout offload={layout.offload}: DeepSpeed offloads parameters with ZeRO-3 alone")
+        return {"offload_optimizer": place}
+    return {"offload_optimizer": place, "offload_param": place}
