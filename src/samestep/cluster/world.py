@@ -60,8 +60,18 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         raise
     finally:
         if ours:
-            dist.destroy_process_group()
+            _leave_process_group()
         torch.set_num_threads(threads_before)
+
+
+def _leave_process_group() -> None:
+    """Leave in good order, once every rank is there.
+
+    A thread of gloo may still have to let go of the last message's tensors, for which it needs Python's lock; the
+    group's end waits for that thread with the lock held, for ever. While this rank waits for the others, it gets it.
+    """
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _join_process_group(world: World, ranks: Ranks) -> None:

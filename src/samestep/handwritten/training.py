@@ -54,6 +54,7 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
             device=device.type,
         )
     if world_size > 1:
+        dist.barrier()  # while it waits, gloo's threads let go of the last message; the group's end would block them
         dist.destroy_process_group()
 
 
