@@ -24,7 +24,7 @@ os.environ["SAMESTEP_TEST"] = str(os.getpid())
 sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
 
 # pytest's own (which test runs now), and what torch sets when its compiler is first imported.
-NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 
 @pytest.fixture(autouse=True)
