@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -97,17 +97,8 @@ def mark_line(mark: str) -> bytes:
     return f"{_MARK}={mark}".encode()
 
 
-def meeting_host(environ: Mapping[str, str] = os.environ) -> str:
-    """The host at which a launcher lets the ranks meet; this one where none did."""
-    return environ.get("MASTER_ADDR", "localhost")
-
-
-@contextmanager
-def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Settings that TensorFlow reads while it is imported, or while it joins the ranks of a cluster.
-
-    It also sets some of its own while it is imported, which are taken back.
-    """
+def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+    """Settings that TensorFlow reads while it is imported, or while it joins the ranks of a cluster."""
     wanted = {
         # Keras 2, from tf_keras: Keras 3 does not know every strategy. With it TensorFlow also loads faster.
         "TF_USE_LEGACY_KERAS": "1",
@@ -115,11 +106,7 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> Iterator[No
     }
     if cluster is not None:
         wanted["TF_CONFIG"] = json.dumps(cluster)
-    before = dict(os.environ)
-    with _set(wanted, keep=[]):
-        yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
+    return given(wanted)
 
 
 @contextmanager
@@ -129,14 +116,7 @@ def agent_settings() -> Iterator[None]:
         # One thread while a rank imports; each rank sets its own number once it runs.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    with _set(wanted, keep=["TORCHELASTIC_SIGNALS_TO_HANDLE"]):
-        yield
-
-
-@contextmanager
-def _set(wanted: Mapping[str, str], *, keep: Sequence[str]) -> Iterator[None]:
-    """Set variables for a while; afterwards these and the ones to keep are as they were."""
-    before = {name: os.environ.get(name) for name in [*wanted, *keep]}
+    before = {name: os.environ.get(name) for name in [*wanted, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
     os.environ.update(wanted)
     try:
         yield
@@ -144,17 +124,10 @@ def _set(wanted: Mapping[str, str], *, keep: Sequence[str]) -> Iterator[None]:
         _restore(before)
 
 
-@contextmanager
-def deepspeed_settings(device_type: str, local_rank: int) -> Iterator[None]:
-    """Settings that DeepSpeed reads while it is imported and set up; what it writes itself is taken back too."""
-    before = dict(os.environ)
-    os.environ["DS_ACCELERATOR"] = device_type
+def deepspeed_settings(device_type: str, local_rank: int) -> AbstractContextManager[None]:
+    """Settings that DeepSpeed reads while it is imported and set up."""
     # A launcher says which rank this is; LOCAL_RANK is only missing where a process works alone.
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    try:
-        yield
-    finally:
-        _restore({name: before.get(name) for name in [*os.environ, *before]})
+    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(local_rank))})
 
 
 def _restore(before: Mapping[str, str | None]) -> None:

@@ -48,5 +48,5 @@ def agree(kinds: Sequence[str]) -> Task:
 def _address() -> str:
     """The address by which this host reaches the one where the ranks meet; nothing is sent to find it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((environment.meeting_host(), 1))
+        probe.connect((environment.main_address(), 1))
         return probe.getsockname()[0]
