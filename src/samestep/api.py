@@ -34,8 +34,9 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     """Train a recipe under a layout, in as many processes as it needs.
 
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, compile,
-    tensor_plan, cut_at, device, threads, workers, folder, offload_folder, checkpoint, tensorboard, rank_lines. Raises UserError
-    for a mistake in the job, RankFailedError where a rank fails, InterruptedJobError where a signal stops the job.
+    tensor_plan, cut_at, device, threads, workers, folder, offload_folder, checkpoint, tensorboard, rank_lines.
+    Raises UserError for a mistake in the job, RankFailedError where a rank fails, InterruptedJobError where a signal
+    stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 

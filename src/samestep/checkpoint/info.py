@@ -31,11 +31,9 @@ class Info:
     engine: str
     recipe: Mapping[str, Any]  # as a job file says it; empty for a loop of one's own
     scaler: Mapping[str, float] = field(default_factory=dict)  # of the loss, under fp16
-    metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of the evaluation after this step, where there was one
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the evaluation after this step
     extra: Mapping[str, Any] = field(default_factory=dict)  # what a loop of one's own gave along
-    tied: Mapping[str, str] = field(default_factory=dict)  # further names of parameters -> the name they stand under
+    tied: Mapping[str, str] = field(default_factory=dict)  # further names of parameters -> where they stand
     versions: Mapping[str, str] = field(default_factory=dict)
     saved_at: str = ""  # ISO 8601
     files: Mapping[str, FileSum] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from samestep.parallel.pieces import Piece
 
 
 class Loader:
-    """A checkpoint that is to be read; every rank has one, and calls it alike. `group` is of all ranks, on the CPU."""
+    """A checkpoint that is to be read; every rank has one and calls it alike, with a group of all on the CPU."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
         self.folder = folder
@@ -28,7 +28,7 @@ class Loader:
         self.entries: Mapping[str, Entry] = entries(read_metadata(folder))
 
     def verify(self) -> None:
-        """Compare every file with its sum, the ranks a part of the files each. Raises CheckpointError on all ranks."""
+        """Compare every file with its sum, each rank a part of them. Raises CheckpointError on all ranks."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = dict(sorted(self.info.files.items())[rank::ranks])
         faults: list[Any] = [None] * ranks

@@ -35,7 +35,7 @@ def optimizer_pieces(optimizer: Optimizer, model: nn.Module, parts: Parts) -> di
 
 
 def _piece(name: str, parameter: nn.Parameter, key: str, value: Tensor, parts: Parts) -> Piece:
-    """State of a parameter's shape is cut as the parameter is; other state is every rank's, such as a step's number."""
+    """State of a parameter's shape is cut as the parameter is; other state is every rank's, such as a count."""
     whole = parts.parameters[name].shape
     if value.shape == parameter.shape and value.ndim:
         return piece_of(value, parts.part(name), whole)

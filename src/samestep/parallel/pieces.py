@@ -54,7 +54,7 @@ def whole_piece(tensor: Tensor) -> Piece:
 
 
 def piece_of(tensor: Tensor, part: Part, shape: torch.Size) -> Piece:
-    """The piece that a rank's tensor is: all of a tensor of this shape, a slice of it, a shard, or a slice's shard."""
+    """The piece that a rank's tensor is: all of a whole of this shape, a slice of it, or a shard of either."""
     spans = [[_Span(whole=0, memory=0, length=length)] for length in shape]
     if part.slice is not None:
         spans[part.slice.dim] = _spans_of(part.slice)

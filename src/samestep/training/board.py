@@ -1,4 +1,4 @@
-"""TensorBoard's writer, without TensorFlow: TensorBoard looks for it once, and loading it takes seconds and half a gigabyte."""
+"""TensorBoard's writer, without TensorFlow, for which it looks: loading that takes seconds and half a gigabyte."""
 
 import sys
 from types import ModuleType

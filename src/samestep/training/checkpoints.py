@@ -59,7 +59,7 @@ class Checkpoints:
             self._saver.close()
 
     def resume(self, steps_per_epoch: int) -> int:
-        """Become the checkpoint that the job names, and return how many steps that training had taken; 0 for a new one.
+        """Become the checkpoint that the job names, and return how many steps it had taken; 0 for a new training.
 
         Raises CheckpointError where there is none to be had, or it is another training's.
         """
@@ -174,7 +174,8 @@ class _Every:
             self._began = done, time.monotonic()
 
     def _agree(self, done: int) -> None:
-        assert self._began is not None and self._seconds is not None
+        assert self._began is not None
+        assert self._seconds is not None
         step, then = self._began
         a_step = (time.monotonic() - then) / max(1, done - step)
         first = step if done == self._look else done
@@ -187,20 +188,21 @@ def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
     """Raise CheckpointError, before any process starts, where checkpoints would be mixed up or can't be found."""
     if settings is None:
         return
-    place = settings.folder or (folder / IN_RUN if folder is not None else None)
-    if settings.resume not in ("never", "auto"):
-        if not Path(settings.resume).is_dir():
-            raise CheckpointError(
-                f"run.checkpoint.resume is {settings.resume}: there is no such folder; never, auto, or the path of "
-                "a checkpoint would do"
-            )
-    elif place is not None and settings.resume == "never" and (steps := steps_in(place)):
+    if settings.resume not in ("never", "auto") and not Path(settings.resume).is_dir():
         raise CheckpointError(
-            f"{place} holds checkpoints of a training, up to step {steps[-1]:,}; resume: auto (--resume) goes on from "
-            "there, and another folder begins anew"
+            f"run.checkpoint.resume is {settings.resume}: there is no such folder; never, auto, or the path of a "
+            "checkpoint would do"
         )
-    there = next((path for path in (place, *place.parents) if path.exists()), place) if place is not None else None
-    if place is not None and there is not None and not there.is_dir():
+    place = settings.folder or (folder / IN_RUN if folder is not None else None)
+    if place is None:
+        return
+    there = next((path for path in (place, *place.parents) if path.exists()), place)
+    if not there.is_dir():
         raise CheckpointError(
             f"run.checkpoint.folder is {place}: {there} is a file; a folder, or a new path, would do"
+        )
+    if settings.resume == "never" and (steps := steps_in(place)):
+        raise CheckpointError(
+            f"{place} holds checkpoints of a training, up to step {steps[-1]:,}; resume: auto (--resume) goes on "
+            "from there, and another folder begins anew"
         )

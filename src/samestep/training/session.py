@@ -180,8 +180,8 @@ class Session:
         """Save the training as it is after `step` steps into `folder/step-<step>`; every rank must call.
 
         The call waits for a copy in memory; the files are written beside the next steps. `extra` is what JSON can
-        hold, such as a schedule's state, and comes back from `resume`. Raises CheckpointError where this checkpoint, or
-        the one before, can't be written.
+        hold, such as a schedule's state, and comes back from `resume`. Raises CheckpointError where this checkpoint
+        or the one before can't be written.
         """
         folder = Path(folder)
         if folder not in self._savers:
