@@ -31,6 +31,7 @@ HOUSE = (
     ("checkpoint",),
     ("translate",),
     ("training",),
+    ("convert",),
     ("handwritten",),
     ("proof",),
     ("matrix",),

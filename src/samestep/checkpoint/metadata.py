@@ -62,10 +62,14 @@ def _layout(name: str) -> torch.layout:
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's tensors, and of its index nothing that could run."""
+    """Reads a checkpoint's tensors, and of its index nothing that could run. An `index` that is known is not read."""
+
+    def __init__(self, folder: Path, index: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
+        return self._index or read_metadata(Path(self.path))
 
 
 def read_metadata(folder: Path) -> Metadata:

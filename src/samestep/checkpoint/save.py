@@ -114,7 +114,7 @@ class Saver:
     def _write(self, pieces: Mapping[str, Piece], info: Info) -> None:
         unfinished = self._folder / (folders.name_of(info.step) + folders.UNFINISHED)
         try:
-            with _quiet():
+            with quiet():
                 dcp.save(
                     {},
                     storage_writer=dcp.FileSystemWriter(unfinished, overwrite=False),
@@ -147,10 +147,10 @@ class Saver:
                 f"{unfinished / hidden[0]} was written by another rank and can't be seen by rank 0; a folder that "
                 "all hosts share would do"
             )
-        _write_durably(unfinished / INFO_FILE, info.to_json())
-        _make_durable(unfinished)
+        write_durably(unfinished / INFO_FILE, info.to_json())
+        make_durable(unfinished)
         path = folders.make_complete(unfinished)
-        _make_durable(self._folder)
+        make_durable(self._folder)
         if self._saved is not None:
             self._saved(path, info)
 
@@ -187,14 +187,14 @@ def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
     return CheckpointError(f"checkpoint {where.name} can't be written into {where.parent} by rank {rank}: {reason}")
 
 
-def _write_durably(file: Path, text: str) -> None:
+def write_durably(file: Path, text: str) -> None:
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def _make_durable(folder: Path) -> None:
+def make_durable(folder: Path) -> None:
     """Have the system write a folder's names to its disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -204,7 +204,7 @@ def _make_durable(folder: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what PyTorch tells of each save."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level

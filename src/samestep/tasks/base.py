@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import Metric
 
+    from samestep.tasks.transformers_model import Pretrained
+
 
 class Batch(NamedTuple):
     """Some samples, collated.
@@ -93,6 +95,10 @@ class Task(ABC):
     def work(self) -> Work:
         """What a sample costs; from it tokens a second and the use of the device are reported."""
         return Work()
+
+    def pretrained(self) -> "Pretrained | None":
+        """The configuration and the tokenizer of a transformers model; None where the model is another one."""
+        return None
 
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, before any process starts."""

@@ -1,6 +1,7 @@
 """Language modelling: a decoder learns to predict each token from those before it."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,11 @@ from samestep.data.byte_pairs import StreamTokenizer
 from samestep.data.running_text import RunningText
 from samestep.errors import UserError
 from samestep.layout import ModelShape
-from samestep.tasks import decoder_model, language_data
+from samestep.tasks import decoder_model, language_data, transformers_model
 from samestep.tasks.base import Batch, Task, Work
 from samestep.tasks.decoder_model import DecoderModel
 from samestep.tasks.language_data import LanguageData
+from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,6 +81,17 @@ class CausalLM(Task):
     def work(self) -> Work:
         length = self._data.length
         return Work(tokens=length, flops=decoder_model.flops(self._model, self._config, length))
+
+    def pretrained(self) -> Pretrained:
+        from transformers import AutoModelForCausalLM
+
+        config = deepcopy(self._config)
+        config.use_cache = True  # for writing text, for which the folder is meant
+        folder = decoder_model.folder_of(self._model) if self._data.tokenizer is None else None
+        tokenizer = transformers_model.tokenizer_of(
+            self._tokenizer.tokenizer, folder, padding=self._padding, end=self._end, length=self._data.length
+        )
+        return Pretrained(auto_class=AutoModelForCausalLM, config=config, tokenizer=tokenizer)
 
     @cached_property
     def _text(self) -> RunningText:

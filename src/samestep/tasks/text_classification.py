@@ -9,10 +9,11 @@ import numpy as np
 from samestep.data.tokenizer import TRAINED_PADDING, TextTokenizer, train
 from samestep.data.tokens import TokenisedTexts
 from samestep.layout import ModelShape
-from samestep.tasks import text_data, text_model
+from samestep.tasks import text_data, text_model, transformers_model
 from samestep.tasks.base import Batch, Task
 from samestep.tasks.text_data import Corpus, TextData
 from samestep.tasks.text_model import TextModel
+from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,6 +85,15 @@ class TextClassification(Task):
             layers=config.num_hidden_layers,
             sequence_length=self._data.max_length,
         )
+
+    def pretrained(self) -> Pretrained:
+        from transformers import AutoModelForSequenceClassification
+
+        folder = text_model.folder_of(self._model) if self._data.tokenizer is None else None
+        tokenizer = transformers_model.tokenizer_of(
+            self._tokenizer.tokenizer, folder, padding=self._padding, end=None, length=self._data.max_length
+        )
+        return Pretrained(auto_class=AutoModelForSequenceClassification, config=self._config, tokenizer=tokenizer)
 
     @cached_property
     def _corpus(self) -> Corpus:

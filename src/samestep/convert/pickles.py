@@ -1,0 +1,74 @@
+"""Files that torch.save wrote, read without running what they may contain, and written from one tensor at a time."""
+
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.convert.base import Weights
+from samestep.errors import CheckpointError
+
+# A class that a pickle may name, and the full name by which it does.
+Allowed = tuple[type, str]
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file begins as torch.save's do: a zip archive, or, in former times, a pickle."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(1) == b"\x80" or zipfile.is_zipfile(path)
+
+
+def load(path: Path, allowed: Iterable[Allowed] = ()) -> Any:
+    """What torch.save wrote, with its tensors left on disk until they are looked at.
+
+    Raises CheckpointError for a file that is damaged, and for one that names anything but tensors, plain values, and
+    what is allowed: to load such a file could run code.
+    """
+    try:
+        with torch.serialization.safe_globals(list(allowed)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it names {named[1]}" if named else " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{path}: {what}, which is no part of a model's weights; to load it could run code, so nothing of it "
+            "was. The weights alone (torch.save(model.state_dict(), file)), or a safetensors file, would do"
+        ) from None
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no file {path}") from None
+    except Exception as error:  # a damaged file raises whatever its bytes happen to mean
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path} is damaged, or no file of torch.save: {reason}") from None
+
+
+def save(file: Path, weights: Weights, wrap: Callable[[Mapping[str, Tensor]], Any]) -> None:
+    """Write what `wrap` makes of every name's tensor by torch.save.
+
+    It wants all tensors at once. They are mapped from files of their own meanwhile, which the system can drop from
+    memory, so more tensors than memory can hold are written too.
+    """
+    scratch = file.with_name(f"{file.name}.tensors")
+    scratch.mkdir()
+    try:
+        mapped = {
+            name: _mapped(scratch / str(number), weights.read(name)) for number, name in enumerate(weights.entries)
+        }
+        values = {name: mapped[known] for name, known in weights.names().items()}
+        torch.save(wrap(values), file)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _mapped(file: Path, value: Tensor) -> Tensor:
+    if not value.numel():
+        return value.clone()
+    mapped = torch.from_file(str(file), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+    return mapped.copy_(value)
