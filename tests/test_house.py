@@ -37,6 +37,7 @@ HOUSE = (
     ("matrix",),
     ("report",),
     ("api",),
+    ("inference",),
     ("comparison",),
     ("cli",),
 )

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from samestep.comparison.compare import compare
     from samestep.comparison.rows import Comparison
     from samestep.errors import CheckpointError, InterruptedJobError, LayoutError, RankFailedError, UserError
+    from samestep.inference import evaluate, load_model
     from samestep.job import Checkpointing, Job, Run
     from samestep.layout import Layout
     from samestep.proof import Proof
@@ -25,6 +26,8 @@ _HOME = {
     "train": "samestep.api",
     "verify": "samestep.api",
     "dry_run": "samestep.api",
+    "evaluate": "samestep.inference",
+    "load_model": "samestep.inference",
     "compare": "samestep.comparison.compare",
     "Comparison": "samestep.comparison.rows",
     "session": "samestep.training.session",
@@ -78,6 +81,8 @@ __all__ = [
     "Work",
     "compare",
     "dry_run",
+    "evaluate",
+    "load_model",
     "session",
     "train",
     "verify",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -18,12 +19,12 @@ def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, con
     """A line a checkpoint; the one with the best value of a metric is marked. Raises UserError where none has it."""
     console = console or _console()
     marked = None if best is None else best_in(found, best, lowest=lowest)
-    table = Table(title=str(found[0].path.parent))
-    for title in ("step", "epoch", "saved at", "layout", "processes", "size"):
-        justify = "right" if title in ("step", "epoch", "processes", "size") else "left"
+    table = Table(title=str(found[0].path.parent), box=None, padding=(0, 2, 0, 0))
+    for title in ("step", "epoch", "saved at", "layout", "ranks", "size"):
+        justify = "right" if title in ("step", "epoch", "ranks", "size") else "left"
         table.add_column(title, justify=justify, no_wrap=title in ("step", "saved at", "size"))
-    table.add_column("metrics")
-    table.add_column("")
+    table.add_column("metrics", overflow="fold", min_width=15)
+    table.add_column("", overflow="fold", min_width=len(COMPLETE))
     for each in found:
         info = each.info
         if info is None:
@@ -32,12 +33,12 @@ def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, con
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items())
         epoch = "" if info.epoch is None else str(info.epoch)
         processes = str(info.processes or "")
-        state = f"best {best}" if each is marked else each.state
+        state = "the best" if each is marked else each.state
         table.add_row(
             f"{info.step:,}",
             epoch,
-            info.saved_at[:16],
-            info.layout or "weights alone",
+            info.saved_at[5:16].replace("T", " "),
+            info.layout or "weights",
             processes,
             decimal(each.bytes),
             metrics,
@@ -64,7 +65,7 @@ def print_contents(contents: Contents, console: Console | None = None) -> None:
     console.print(f"{contents.path} ({contents.format})", soft_wrap=True)
     if contents.info is not None:
         _print_info(contents, console)
-    model = Table(title="model")
+    model = Table(title="model", box=SIMPLE)
     model.add_column("tensor", overflow="fold")
     model.add_column("shape")
     model.add_column("dtype")
@@ -76,7 +77,7 @@ def print_contents(contents: Contents, console: Console | None = None) -> None:
     for name, known in contents.tied.items():
         model.add_row(name, f"as {known}", "", "")
     console.print(model)
-    sums = Table()
+    sums = Table(box=SIMPLE)
     sums.add_column("")
     sums.add_column("size", justify="right")
     for kind, size in contents.bytes_by_kind().items():

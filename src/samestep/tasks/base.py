@@ -1,12 +1,13 @@
 """Task: what can be trained. A model, its data, and a loss given as a sum and a count."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from samestep.errors import UserError
 from samestep.layout import ModelShape
+from samestep.tasks.prediction import Model, Prediction, ToPredict, from_scores, predict_each
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,6 +50,9 @@ class Task(ABC):
     Every rank builds the task for itself, so everything here must be a function of the arguments alone.
     """
 
+    predicts_from: ClassVar[str | None] = None  # what `predict` reads, in words; None: held-out samples alone
+    writes_text: ClassVar[bool] = False  # whether `predict` goes on with a text
+
     @abstractmethod
     def model(self) -> "nn.Module":
         """Build the model. It is called under the recipe's seed, on the CPU, in float32."""
@@ -87,6 +91,14 @@ class Task(ABC):
     def class_names(self) -> Sequence[str] | None:
         """Names for the rows of per-class metrics, where there are classes."""
         return None
+
+    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+        """What the model makes of each sample: of the file's, where `predicts_from` says so, or the held-out ones."""
+        yield from predict_each(self, model, self.eval_set() or (), wanted.batch)
+
+    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
+        """A mapping for each sample of a batch, of values that JSON can hold."""
+        return from_scores(self, output, batch)
 
     def shape(self) -> ModelShape:
         """The model's sizes that a layout must divide, known without building it."""
