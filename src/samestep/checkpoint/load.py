@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from samestep.checkpoint.info import Info, read_info
-from samestep.checkpoint.metadata import Reader, entries, read_metadata
+from samestep.checkpoint.metadata import Reader, entries, read_metadata, refusal
 from samestep.checkpoint.plans import LoadPlanner
 from samestep.checkpoint.sums import fault_of
 from samestep.errors import CheckpointError
@@ -73,7 +73,9 @@ class Loader:
             cause = error.failures[rank][0]
             if isinstance(cause, CheckpointError):
                 raise cause from None
-            raise CheckpointError(f"checkpoint {self.folder} can't be read by rank {rank}: {cause!r}") from None
+            raise CheckpointError(
+                f"checkpoint {self.folder} can't be read by rank {rank}: {refusal(cause)}"
+            ) from None
 
     def random_state(self, rank: int) -> torch.Tensor | None:
         """Memory for the random state that a rank saved; None where it saved none."""

@@ -5,6 +5,7 @@ PyTorch pickles it, and unpickling calls whatever a pickle names; here it may na
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,6 +60,14 @@ def _path(*parts: str) -> str:
 
 def _layout(name: str) -> torch.layout:
     return _LAYOUTS[name.removeprefix("torch.")]
+
+
+def refusal(error: Exception) -> str:
+    """Why tensors were not loaded, in one line: what their pickle names, or else what PyTorch says of it."""
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and named is not None:
+        return f"it names {named[1]}, which is no part of a tensor; to load it could run code, so nothing of it was"
+    return " ".join(str(error).split())[:200] or repr(error)
 
 
 class Reader(FileSystemReader):

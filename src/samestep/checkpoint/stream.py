@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from samestep.checkpoint.info import INFO_FILE, Info
-from samestep.checkpoint.metadata import Reader, entries, read_metadata
+from samestep.checkpoint.metadata import Reader, entries, read_metadata, refusal
 from samestep.checkpoint.plans import LoadPlanner, StreamPlanner
 from samestep.checkpoint.save import quiet, write_durably
 from samestep.checkpoint.sums import sums_of
@@ -46,8 +46,7 @@ class Tensors:
             cause = error.failures[min(error.failures)][0]
             if isinstance(cause, CheckpointError):
                 raise cause from None
-            reason = " ".join(str(cause).split())[:200]
-            raise CheckpointError(f"{self.folder}: {name} can't be read: {reason}") from None
+            raise CheckpointError(f"{self.folder}: {name} can't be read: {refusal(cause)}") from None
         return value
 
 

@@ -102,7 +102,9 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 def _target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, metavar="TARGET", help="a file or folder that is not there yet")
     parser.add_argument("--to", metavar="FORMAT", help="what to write, where the name of TARGET doesn't say it")
-    parser.add_argument("--job", type=Path, metavar="JOB.yaml", help="the model's job, for a Hugging Face folder")
+    parser.add_argument(
+        "--job", dest="job_file", type=Path, metavar="JOB.yaml", help="the model's job, for a Hugging Face folder"
+    )
     parser.add_argument("--dtype", help="float64, float32, bfloat16 or float16 (default: as it is)")
     parser.add_argument("--shard-size", default="4GB", metavar="SIZE", help="most of one safetensors file (4GB)")
 
@@ -119,7 +121,7 @@ def _convert(options: argparse.Namespace) -> int:
         to=options.to,
         dtype=options.dtype,
         shard_size=options.shard_size,
-        job=_job(options.job),
+        job=_job(options.job_file),
     )
     print_converted(converted)
     return 0

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from samestep.checkpoint.find import candidates
 from samestep.convert import safetensors_file, state_dict
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
-
-_MARK = "random_states_0.pkl"  # of rank 0, which every such folder has; it is not read
 
 # The files that may hold the weights, and who reads them.
 _FILES = {
@@ -20,7 +19,8 @@ _FILES = {
 
 
 def recognises(path: Path) -> bool:
-    return (path / _MARK).is_file() and _file(path) is not None
+    """Any folder with weights under these names, but those of transformers and of samestep's runs."""
+    return _file(path) is not None and not (path / "config.json").is_file() and not candidates(path)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Files that torch.save wrote, read without running what they may contain, and written from one tensor at a time."""
 
 import pickle
-import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -11,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.checkpoint.metadata import refusal
 from samestep.convert.base import Weights
 from samestep.errors import CheckpointError
 
 # A class that a pickle may name, and the full name by which it does.
 Allowed = tuple[type, str]
 
+_FORMER = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=torch.serialization.DEFAULT_PROTOCOL)
+
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file begins as torch.save's do: a zip archive, or, in former times, a pickle."""
+    """Whether a file begins as torch.save's do: as a zip archive, or, in former times, with a pickled number."""
     if not path.is_file():
         return False
     with path.open("rb") as stream:
-        return stream.read(1) == b"\x80" or zipfile.is_zipfile(path)
+        return stream.read(len(_FORMER)).startswith((b"PK", _FORMER))
 
 
 def load(path: Path, allowed: Iterable[Allowed] = ()) -> Any:
@@ -36,11 +38,9 @@ def load(path: Path, allowed: Iterable[Allowed] = ()) -> Any:
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"it names {named[1]}" if named else " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{path}: {what}, which is no part of a model's weights; to load it could run code, so nothing of it "
-            "was. The weights alone (torch.save(model.state_dict(), file)), or a safetensors file, would do"
+            f"{path}: {refusal(error)}; the weights alone (torch.save(model.state_dict(), file)), or a safetensors "
+            "file, would do"
         ) from None
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path}") from None
