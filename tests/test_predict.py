@@ -179,14 +179,14 @@ def test_images(tmp_path: Path) -> None:
 
 
 def test_a_task_of_ones_own_predicts_its_held_out_samples(tmp_path: Path) -> None:
-    recipe = points()
+    recipe = points(precision="fp64")
     weights = written(recipe, tmp_path)
-    model, held_out = model_of(recipe).eval(), Points().held_out
+    model, held_out = model_of(recipe).double().eval(), Points().held_out
     found = predicted(recipe, weights)
     assert len(found) == len(held_out)
     for (point, label), each in zip(held_out, found, strict=True):
         with torch.no_grad():
-            assert each["prediction"] == pytest.approx(model(point).tolist(), rel=1e-5)
+            assert each["prediction"] == pytest.approx(model(point.double()).tolist(), rel=1e-10)
         assert each["target"] == label
 
 
@@ -286,4 +286,4 @@ def test_images_that_do_not_fit(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(samestep.UserError, match=said):
         predicted(recipe, weights, tmp_path / f"{name}.png")
     with pytest.raises(samestep.UserError, match="has no images"):
-        predicted(recipe, weights, tmp_path)
+        predicted(recipe, weights, tmp_path / "images")
