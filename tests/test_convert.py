@@ -167,6 +167,14 @@ def test_other_types(tmp_path: Path, mlp_file: Path) -> None:
     same(load_file(tmp_path / "half.safetensors"), expected)
 
 
+def test_weights_of_another_type_are_no_beginning(tmp_path: Path, mlp_file: Path) -> None:
+    convert(mlp_file, tmp_path / "half", to="samestep", dtype="bfloat16")
+    with pytest.raises(UserError, match=r"of bfloat16, and .* of float32; .* --dtype float32 makes it so"):
+        trained(points(Points()), tmp_path / "run", resume=str(tmp_path / "half"))
+    convert(tmp_path / "half", tmp_path / "step-0", dtype="float32")
+    assert trained(points(Points()), tmp_path / "run", resume=str(tmp_path / "step-0")).steps == 5
+
+
 def test_shards_of_a_bounded_size_with_an_index(tmp_path: Path, mlp_file: Path) -> None:
     convert(mlp_file, tmp_path / "model.safetensors", shard_size="0.3KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))

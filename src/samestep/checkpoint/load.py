@@ -51,8 +51,10 @@ class Loader:
             if found is None:
                 raise CheckpointError(f"checkpoint {self.folder} has no {name}, and the job's model has")
             if found != entry:
+                remedy = f"; samestep checkpoint convert --dtype {_name(entry.dtype)} makes it so"
                 raise CheckpointError(
                     f"checkpoint {self.folder}: {name} is {_shown(found)}, and the job's model has {_shown(entry)}"
+                    + (remedy if found.shape == entry.shape else "")
                 )
         kinds = {name.partition(".")[0] + "." for name in wanted}
         for name in self.entries:
@@ -84,4 +86,8 @@ class Loader:
 
 
 def _shown(entry: Entry) -> str:
-    return f"{list(entry.shape)} of {str(entry.dtype).removeprefix('torch.')}"
+    return f"{list(entry.shape)} of {_name(entry.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -124,16 +124,21 @@ def _bytes(text: str) -> int:
 
 def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
     """What the job says of the model, or else the source's recipe. Raises UserError where it is no such model."""
-    if job is not None:
-        found = resolve(job.recipe).pretrained()
-        if found is None:
-            raise UserError(f"the model of task {job.recipe.task} is none of transformers', so it has no such folder")
-        return found
-    # A source may name a file with code as its task; only what ships with samestep is taken at its word.
+    recipe = job.recipe if job is not None else _recipe_of(weights)
+    if recipe is None:
+        return None
+    found = resolve(recipe).pretrained()
+    if found is None:
+        raise UserError(f"the model of task {recipe.task} is none of transformers', so it has no Hugging Face folder")
+    return found
+
+
+def _recipe_of(weights: Weights) -> Recipe | None:
+    """The recipe that a source tells, where it can be believed: a task of its own is a file with code."""
     if weights.recipe.get("task") not in TASKS:
         return None
     try:
-        return resolve(TypeAdapter(Recipe).validate_python(dict(weights.recipe))).pretrained()
+        return TypeAdapter(Recipe).validate_python(dict(weights.recipe))
     except ValidationError:
         return None
 

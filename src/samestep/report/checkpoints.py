@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from samestep.checkpoint.folder import Found, best_of
-from samestep.checkpoint.look import COMPLETE, Listed
+from samestep.checkpoint.look import COMPLETE, UNFINISHED, Listed
 from samestep.convert.conversion import Converted
 from samestep.convert.look import Contents
 from samestep.errors import UserError
@@ -28,7 +28,8 @@ def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, con
     for each in found:
         info = each.info
         if info is None:
-            table.add_row(each.path.name, "", "", "", "", decimal(each.bytes), "", each.state)
+            state = each.state if each.state == UNFINISHED else "damaged"
+            table.add_row("", "", "", "", "", decimal(each.bytes), each.path.name, state)
             continue
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items())
         epoch = "" if info.epoch is None else str(info.epoch)
@@ -45,6 +46,9 @@ def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, con
             state,
         )
     console.print(table)
+    for each in found:
+        if each.state not in (COMPLETE, UNFINISHED):
+            console.print(f"{each.path.name}: {each.state}", soft_wrap=True)
 
 
 def best_in(found: Sequence[Listed], metric: str, *, lowest: bool) -> Listed:
