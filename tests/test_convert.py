@@ -138,8 +138,8 @@ class Started(Points):
         return model
 
 
-def points(task: samestep.Task) -> samestep.Recipe:
-    return samestep.Recipe(task=task, batch=33, steps=5, optimizer=samestep.AdamW(lr=1e-2))
+def points(task: samestep.Task, **rest: Any) -> samestep.Recipe:
+    return samestep.Recipe(task=task, batch=33, steps=5, optimizer=samestep.AdamW(lr=1e-2), **rest)
 
 
 def test_a_training_begins_with_converted_weights(tmp_path: Path, mlp_file: Path) -> None:
@@ -150,6 +150,14 @@ def test_a_training_begins_with_converted_weights(tmp_path: Path, mlp_file: Path
     assert resumed.losses == plain.losses
     assert resumed.metrics == plain.metrics
     assert resumed.losses != trained(points(Points()), tmp_path / "other").losses
+
+
+def test_it_begins_under_any_layout(tmp_path: Path, mlp_file: Path) -> None:
+    convert(mlp_file, tmp_path / "step-0", dtype="float64")
+    recipe = points(Points(), precision="fp64")
+    resumed = trained(recipe, tmp_path / "resumed", "fsdp2", resume=str(tmp_path / "step-0"))
+    plain = trained(points(Started(file=mlp_file), precision="fp64"), tmp_path / "plain")
+    assert resumed.losses == pytest.approx(plain.losses, rel=1e-10)
 
 
 def test_a_checkpoint_of_two_ranks_is_one_model(tmp_path: Path) -> None:
@@ -487,7 +495,7 @@ print(json.dumps(most))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_more_than_memory_holds_is_converted(tmp_path: Path, mlp_file: Path) -> None:
     mlp_file.rename(tmp_path / "small.pt")
-    size = 96 << 20
+    size = 64 << 20
     state = {f"layer.{number}": torch.full((1 << 20,), float(number)) for number in range(size >> 22)}
     torch.save(state, tmp_path / "large.pt")
     steps = [

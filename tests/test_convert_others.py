@@ -1,5 +1,6 @@
 """Conversions from what DeepSpeed and Accelerate themselves have written, and into what they themselves read."""
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -166,7 +167,16 @@ def save_by_accelerate(folder: Path) -> dict[str, dict[str, Tensor]]:
             with samestep.session(layout, engine="accelerate", device="cpu", threads=1) as session:
                 torch.manual_seed(0)
                 states[layout] = trained(session, Points().model())
-                accelerator_of(session).save_state(str(folder / layout))
+                accelerator = accelerator_of(session)
+                if layout == "dp2":
+                    accelerator.save_state(str(folder / layout))
+                    continue
+                # `save_state` calls this on accelerators; on CPUs it takes ranks for replicas.
+                utils: Any = importlib.import_module("accelerate.utils")
+                accelerator.state.distributed_type = utils.DistributedType.FSDP
+                utils.save_fsdp_model(
+                    accelerator.state.fsdp_plugin, accelerator, accelerator._models[0], str(folder / layout)
+                )
     return states
 
 

@@ -29,7 +29,8 @@ def open_(path: Path) -> Iterator[Weights]:
     if file is None:
         raise CheckpointError(f"{path} has none of {', '.join(_FILES)}; a folder of Accelerate's save_state would do")
     with _FILES[file](path / file) as weights:
-        yield weights
+        # Accelerate saves a model as it wrapped it.
+        yield state_dict.without_ddp(weights) if state_dict.is_ddp(weights.names()) else weights
 
 
 def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:

@@ -40,8 +40,8 @@ class Weights:
         }
         return replace(self, entries=entries, read=partial(_read_as, self.read, entries))
 
-    def watched(self, advance: Callable[[], None]) -> "Weights":
-        """The same, with `advance` called for each tensor that was read."""
+    def watched(self, advance: Callable[[int], None]) -> "Weights":
+        """The same, with `advance` told the bytes of each tensor that was read."""
         return replace(self, read=partial(_read_and_tell, self.read, advance))
 
 
@@ -49,9 +49,9 @@ def _read_as(read: Callable[[str], Tensor], entries: Mapping[str, Entry], name: 
     return read(name).to(entries[name].dtype)
 
 
-def _read_and_tell(read: Callable[[str], Tensor], advance: Callable[[], None], name: str) -> Tensor:
+def _read_and_tell(read: Callable[[str], Tensor], advance: Callable[[int], None], name: str) -> Tensor:
     value = read(name)
-    advance()
+    advance(value.nbytes)
     return value
 
 

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from samestep.convert.base import Asked, Format, Weights
 from samestep.convert.formats import FORMATS
+from samestep.convert.memory import give_back
 from samestep.errors import CheckpointError, UserError
 from samestep.job import Job
 from samestep.recipe import Recipe
@@ -69,7 +70,7 @@ def convert(
             raise CheckpointError(f"{source} holds no tensors")
         weights = weights if dtype is None else weights.cast(DTYPES[dtype])
         with Bar(f"write {target.name}", len(weights.entries)) as bar:
-            _write(wanted, target, weights.watched(bar.advance), asked)
+            _write(wanted, target, weights.watched(_Reading(bar)), asked)
         return Converted(
             source=source,
             target=target,
@@ -78,6 +79,23 @@ def convert(
             tensors=len(weights.entries),
             bytes=weights.bytes,
         )
+
+
+class _Reading:
+    """Advances the bar, and gives freed memory back after every few megabytes."""
+
+    _OFTEN = 16 << 20  # bytes
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._read = 0  # since memory was given back
+
+    def __call__(self, count: int) -> None:
+        self._bar.advance()
+        self._read += count
+        if self._read >= self._OFTEN:
+            give_back()
+            self._read = 0
 
 
 def format_of(path: Path) -> str:

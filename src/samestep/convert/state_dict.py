@@ -1,7 +1,8 @@
 """A plain state dict: a file of torch.save with tensors by names; and DDP's, whose names begin with `module.`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def recognises(path: Path) -> bool:
-    return pickles.is_pickle(path) and not _is_ddp(state_dict_of(path))
+    return pickles.is_pickle(path) and not is_ddp(state_dict_of(path))
 
 
 def recognises_ddp(path: Path) -> bool:
-    return pickles.is_pickle(path) and _is_ddp(state_dict_of(path))
+    return pickles.is_pickle(path) and is_ddp(state_dict_of(path))
 
 
 def fits(path: Path) -> bool:
@@ -37,10 +38,10 @@ def open_(path: Path) -> Iterator[Weights]:
 @contextmanager
 def open_ddp(path: Path) -> Iterator[Weights]:
     state = state_dict_of(path)
-    if not _is_ddp(state):
+    if not is_ddp(state):
         name = next(name for name in state if not name.startswith(_DDP))
         raise CheckpointError(f"{path} is no file of DDP: {name} doesn't begin with {_DDP}; state-dict would do")
-    yield weights_of({name.removeprefix(_DDP): value for name, value in state.items()})
+    yield without_ddp(weights_of(state))
 
 
 def write(into: Path, name: str, weights: Weights, _: Asked) -> None:
@@ -97,5 +98,15 @@ def _is_state_dict(value: Any) -> bool:
     )
 
 
-def _is_ddp(state: Mapping[str, Tensor]) -> bool:
-    return all(name.startswith(_DDP) for name in state)
+def is_ddp(names: Iterable[str]) -> bool:
+    return all(name.startswith(_DDP) for name in names)
+
+
+def without_ddp(weights: Weights) -> Weights:
+    """The same under the names that the model has without DDP."""
+    return replace(
+        weights,
+        entries={name.removeprefix(_DDP): entry for name, entry in weights.entries.items()},
+        read=lambda name: weights.read(_DDP + name),
+        tied={name.removeprefix(_DDP): known.removeprefix(_DDP) for name, known in weights.tied.items()},
+    )

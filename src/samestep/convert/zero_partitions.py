@@ -27,8 +27,10 @@ def of_flat_groups(folder: Path, models: States, states: States) -> Readers:
             readers[name] = _reader(stretches, offset, shape)
             offset += shape.numel() + padding
         _check_length(folder, offset, sum(map(len, stretches)), slack=2 * len(states))
-    for name, value in (models[0].get("frozen_param_fragments") or {}).items():
-        readers[name] = Entry(shape=value.shape, dtype=value.dtype), lambda value=value: value
+    shared = models[0].get("shared_params") or {}
+    for name, value in models[0]["module"].items():  # whole at these stages: what no optimizer steps is there alone
+        if name not in readers and name not in shared:
+            readers[name] = Entry(shape=value.shape, dtype=value.dtype), lambda value=value: value
     return readers
 
 
