@@ -1,6 +1,8 @@
 """`samestep evaluate` and `samestep predict`: the training's own metrics, single predictions, and wrong inputs."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,16 @@ def test_lines_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "2 predictions" in capsys.readouterr().out
     lines = [json.loads(line) for line in shown.splitlines()]
     assert lines == predicted(recipe, weights, tmp_path / "in.txt")
+
+
+def test_a_reader_that_has_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = classifier(tmp_path)
+    weights, job = written(recipe, tmp_path), job_file(tmp_path, recipe)
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["predict", str(job), "--checkpoint", str(weights)]) == 0
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def _layout(name: str) -> torch.layout:
     return _LAYOUTS[name.removeprefix("torch.")]
 
 
-def refusal(error: Exception) -> str:
+def refusal(error: BaseException) -> str:
     """Why tensors were not loaded, in one line: what their pickle names, or else what PyTorch says of it."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and named is not None:

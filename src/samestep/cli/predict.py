@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any, TextIO
 
 from samestep.cli import job_options, output_files
 from samestep.cli.evaluate import NOT_HERE, add_checkpoint
@@ -46,12 +48,23 @@ def run(options: argparse.Namespace) -> int:
     found = predict_job(loaded.job, options.checkpoint, options.input, options.new_tokens)
     # The first one is asked for before the file is opened: a mistake leaves what stands there as it is.
     first = list(islice(found, 1))
-    opened = nullcontext(sys.stdout) if options.output is None else options.output.open("w", encoding="utf-8")
-    count = 0
-    with opened as stream:
-        for prediction in chain(first, found):
-            stream.write(json.dumps(prediction, ensure_ascii=False) + "\n")
-            count += 1
-    if options.output is not None:
-        print(f"{options.output}: {count:,} predictions")
+    if options.output is None:
+        try:
+            _write(chain(first, found), sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:  # who reads has enough, such as `head`; what is left to be flushed goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    with options.output.open("w", encoding="utf-8") as stream:
+        count = _write(chain(first, found), stream)
+    print(f"{options.output}: {count:,} predictions")
     return 0
+
+
+def _write(predictions: Iterable[Mapping[str, Any]], stream: TextIO) -> int:
+    """Write a line each, and return how many they are."""
+    count = 0
+    for prediction in predictions:
+        stream.write(json.dumps(prediction, ensure_ascii=False) + "\n")
+        count += 1
+    return count
