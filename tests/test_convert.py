@@ -1,6 +1,7 @@
 """`samestep checkpoint convert`: to and from every format, what can't be read, and what is refused."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -419,6 +420,21 @@ def test_mistakes(place: Path, capsys: pytest.CaptureFixture[str], words: str, s
     assert len(told) == 1
     assert said in told[0]
     assert sorted(path.name for path in place.iterdir()) == before  # nothing half written
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_a_full_disk_leaves_nothing(form: str, tmp_path: Path) -> None:
+    recipe = classifier(tmp_path)
+    torch.save(model_of(recipe).state_dict(), tmp_path / "plain.pt")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))  # bytes of one file
+    try:
+        with pytest.raises(UserError, match="can't be written"):
+            convert(tmp_path / "plain.pt", tmp_path / "there", to=form, job=Job(recipe=recipe))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_a_recipe_in_a_checkpoint_runs_no_file(tmp_path: Path, mlp_file: Path) -> None:

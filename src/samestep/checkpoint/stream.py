@@ -65,9 +65,14 @@ def write_model(folder: Path, entries: Mapping[str, Entry], read: Callable[[str]
             )
     except CheckpointException as error:
         cause: BaseException = error.failures[min(error.failures)][0]
-        if isinstance(cause, (CheckpointError, OSError)):
-            raise cause from None
-        raise
+        if isinstance(cause, RuntimeError):
+            raise as_os_error(cause) from None
+        raise cause from None
+
+
+def as_os_error(error: RuntimeError) -> OSError:
+    """What PyTorch's writer meets while a file is full, it tells as an error of its own."""
+    return OSError(None, f"PyTorch could not write it, as when no space is left ({' '.join(str(error).split())})")
 
 
 def write_weights(folder: Path, entries: Mapping[str, Entry], read: Callable[[str], Tensor], info: Info) -> None:

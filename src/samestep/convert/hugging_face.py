@@ -50,7 +50,10 @@ def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
     pretrained = asked.pretrained(weights)
     if pretrained is not None:
         _check(pretrained, weights)
-        pretrained.save(into)
+        try:
+            pretrained.save(into)
+        except Exception as error:  # what tokenizers meets while a file is full has no type of its own
+            raise OSError(None, str(error)) from error
     elif weights.pretrained_folder is not None:
         for pattern in (_CONFIG, *_ALONG):
             for file in weights.pretrained_folder.glob(pattern):

@@ -1,5 +1,6 @@
 """Files that torch.save wrote, read without running what they may contain, and written from one tensor at a time."""
 
+import os
 import pickle
 import shutil
 import zipfile
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.metadata import refusal
+from samestep.checkpoint.stream import as_os_error
 from samestep.convert.base import Weights
 from samestep.errors import CheckpointError
 
@@ -53,7 +55,7 @@ def save(file: Path, weights: Weights, wrap: Callable[[Mapping[str, Tensor]], An
     """Write what `wrap` makes of every name's tensor by torch.save.
 
     It wants all tensors at once. They are mapped from files of their own meanwhile, which the system can drop from
-    memory, so more tensors than memory can hold are written too.
+    memory, so more tensors than memory can hold are written too. Raises OSError.
     """
     scratch = file.with_name(f"{file.name}.tensors")
     scratch.mkdir()
@@ -63,6 +65,8 @@ def save(file: Path, weights: Weights, wrap: Callable[[Mapping[str, Tensor]], An
         }
         values = {name: mapped[known] for name, known in weights.names().items()}
         torch.save(wrap(values), file)
+    except RuntimeError as error:
+        raise as_os_error(error) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -70,5 +74,7 @@ def save(file: Path, weights: Weights, wrap: Callable[[Mapping[str, Tensor]], An
 def _mapped(file: Path, value: Tensor) -> Tensor:
     if not value.numel():
         return value.clone()
+    with file.open("wb") as stream:  # a write into a mapping of a full disk would end the process without a word
+        os.posix_fallocate(stream.fileno(), 0, value.nbytes)
     mapped = torch.from_file(str(file), shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
     return mapped.copy_(value)
