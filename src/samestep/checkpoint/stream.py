@@ -1,6 +1,9 @@
 """A checkpoint's tensors one at a time, for commands: one is held in memory, and no ranks are needed."""
 
-from collections.abc import Callable, Mapping
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from samestep.checkpoint.info import INFO_FILE, Info
 from samestep.checkpoint.metadata import Reader, entries, read_metadata, refusal
 from samestep.checkpoint.plans import LoadPlanner, StreamPlanner
-from samestep.checkpoint.save import quiet, write_durably
+from samestep.checkpoint.save import write_durably
 from samestep.checkpoint.sums import sums_of
 from samestep.errors import CheckpointError
 from samestep.parallel.parts import Entry
@@ -35,7 +38,7 @@ class Tensors:
         entry = self.entries[name]
         value = torch.zeros(entry.shape, dtype=entry.dtype)
         try:
-            with quiet():
+            with _quiet():
                 dcp.load(
                     {},
                     storage_reader=Reader(self.folder, self.index),
@@ -56,7 +59,7 @@ def write_model(folder: Path, entries: Mapping[str, Entry], read: Callable[[str]
     Each has a file of its own: PyTorch's writer keeps the tensors of a file until the file is written.
     """
     try:
-        with quiet():
+        with _quiet():
             dcp.save(
                 {},
                 storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False, overwrite=False),
@@ -80,3 +83,17 @@ def write_weights(folder: Path, entries: Mapping[str, Entry], read: Callable[[st
     write_model(folder, entries, read)
     sums = sums_of(folder, sorted(path.name for path in folder.iterdir()))
     write_durably(folder / INFO_FILE, replace(info, files=sums).to_json())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch tells of each save or load by a process alone."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
