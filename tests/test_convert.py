@@ -153,18 +153,14 @@ def test_a_training_begins_with_converted_weights(tmp_path: Path, mlp_file: Path
     assert resumed.losses != trained(points(Points()), tmp_path / "other").losses
 
 
-def test_it_begins_under_any_layout(tmp_path: Path, mlp_file: Path) -> None:
+def test_it_begins_under_any_layout_and_ends_as_one_model(tmp_path: Path, mlp_file: Path) -> None:
     convert(mlp_file, tmp_path / "step-0", dtype="float64")
     recipe = points(Points(), precision="fp64")
     resumed = trained(recipe, tmp_path / "resumed", "fsdp2", resume=str(tmp_path / "step-0"))
     plain = trained(points(Started(file=mlp_file), precision="fp64"), tmp_path / "plain")
     assert resumed.losses == pytest.approx(plain.losses, rel=1e-10)
-
-
-def test_a_checkpoint_of_two_ranks_is_one_model(tmp_path: Path) -> None:
-    result = trained(points(Points()), tmp_path / "run", "fsdp2", every=5)
-    convert(tmp_path / "run", tmp_path / "whole.safetensors")
-    same(load_file(tmp_path / "whole.safetensors"), load_file(result.model_file))
+    convert(tmp_path / "resumed", tmp_path / "whole.safetensors")
+    same(load_file(tmp_path / "whole.safetensors"), load_file(resumed.model_file))
 
 
 def test_other_types(tmp_path: Path, mlp_file: Path) -> None:

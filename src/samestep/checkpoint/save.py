@@ -138,9 +138,9 @@ class Saver:
                 "all hosts share would do"
             )
         write_durably(unfinished / INFO_FILE, info.to_json())
-        make_durable(unfinished)
+        _make_durable(unfinished)
         path = folders.make_complete(unfinished)
-        make_durable(self._folder)
+        _make_durable(self._folder)
         if self._saved is not None:
             self._saved(path, info)
 
@@ -201,7 +201,7 @@ def write_durably(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def make_durable(folder: Path) -> None:
+def _make_durable(folder: Path) -> None:
     """Have the system write a folder's names to its disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
