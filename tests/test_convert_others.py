@@ -101,6 +101,26 @@ def test_what_deepspeed_wrote(
 
 
 @needs_deepspeed
+def test_the_float32_weights_of_half_precision_are_those_that_deepspeed_finds(tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}), encoding="utf-8")
+    with samestep.session(
+        "single", engine="deepspeed", precision="bf16", device="cpu", engine_config=config
+    ) as session:
+        torch.manual_seed(0)
+        state = trained(session, Mixed())
+        trainer: Any = session.trainer
+        trainer.save_checkpoint(tmp_path / "ds")
+        theirs: Any = importlib.import_module("deepspeed.utils.zero_to_fp32")
+        expected = theirs.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "ds"))
+    convert(tmp_path / "ds", tmp_path / "weights.safetensors")
+    found = load_file(tmp_path / "weights.safetensors")
+    same(found, {name: value.float() for name, value in expected.items()})
+    same(found, state)
+    assert not torch.equal(found["head.weight"], found["head.weight"].bfloat16().float())  # not the rounded ones
+
+
+@needs_deepspeed
 @pytest.mark.parametrize("layout", DEEPSPEED[1:])
 def test_a_missing_rank_is_told(
     layout: str, by_deepspeed: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path

@@ -8,6 +8,7 @@ not made: classes that stand for nothing take their place.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,8 @@ def _put_together(folder: Path, models: Sequence[Mapping[str, Any]], states: Seq
     for name in models[0]["buffer_names"]:
         if name in models[0]["module"]:
             value = models[0]["module"][name]
-            readers[name] = Entry(shape=value.shape, dtype=_wide(value.dtype)), lambda value=value: value
-    entries = {name: entry for name, (entry, _) in readers.items()}
+            readers[name] = Entry(shape=value.shape, dtype=value.dtype), lambda value=value: value
+    entries = {name: replace(entry, dtype=_wide(entry.dtype)) for name, (entry, _) in readers.items()}
     shared = models[0].get("shared_params") or {}
     tied = {name: known for name, known in shared.items() if known in entries and name not in entries}
     return Weights(entries=entries, read=lambda name: readers[name][1]().to(entries[name].dtype), tied=tied)
