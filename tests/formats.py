@@ -1,5 +1,6 @@
 """A tiny transformers model for conversions, and readers of every format that are none of samestep's."""
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -113,6 +114,6 @@ READERS: Mapping[str, Callable[[Path, nn.Module], Mapping[str, Tensor]]] = {
     "safetensors": _safetensors,
     "hugging-face": _hugging_face,
     "deepspeed": _deepspeed,
-    "accelerate": _accelerate,
     "fsdp": _fsdp,
+    **({"accelerate": _accelerate} if importlib.util.find_spec("accelerate") else {}),
 }

@@ -496,7 +496,7 @@ for source, target, form in json.loads(sys.argv[2]):
             most[target] = max(most[target], own_bytes())
     thread = threading.Thread(target=watch)
     thread.start()
-    convert(folder / source, folder / target, to=form, shard_size="8MB")
+    convert(folder / source, folder / target, to=form, shard_size="5MB")
     done.set()
     thread.join()
     most[target] -= before
@@ -507,7 +507,7 @@ print(json.dumps(most))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_more_than_memory_holds_is_converted(tmp_path: Path, mlp_file: Path) -> None:
     mlp_file.rename(tmp_path / "small.pt")
-    size = 64 << 20
+    size = 96 << 20
     state = {f"layer.{number}": torch.full((1 << 20,), float(number)) for number in range(size >> 22)}
     torch.save(state, tmp_path / "large.pt")
     steps = [

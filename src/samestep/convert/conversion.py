@@ -84,7 +84,7 @@ def convert(
 class _Reading:
     """Advances the bar, and gives freed memory back after every few megabytes."""
 
-    _OFTEN = 16 << 20  # bytes
+    _OFTEN = 8 << 20  # bytes
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
