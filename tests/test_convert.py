@@ -471,6 +471,10 @@ def test_language_models_tie(tmp_path: Path) -> None:
         same(samestep.load_model(recipe, tmp_path / left_out).state_dict(), state)
         result = trained(recipe, tmp_path / f"run-{left_out}", resume=str(tmp_path / left_out))
         lost += result.losses
+        for source, name in (("part.pt", "hf"), (left_out, "hf-again")):
+            folder = tmp_path / f"{name}-{left_out}"
+            convert(tmp_path / source, folder, to="hugging-face", job=Job(recipe=recipe))
+            same(READERS["hugging-face"](folder, model_of(recipe)), state)
         (tmp_path / "part.pt").unlink()
     assert lost[0] == lost[1]
 

@@ -49,41 +49,51 @@ def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
     """Write the folder. A tensor is written under one of its names: transformers ties the others to it."""
     pretrained = asked.pretrained(weights)
     if pretrained is not None:
-        _check(pretrained, weights)
+        names = _names(pretrained, weights)
         try:
             pretrained.save(into)
         except Exception as error:  # what tokenizers meets while a file is full has no type of its own
             raise OSError(None, str(error)) from error
     elif weights.pretrained_folder is not None:
-        for pattern in (_CONFIG, *_ALONG):
-            for file in weights.pretrained_folder.glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, into / file.name)
+        names = {name: name for name in weights.entries}
+        _copy_along(weights.pretrained_folder, into)
     else:
         raise CheckpointError(
             "a Hugging Face folder has the model's configuration and tokenizer, and nothing here says what they are; "
             "--job JOB.yaml, of the job whose weights these are, would do"
         )
     _say_dtype(into / _CONFIG, weights)
-    names = {name: name for name in weights.entries}
     safetensors_file.write_as(into, "model", names, weights, asked.shard_bytes)
 
 
-def _check(pretrained: Pretrained, weights: Weights) -> None:
-    """Raise CheckpointError unless these are the weights of the model that the configuration describes."""
-    wanted = pretrained.shapes()
-    names = weights.names()
-    for name, shape in wanted.items():
-        known = names.get(name)
-        if known is None:
-            raise CheckpointError(f"the job's model has {name}, and the weights have no such tensor")
-        if weights.entries[known].shape != shape:
-            raise CheckpointError(
-                f"{name} has shape {list(weights.entries[known].shape)}, and in the job's model {list(shape)}"
-            )
-    for name in names:
+def _copy_along(folder: Path, into: Path) -> None:
+    for pattern in (_CONFIG, *_ALONG):
+        for file in folder.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, into / file.name)
+
+
+def _names(pretrained: Pretrained, weights: Weights) -> dict[str, str]:
+    """The names under which transformers looks for the model's tensors -> those under which the weights have them.
+
+    Raises CheckpointError unless these are the weights of the model that the configuration describes.
+    """
+    known = weights.names()
+    chosen: dict[str, str] = {}
+    wanted: set[str] = set()
+    for names, shape in pretrained.tensors():
+        there = next((name for name in names if name in known), None)
+        if there is None:
+            raise CheckpointError(f"the job's model has {names[0]}, and the weights have no such tensor")
+        found = weights.entries[known[there]].shape
+        if found != shape:
+            raise CheckpointError(f"{there} has shape {list(found)}, and in the job's model {list(shape)}")
+        chosen[names[0]] = known[there]
+        wanted.update(names)
+    for name in known:
         if name not in wanted:
             raise CheckpointError(f"the weights hold {name}, and the job's model has no such tensor")
+    return chosen
 
 
 def _say_dtype(config: Path, weights: Weights) -> None:

@@ -38,9 +38,12 @@ class Pretrained:
     config: "PreTrainedConfig"
     tokenizer: "PreTrainedTokenizerBase"
 
-    def shapes(self) -> "dict[str, torch.Size]":
-        """The shape of every tensor of the model's state dict, by every name that it has."""
-        return {name: value.shape for name, value in self._model().state_dict().items()}
+    def tensors(self) -> "list[tuple[list[str], torch.Size]]":
+        """Every tensor of the model's state dict: all names that it has, the one that others are tied to first."""
+        found: dict[int, tuple[list[str], torch.Size]] = {}
+        for name, value in self._model().state_dict(keep_vars=True).items():
+            found.setdefault(id(value), ([], value.shape))[0].append(name)
+        return list(found.values())
 
     def save(self, folder: Path) -> None:
         """Write config.json and the tokenizer's files."""
