@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from samestep.doctor.collectives import notes_of
@@ -12,7 +13,7 @@ REDUCE = {"collective": "reduce", "dtype": "float32"}
 BROADCAST = {"collective": "broadcast", "dtype": "bfloat16"}
 
 
-def write(folder: Path, rank: int, *lines: dict[str, object]) -> None:
+def write(folder: Path, rank: int, *lines: Mapping[str, object]) -> None:
     notes_of(folder, rank).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 

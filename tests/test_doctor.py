@@ -87,7 +87,7 @@ def test_a_collective_with_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def faked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(trial, "_MODULE", "fake_trials")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *sys.path]))
     return monkeypatch

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -55,7 +55,8 @@ def running(tmp_path: Path, start: list[str], layout: str, engine: str) -> Itera
             time.sleep(0.05)
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
 
 

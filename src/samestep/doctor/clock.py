@@ -5,6 +5,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from samestep.doctor.finding import Asked, Finding, ok, problem, warning
 
@@ -18,7 +19,7 @@ def clock(asked: Asked) -> Iterator[Finding]:
         yield problem("clock", "the monotonic clock goes backwards", "choose another clock source in the kernel")
         return
     state = _state()
-    values = {"synchronised": None if state is None else state != _UNSYNCHRONISED}
+    values: dict[str, Any] = {"synchronised": None if state is None else state != _UNSYNCHRONISED}
     text = "it goes forward"
     if state is None or state < 0:
         yield ok("clock", f"{text}; whether it follows a time server is not known here")

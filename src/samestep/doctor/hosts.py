@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 from samestep import environment
 from samestep.doctor.finding import Asked, Finding, ok, problem, warning
@@ -25,7 +26,7 @@ def own_name(asked: Asked) -> Iterator[Finding]:
         return
     name = socket.gethostname()
     addresses = _addresses(name)
-    values = {"name": name, "addresses": addresses}
+    values: dict[str, Any] = {"name": name, "addresses": addresses}
     report = problem if asked.hosts else ok
     remedy = "a line in /etc/hosts with the address that the other hosts use, or GLOO_SOCKET_IFNAME=<interface>"
     if not addresses:
@@ -87,7 +88,7 @@ def reached(host: Host) -> Iterator[Finding]:
             reached=False,
         )
         return
-    values = {"address": address, "reached": True, "round_trip_seconds": seconds}
+    values: dict[str, Any] = {"address": address, "reached": True, "round_trip_seconds": seconds}
     yield ok(subject, f"{address}, port {host.port}: there and back in {seconds * 1e3:.2f} ms", **values)
     yield _clock(host)
 
@@ -122,7 +123,7 @@ def _clock(host: Host) -> Finding:
         return ok(subject, "not compared: SSH without a password does not work", "ssh-copy-id, for start by SSH too")
     apart, unsure = theirs - (began + ended) / 2, (ended - began) / 2
     text = f"{apart:+.2f} s from this host's, give or take {unsure:.2f} s"
-    values = {"seconds_apart": apart, "unsure_seconds": unsure}
+    values: dict[str, Any] = {"seconds_apart": apart, "unsure_seconds": unsure}
     if abs(apart) - unsure > _CLOCKS_APART:
         return warning(subject, text, "let all hosts follow one time server: chrony or systemd-timesyncd", **values)
     return ok(subject, text, **values)

@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from samestep.doctor.finding import Asked, Finding, in_gib, ok, problem, warning
 
@@ -13,7 +14,7 @@ _REMEDY = "ulimit -n 65536 before the start, LimitNOFILE= in a systemd unit, or 
 def open_files(asked: Asked) -> Iterator[Finding]:
     """Files that a process may open; every peer and every tensor from a loader worker takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    values = {"soft": soft, "hard": hard}
+    values: dict[str, Any] = {"soft": soft, "hard": hard}
     if soft == resource.RLIM_INFINITY:
         yield ok("open files", "no limit", **values)
     elif soft < _TOO_FEW:
@@ -30,7 +31,7 @@ def locked_memory(asked: Asked) -> Iterator[Finding]:
     unlimited = soft == resource.RLIM_INFINITY
     there = any(Path("/sys/class/infiniband").glob("*"))
     text = "no limit" if unlimited else f"a process may lock {in_gib(soft)}"
-    values = {"soft_bytes": None if unlimited else soft, "infiniband": there}
+    values: dict[str, Any] = {"soft_bytes": None if unlimited else soft, "infiniband": there}
     if there and not unlimited:
         remedy = "ulimit -l unlimited before the start, or docker run --ulimit memlock=-1"
         yield problem("locked memory", f"{text}, and InfiniBand needs all of a message locked", remedy, **values)

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from samestep.doctor.finding import Asked, Finding, in_gib, ok, problem, warning
 
@@ -18,7 +19,7 @@ def memory(asked: Asked) -> Iterator[Finding]:
         yield ok("memory", "not known on this system")
         return
     total, free, limit = sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"]), cgroup_limit()
-    values = {"total_bytes": total, "available_bytes": free, "limit_bytes": limit}
+    values: dict[str, Any] = {"total_bytes": total, "available_bytes": free, "limit_bytes": limit}
     text = f"{in_gib(free)} of {in_gib(total)} are free"
     if limit is not None and limit < total:
         text += f"; a limit of {in_gib(limit)} on this process's group"
@@ -49,7 +50,7 @@ def shared_memory(asked: Asked) -> Iterator[Finding]:
         yield ok("shared memory", f"there is no {SHARED} on this system")
         return
     total, _, free = shutil.disk_usage(SHARED)
-    values = {"total_bytes": total, "free_bytes": free}
+    values: dict[str, Any] = {"total_bytes": total, "free_bytes": free}
     text = f"{in_gib(free)} of {in_gib(total)} are free in {SHARED}"
     if free < _CONTAINER_DEFAULT // 4:
         remedy = f"remove files that nobody uses from {SHARED}, or give the container more: docker run --shm-size=8g"

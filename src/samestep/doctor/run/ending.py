@@ -40,7 +40,7 @@ def end(run: RunFiles) -> Iterator[Finding]:
 def steps(run: RunFiles) -> Iterator[Finding]:
     """The numbers of the steps: gaps, repetitions, lines that were cut."""
     numbers = [int(step) for line in run.steps.values if (step := number(line.get("step"))) == step]
-    values = {"written": len(numbers)}
+    values: dict[str, Any] = {"written": len(numbers)}
     if run.steps.unreadable:
         places = ", ".join(map(str, run.steps.unreadable[:5]))
         yield warning(

@@ -16,7 +16,7 @@ _FEW = 8  # samples that are named
 def loss(run: RunFiles) -> Iterator[Finding]:
     """Losses that are no numbers, that did not fall, or that rose."""
     lines = run.steps.values
-    bad = [line.get("step") for line in lines if not math.isfinite(number(line.get("loss")))]
+    bad: list[Any] = [line.get("step") for line in lines if not math.isfinite(number(line.get("loss")))]
     if bad:
         # Of steps with such a file the supervision took care: they were skipped, or the run rolled back.
         left_out = run.finished and all(step in run.samples for step in bad)
@@ -36,7 +36,7 @@ def loss(run: RunFiles) -> Iterator[Finding]:
         return
     part = max(3, len(losses) // _TENTH)
     first, last = statistics.median(losses[:part]), statistics.median(losses[-part:])
-    values = {"first": first, "last": last}
+    values: dict[str, Any] = {"first": first, "last": last}
     text = f"from {first:.4g} to {last:.4g} (medians of {part} steps)"
     change = (last - first) / max(abs(first), 1e-12)
     if change > 0.1:

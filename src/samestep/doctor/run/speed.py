@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 from samestep.doctor.finding import Finding, in_gib, ok, warning
 from samestep.doctor.memory import meminfo
@@ -38,7 +39,11 @@ def slow_steps(run: RunFiles) -> Iterator[Finding]:
     median = statistics.median(seconds for _, seconds in timed)
     slow = [(step, seconds) for step, seconds in timed if seconds > _SLOW * median]
     lost = sum(seconds - median for _, seconds in slow) / max(sum(seconds for _, seconds in timed), 1e-12)
-    values = {"median_seconds": median, "slow_steps": [step for step, _ in slow[:100]], "share_lost": lost}
+    values: dict[str, Any] = {
+        "median_seconds": median,
+        "slow_steps": [step for step, _ in slow[:100]],
+        "share_lost": lost,
+    }
     if slow and lost > _LOST:
         step, seconds = max(slow, key=lambda each: each[1])
         yield warning(
@@ -61,7 +66,7 @@ def slow_ranks(run: RunFiles) -> Iterator[Finding]:
         return
     times = [number(each) for each in seconds]
     named = [f"rank {rank} ({times[rank]:.3g} s)" for rank in slow if isinstance(rank, int) and rank < len(times)]
-    values = {"slow_ranks": slow, "own_step_seconds": seconds}
+    values: dict[str, Any] = {"slow_ranks": slow, "own_step_seconds": seconds}
     usual = statistics.median(times)
     if named:
         text = f"{', '.join(named[:5])} a step without waiting for others; the median of all is {usual:.3g} s"
