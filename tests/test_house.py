@@ -17,6 +17,7 @@ SOURCE = Path(samestep.__file__).parent
 HOUSE = (
     ("errors",),
     ("environment",),
+    ("versions",),
     ("layout",),
     ("recipe",),
     ("job",),
@@ -27,6 +28,7 @@ HOUSE = (
     ("cluster",),
     ("parallel",),
     ("engines",),
+    ("checkpoint",),
     ("translate",),
     ("training",),
     ("handwritten",),

@@ -6,11 +6,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from samestep.recipe import STRICT, Positive, Recipe, Whole
 
 TensorRole = Literal["column", "row", "vocabulary", "whole"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Checkpointing:
+    """When a training's state is saved, where, and which of it the training begins with."""
+
+    # A number of steps, or a time such as "30s", "10m", "2h"; None: after the last step alone.
+    every: Positive | Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")] | None = None
+    keep: Positive = 3  # the last so many stay
+    best: str | None = None  # a metric of the evaluations; the checkpoint with its best value stays as well
+    best_is: Literal["highest", "lowest"] = "highest"
+    folder: Path | None = None  # None: checkpoints/ in the run's folder
+    asynchronous: bool = True  # the step waits for a copy in memory, not for the disk
+    resume: str = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -30,6 +45,7 @@ class Run:
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     folder: Path | None = None  # None: runs/<name of the job file>
     offload_folder: Path | None = None  # for layouts that offload to disk; None: the system's temporary folder
+    checkpoint: Checkpointing | None = None
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
 

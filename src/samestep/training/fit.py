@@ -19,6 +19,7 @@ from samestep.tasks.base import Batch, Task
 from samestep.tasks.rms_norm import widen_norms
 from samestep.training import result as results
 from samestep.training import usage as usages
+from samestep.training.checkpoints import Checkpoints
 from samestep.training.dropout import switch_off
 from samestep.training.optimizer import make_optimizer, make_schedule
 from samestep.training.progress import Bar
@@ -50,8 +51,9 @@ class Training:
             workers=job.run.workers,
         )
         self.samples = task.train_set()
-        self._steps_per_epoch = -(-len(self.samples) // recipe.batch)
-        self.total_steps = recipe.total_steps(self._steps_per_epoch)
+        self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
+        self.total_steps = recipe.total_steps(self.steps_per_epoch)
+        self.first_step = 0  # above 0 where it goes on from a checkpoint
         built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
         if not recipe.dropout:
             switch_off(built.model)
@@ -82,7 +84,7 @@ class Training:
     def late_step(self) -> int:
         """The last step of a whole batch, where there is one: what a step looks like when all is warm."""
         last = self.total_steps - 1
-        short = (last + 1) % self._steps_per_epoch == 0 and len(self.samples) % self.recipe.batch > 0
+        short = (last + 1) % self.steps_per_epoch == 0 and len(self.samples) % self.recipe.batch > 0
         return last - 1 if short and last else last
 
     def steps(
@@ -93,6 +95,7 @@ class Training:
             self.samples,
             batch=self.recipe.batch,
             collate=self.task.collate,
+            start=self.first_step,
             steps=min(stop or self.total_steps, self.total_steps),
         )
         for batch in batches:
@@ -106,7 +109,7 @@ class Training:
     @property
     def measured_step(self) -> int:
         """The step that is measured: the third where there is one; state and buffers are made in the first two."""
-        return min(2, self.total_steps - 1)
+        return min(self.first_step + 2, self.total_steps - 1)
 
     def evaluate(self, bar: Bar | None = None) -> dict[str, Any]:
         """The task's metrics over its held-out samples; nothing where it has none."""
@@ -146,27 +149,37 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
     training = Training(job, task, world, layout)
     session = training.session
     folder = results.folder_of(job)
-    bar = Bar(f"train {layout}", training.total_steps, shown=session.is_main)
     timeline = session.trainer.timeline
     if timeline is not None:
         timeline.step = training.late_step()
-    with Records(folder if session.is_main else None, tensorboard=job.run.tensorboard) as records, bar:
-        log = StepLog(records, bar, Tally(len(training.samples)))
-        take_all_steps(training, log)
-        metrics = training.evaluate(bar)
-        records.evaluation(len(log.losses), metrics)
+    with Checkpoints(job, session, folder) as checkpoints:
+        training.first_step = checkpoints.resume(training.steps_per_epoch)
+        bar = Bar(f"train {layout}", training.total_steps, first=training.first_step, shown=session.is_main)
+        with (
+            Records(
+                folder if session.is_main else None, first_step=training.first_step, tensorboard=job.run.tensorboard
+            ) as records,
+            bar,
+        ):
+            log = StepLog(records, bar, Tally(len(training.samples)), losses=results.agreed(records.losses))
+            take_all_steps(training, log, checkpoints)
+            metrics = training.evaluate(bar)
+            records.evaluation(training.total_steps, metrics)
+        checkpoints.save(training.total_steps, metrics)
     if job.run.rank_lines:
         lines = log.tally.gather(session.mesh.data_group)
         if session.is_main:
             print("\n".join(lines), flush=True)
     peaks = results.gather_peak_memory(session)
-    samples_per_second = log.samples / log.seconds
+    samples_per_second = log.samples / log.seconds if log.seconds else 0.0
     result = TrainResult(
         metrics=metrics,
         losses=tuple(log.losses),
-        steps=len(log.losses),
+        first_step=training.first_step,
+        steps=training.total_steps,
         seconds=log.seconds,
         evaluation_seconds=training.evaluation_seconds,
+        checkpoint_seconds=checkpoints.waited_seconds,
         samples_per_second=samples_per_second,
         speeds=speeds(samples_per_second, task.work(), job.recipe.precision, world.device),
         folder=folder,
@@ -191,10 +204,10 @@ def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usag
 class StepLog:
     """Where a step's values go once they are known: the records, the bar, the sums of the final report."""
 
-    def __init__(self, records: Records, bar: Bar, tally: Tally) -> None:
+    def __init__(self, records: Records, bar: Bar, tally: Tally, losses: Sequence[float] = ()) -> None:
         self.records = records
         self.tally = tally
-        self.losses: list[float] = []
+        self.losses = list(losses)  # of all steps, also those before a checkpoint that the records tell of
         self.samples = 0
         self.seconds = 0.0
         self.bar = bar
@@ -221,8 +234,8 @@ class StepLog:
         )
 
 
-def take_all_steps(training: Training, log: StepLog) -> None:
-    """Take every step, each logged while the next one is computed, and evaluate in between where asked."""
+def take_all_steps(training: Training, log: StepLog, checkpoints: Checkpoints) -> None:
+    """Take every step, each logged while the next one is computed; evaluate and save in between where asked."""
     every = training.recipe.evaluation.every
     before: tuple[StepBatch, StepReport, float] | None = None
     began = time.perf_counter()
@@ -233,10 +246,17 @@ def take_all_steps(training: Training, log: StepLog) -> None:
         before = (batch, report, now - began - batch.data_seconds)
         began = now
         done = batch.step + 1
-        if every and done % every == 0 and done < training.total_steps:
+        if done == training.total_steps:
+            break
+        looks, saves = every is not None and done % every == 0, checkpoints.due(done)
+        if looks or saves:
             log.add(*before)
             before = None
-            log.records.evaluation(done, training.evaluate(log.bar))
+            metrics = training.evaluate(log.bar) if looks else None
+            if metrics is not None:
+                log.records.evaluation(done, metrics)
+            if saves or checkpoints.is_best(metrics):
+                checkpoints.save(done, metrics)
             began = time.perf_counter()
     if before is not None:
         log.add(*before)
