@@ -251,7 +251,8 @@ def test_the_loopback_works_and_is_a_problem_where_it_does_not(monkeypatch: pyte
     assert only(ports.loopback(Asked())).verdict == "problem"
 
 
-def test_a_host_is_reached_or_not() -> None:
+def test_a_host_is_reached_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ssh(tmp_path, monkeypatch, "exit 255")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
         reached, _ = hosts.reached(Host(name="127.0.0.1", port=number))

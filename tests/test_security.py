@@ -50,7 +50,8 @@ def running(tmp_path: Path, start: list[str], layout: str, engine: str) -> Itera
         deadline = time.monotonic() + 90
         while not marker.exists():
             if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
                 pytest.fail(f"the job did not get to its third step: {process.communicate()}")
             time.sleep(0.05)
         yield process
@@ -80,7 +81,7 @@ def elsewhere(sockets: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("layout", "engine"),
-    [("dp2", "native"), ("dp2", "horovod"), pytest.param("dp2 tp2", "native", marks=pytest.mark.slow)],
+    [("dp2", "native"), ("dp2", "horovod"), pytest.param("dp2 fsdp2", "native", marks=pytest.mark.slow)],
 )
 def test_ranks_of_one_host_listen_on_its_loopback_alone(tmp_path: Path, layout: str, engine: str) -> None:
     if engine != "native":
