@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from samestep import __version__
-from samestep.cli import checkpoint, compare, evaluate, job_options, layout, predict, train, translate, verify
+from samestep.cli import checkpoint, compare, doctor, evaluate, job_options, layout, predict, train, translate, verify
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
 
-COMMANDS = (train, verify, compare, layout, translate, checkpoint, evaluate, predict)
+COMMANDS = (train, verify, compare, layout, translate, checkpoint, evaluate, predict, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
