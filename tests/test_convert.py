@@ -1,6 +1,7 @@
 """`samestep checkpoint convert`: to and from every format, what can't be read, and what is refused."""
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -416,6 +417,22 @@ def test_mistakes(place: Path, capsys: pytest.CaptureFixture[str], words: str, s
     assert len(told) == 1
     assert said in told[0]
     assert sorted(path.name for path in place.iterdir()) == before  # nothing half written
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_files_have_the_users_permissions(form: str, tmp_path: Path) -> None:
+    recipe = classifier(tmp_path)
+    torch.save(model_of(recipe).state_dict(), tmp_path / "plain.pt")
+    before = set(tmp_path.iterdir())
+    umask = os.umask(0o027)
+    try:
+        convert(tmp_path / "plain.pt", tmp_path / "there", to=form, job=Job(recipe=recipe), shard_size="30KB")
+    finally:
+        os.umask(umask)
+    new = [path for each in set(tmp_path.iterdir()) - before for path in (each, *each.rglob("*"))]
+    assert new
+    for path in new:
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
 
 
 @pytest.mark.parametrize("form", ALL)

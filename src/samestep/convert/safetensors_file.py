@@ -76,8 +76,12 @@ def _save(values: Mapping[str, Tensor], file: Path) -> None:
         place = value.untyped_storage().data_ptr()
         alone[name] = value.clone() if place in seen else value.contiguous()
         seen.add(place)
+    # The library writes a file for this user alone and renames it; this one gets what any new file has.
+    file.touch()
+    mode = file.stat().st_mode
     try:
         save_file(alone, file, metadata={"format": "pt"})  # which tool's names they are; transformers asks for it
+        file.chmod(mode)
     except SafetensorError as error:
         raise OSError(None, str(error), str(file)) from None
 
