@@ -39,7 +39,8 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
         rank=rank,
         world_size=world_size,
         local_rank=_integer(environ, "LOCAL_RANK", rank),
-        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", world_size),
+        # DeepSpeed's launcher has another name for it.
+        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", _integer(environ, "LOCAL_SIZE", world_size)),
     )
 
 

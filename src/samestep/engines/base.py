@@ -110,6 +110,10 @@ class Engine(ABC):
         """
         return job, layout
 
+    def check_proof(self, job: Job) -> None:
+        """Raise UserError for a settled job of which one process's step is not known. `verify` asks for it."""
+        return
+
     @abstractmethod
     def prepare(
         self,
