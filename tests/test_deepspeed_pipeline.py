@@ -167,8 +167,8 @@ class Wrong(Points):
 
 
 class Doubling(nn.Sequential):
-    def forward(self, given: Tensor) -> Tensor:
-        return 2 * super().forward(given)
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
 
 
 class Scaled(nn.Sequential):

@@ -20,6 +20,8 @@ from samestep.errors import UserError
 _BUILDERS = "deepspeed.ops.op_builder"
 _BUILD = f"from {_BUILDERS} import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
 
+_LONGEST_BUILD = 600  # seconds
+
 
 def to_disk(config: Mapping[str, Any]) -> bool:
     """Whether a configuration moves something to disk."""
@@ -30,8 +32,16 @@ def to_disk(config: Mapping[str, Any]) -> bool:
 @cache
 def build(device_type: str) -> None:
     """Build the extension unless it is built, in a process of its own. Raises UserError where it can't be."""
-    with environment.deepspeed_settings(device_type, 0):
-        done = subprocess.run([sys.executable, "-c", _BUILD], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _BUILD]
+    try:
+        with environment.deepspeed_settings(device_type, 0):
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST_BUILD)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"DeepSpeed's extension async_io is not built after {_LONGEST_BUILD} seconds; a build that was stopped "
+            "leaves a file named lock for which others wait: to delete async_io/lock and pin_memory/lock in "
+            "~/.cache/torch_extensions/* (or TORCH_EXTENSIONS_DIR) would do"
+        ) from None
     if done.returncode:
         raise _missing((done.stderr.strip().splitlines() or ["without a word"])[-1])
 

@@ -64,8 +64,8 @@ def holdings(engine: Any, layout: Layout) -> Holdings:
 
 def _buffers_of_disk(model: nn.Module) -> Iterator[Tensor]:
     """The memory through which shards of parameters come from disk."""
-    swappers = {id(p.nvme_swapper): p.nvme_swapper for p in model.parameters() if getattr(p, "nvme_swapper", None)}
-    yield from (swapper.buffers for swapper in swappers.values())
+    swappers: list[Any] = [getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()]
+    yield from {id(swapper): swapper.buffers for swapper in swappers if swapper is not None}.values()
 
 
 def _on_disk(engine: Any) -> Iterator[Tensor]:
