@@ -81,6 +81,20 @@ class Trainer(ABC):
         """The whole model's parameters and buffers, on the CPU."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """How a model is spread on this rank, and what its trainer steps with."""
+
+    layout: Layout
+    mesh: Mesh
+    device: torch.device
+    precision: str
+    clip: float | None  # the largest norm of the whole gradient
+    optimizer_of: OptimizerOf  # from the parameters that this rank then holds
+    schedule_of: ScheduleOf
+    details: Details
+
+
 class Engine(ABC):
     """Makes a Trainer of a model."""
 
@@ -115,17 +129,5 @@ class Engine(ABC):
         return
 
     @abstractmethod
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> Trainer:
+    def prepare(self, model: nn.Module, how: Preparation) -> Trainer:
         """Spread the model, then make the optimizer of the parameters that this rank holds."""

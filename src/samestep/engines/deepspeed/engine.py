@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from samestep.cluster.device import device_of
-from samestep.comm.mesh import Mesh
-from samestep.engines.base import Abilities, Engine, OptimizerOf, ScheduleOf
+from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.deepspeed import config as configuration
 from samestep.engines.deepspeed import disk, optimizers, pipeline, rules
 from samestep.engines.deepspeed.config import Asked
@@ -24,7 +23,6 @@ from samestep.parallel.batch_norm import global_batch_norm
 from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.dropout import same_dropout
 from samestep.parallel.moment import Now
-from samestep.parallel.spread import Details
 from samestep.recipe import Recipe, Schedule
 from samestep.tasks.base import Task
 
@@ -80,54 +78,42 @@ class DeepSpeed(Engine):
         if job.run.engine_config is not None:
             optimizers.check_proof(configuration.read(job.run.engine_config))
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> DeepSpeedTrainer:
-        given = configuration.read(details.engine_config) if details.engine_config is not None else {}
-        rules.check_layout(layout, configuration.stage_of(given))
-        rules.check_pipeline_asked(given, details.cut_at)
+    def prepare(self, model: nn.Module, how: Preparation) -> DeepSpeedTrainer:
+        given = configuration.read(how.details.engine_config) if how.details.engine_config is not None else {}
+        rules.check_layout(how.layout, configuration.stage_of(given))
+        rules.check_pipeline_asked(given, how.details.cut_at)
         asked = replace(
-            _asked(layout),
-            batch=details.batch,
-            micro_batch=details.micro_batch,
-            clip=clip,
+            _asked(how.layout),
+            batch=how.details.batch,
+            micro_batch=how.details.micro_batch,
+            clip=how.clip,
             # In a job the precision is settled: a proof asks for fp32 whatever the job has.
-            precision=None if precision == "fp32" and details.batch is None else precision,
+            precision=None if how.precision == "fp32" and how.details.batch is None else how.precision,
         )
-        config = configuration.completed(given, asked, on_cpu=device.type == "cpu")
+        config = configuration.completed(given, asked, on_cpu=how.device.type == "cpu")
         keep_no_cache(model)
         now = Now()
         same_dropout(model, now)
-        global_batch_norm(model, mesh.data_group, now)
-        package = deepspeed(device)
-        _check_precision(config, package, device)
+        global_batch_norm(model, how.mesh.data_group, now)
+        package = deepspeed(how.device)
+        _check_precision(config, package, how.device)
         if disk.to_disk(config):
-            disk.load(device)
-        config, place = disk.placed(config, details.offload_folder, model, layout.data_ranks)
+            disk.load(how.device)
+        config, place = disk.placed(config, how.details.offload_folder, model, how.layout.data_ranks)
         stages = None
-        if layout.pipeline > 1:
-            stages = pipeline.cut(model, package=package, layout=layout, mesh=mesh, device=device)
+        if how.layout.pipeline > 1:
+            stages = pipeline.cut(model, package=package, layout=how.layout, mesh=how.mesh, device=how.device)
         order = None
-        if config["zero_optimization"]["stage"] == 3 and layout.data_ranks > 1:
-            order = SameOrder(model, mesh.data_group, device)
+        if config["zero_optimization"]["stage"] == 3 and how.layout.data_ranks > 1:
+            order = SameOrder(model, how.mesh.data_group, how.device)
         module, held = (model, model) if stages is None else (stages.module, stages)
-        optimizer = None if configuration.takes_optimizer(given) else optimizer_of(held.named_parameters())
-        schedule = None if optimizer is None or configuration.takes_schedule(given) else schedule_of(optimizer)
+        optimizer = None if configuration.takes_optimizer(given) else how.optimizer_of(held.named_parameters())
+        schedule = None if optimizer is None or configuration.takes_schedule(given) else how.schedule_of(optimizer)
         if optimizer is None and not configuration.takes_schedule(given):
-            schedule = schedule_of  # DeepSpeed calls it with the optimizer that it makes
+            schedule = how.schedule_of  # DeepSpeed calls it with the optimizer that it makes
         engine = initialize(
             package,
-            device,
+            how.device,
             model=module,
             optimizer=optimizer,
             model_parameters=trained(module) if optimizer is None else None,
@@ -140,7 +126,7 @@ class DeepSpeed(Engine):
                 "be weighed by a count that is known after backward; no data_types, or stage 2, would do"
             )
         common: dict[str, Any] = {"engine": engine, "package": package, "model": model, "now": now}
-        common |= {"layout": layout, "mesh": mesh, "device": device, "place": place}
+        common |= {"layout": how.layout, "mesh": how.mesh, "device": how.device, "place": place}
         return DeepSpeedTrainer(order=order, **common) if stages is None else PipelineTrainer(stages=stages, **common)
 
 
