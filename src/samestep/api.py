@@ -25,7 +25,7 @@ from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.training.checkpoints import check_place
 from samestep.training.fit import fit, try_out
-from samestep.training.result import TrainResult, check_folder
+from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.usage import Usage
 from samestep.validation import checked
 
@@ -156,7 +156,7 @@ def _name_of(job: Job) -> str:
 def _train_rank(job: Job, layout: Layout) -> TrainResult:
     with join(device=job.run.device, threads=job.run.threads) as world:
         result = fit(job, resolve_task(job.recipe), world, layout)
-        if world.rank == 0 and layout.pipeline > 1:
+        if world.rank == 0 and (result.folder / SCHEDULE_FILE).exists():
             draw_schedule(result.folder)
         return result
 

@@ -21,7 +21,7 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
-    # Whether all ranks are known to share this host; a launcher that says no LOCAL_WORLD_SIZE leaves it open.
+    # Whether all ranks are known to share this host; a launcher that doesn't say how many there are leaves it open.
     one_host: bool = False
 
 
@@ -39,13 +39,15 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    local_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
+    # DeepSpeed's launcher has another name for it.
+    named = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), None)
+    local_size = _integer(environ, named) if named is not None else world_size
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=_integer(environ, "LOCAL_RANK", rank),
         local_world_size=local_size,
-        one_host="LOCAL_WORLD_SIZE" in environ and local_size == world_size,
+        one_host=named is not None and local_size == world_size,
     )
 
 
