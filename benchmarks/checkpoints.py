@@ -4,7 +4,7 @@
 
 One training is cut into blocks of `--every` steps. Before each block the state (model and optimizer) is saved in one
 of four ways, in turns; a block's time is that of its steps and of all that the training waits for saving.
-Of each way the median block is taken, and its ratio to the median block without saving. All of them have the disk keep
+Of each way the median block is taken, and its ratio to the median block without saving. All have the disk keep
 what they wrote before they call it saved; samestep also makes checksums and renames the folder.
 """
 
