@@ -24,6 +24,7 @@ HOUSE = (
     ("jobfile",),
     ("tasks", "data"),
     ("comm",),
+    ("supervision",),
     ("cluster",),
     ("parallel",),
     ("engines",),

@@ -17,6 +17,7 @@ _FLAGS = {
     "micro-batch": ("run.micro_batch", "most samples of one forward on one rank"),
     "threads": ("run.threads", "threads a process (default: cores / processes)"),
     "device": ("run.device", "auto or cpu"),
+    "max-restarts": ("run.max_restarts", "times that all ranks start anew after one has failed (default: 0)"),
     "folder": ("run.folder", "where the run's files go (default: a new folder under runs/)"),
 }
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from samestep import __version__
 from samestep.cli import compare, job_options, layout, train, translate, verify
-from samestep.errors import InterruptedJobError, RankFailedError, UserError
+from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
 
 COMMANDS = (train, verify, compare, layout, translate)
 
@@ -24,6 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except RankFailedError as error:
         print(f"samestep: {error}", file=sys.stderr)
+        return 1
+    except NonFiniteError as error:
+        if job_options.is_main():
+            print(f"samestep: {error}", file=sys.stderr)
         return 1
     except InterruptedJobError as error:
         print(f"samestep: {error}", file=sys.stderr)

@@ -43,6 +43,7 @@ class Accelerate(Engine):
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         config="a file that `accelerate config` wrote",
         packages={"accelerate": 'pip install "samestep[accelerate]" would do'},
+        skips=True,
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:

@@ -1,20 +1,26 @@
 """A whole training on one rank: build, step, evaluate, record."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from samestep.cluster.world import World
 from samestep.data.loader import StepBatch
-from samestep.engines.base import StepReport
+from samestep.data.order import SampleOrder
+from samestep.engines.base import Skipping, StepReport
 from samestep.engines.resolve import resolve as resolve_engine
+from samestep.errors import InterruptedJobError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.initial import InitialModel, build_recorded
 from samestep.parallel.spread import Details
+from samestep.supervision.nonfinite import NonFinite, left_out
+from samestep.supervision.rank import RankSupervision
 from samestep.tasks.base import Batch, Task
 from samestep.tasks.rms_norm import widen_norms
 from samestep.training import result as results
@@ -86,9 +92,17 @@ class Training:
         return last - 1 if short and last else last
 
     def steps(
-        self, stop: int | None = None, *, measured: int | None = None
+        self,
+        stop: int | None = None,
+        *,
+        measured: int | None = None,
+        supervision: RankSupervision | None = None,
+        left_out: Collection[int] = (),
     ) -> Iterator[tuple[StepBatch, StepReport]]:
-        """Take steps up to `stop` or the end, one for each that is asked for; `usage` is of step `measured`."""
+        """Take steps up to `stop` or the end, one for each that is asked for; `usage` is of step `measured`.
+
+        Of the steps `left_out` only the schedule takes notice.
+        """
         batches = self.session.batches(
             self.samples,
             batch=self.recipe.batch,
@@ -96,12 +110,22 @@ class Training:
             steps=min(stop or self.total_steps, self.total_steps),
         )
         for batch in batches:
-            take = partial(self.session.step, batch, self.task.loss)
-            if batch.step == measured:
-                report, self.usage = usages.measured(self.session.trainer, take)
-            else:
-                report = take()
+            if batch.step in left_out:
+                yield batch, self.session.pass_over()
+                continue
+            loss = self.task.loss if supervision is None else supervision.loss(batch.step, self.task.loss)
+            take = partial(self.session.step, batch, loss)
+            with nullcontext() if supervision is None else supervision.step(batch.step):
+                if batch.step == measured:
+                    report, self.usage = usages.measured(self.session.trainer, take)
+                else:
+                    report = take()
             yield batch, report
+
+    def samples_of(self, step: int) -> Sequence[int]:
+        """The samples of a step's global batch, by their numbers in the data set."""
+        order = SampleOrder(size=len(self.samples), batch=self.recipe.batch, seed=self.recipe.seed)
+        return order.global_batch(step).tolist()
 
     @property
     def measured_step(self) -> int:
@@ -141,8 +165,14 @@ def build_model(task: Task, seed: int, *, recorded: bool = False) -> InitialMode
         return build_recorded(make) if recorded else InitialModel(model=make(), values=None)
 
 
-def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
-    """Train to the end on this rank; every rank returns the same result."""
+def fit(
+    job: Job, task: Task, world: World, layout: Layout, supervision: RankSupervision, *, anew: bool = True
+) -> TrainResult:
+    """Train to the end on this rank; every rank returns the same result. `anew`: the run was not begun before.
+
+    Raises, on every rank alike, InterruptedJobError after the step at which a signal stops the training, and
+    NonFiniteError for a loss or a gradient norm that isn't finite, where the job doesn't skip the step.
+    """
     training = Training(job, task, world, layout)
     session = training.session
     folder = results.folder_of(job)
@@ -150,11 +180,38 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
     timeline = session.trainer.timeline
     if timeline is not None:
         timeline.step = training.late_step()
+    _prepare(training, job, supervision)
     with Records(folder if session.is_main else None, tensorboard=job.run.tensorboard) as records, bar:
-        log = StepLog(records, bar, Tally(len(training.samples)))
-        take_all_steps(training, log)
-        metrics = training.evaluate(bar)
+        guard = NonFinite(
+            job.run.on_nonfinite,
+            folder,
+            samples_of=training.samples_of,
+            writes=session.is_main,
+            norms_may_overflow=job.recipe.precision == "fp16",
+            left_out=frozenset() if anew else left_out(folder),
+        )
+        log = StepLog(records, bar, Tally(len(training.samples)), guard)
+        take_all_steps(training, log, supervision)
+        with supervision.phase("evaluation"):
+            metrics = training.evaluate(bar)
         records.evaluation(len(log.losses), metrics)
+    with supervision.phase("end"):
+        return _finish(job, training, log, metrics, folder, supervision)
+
+
+def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None:
+    trainer = training.session.trainer
+    if isinstance(trainer, Skipping):
+        trainer.skips_nonfinite = job.run.on_nonfinite == "skip"
+    supervision.check(training.total_steps)
+
+
+def _finish(
+    job: Job, training: Training, log: "StepLog", metrics: dict[str, Any], folder: Path, supervision: RankSupervision
+) -> TrainResult:
+    """Gather what the ranks know, and write what a run leaves."""
+    session, task = training.session, training.task
+    timeline = session.trainer.timeline
     if job.run.rank_lines:
         lines = log.tally.gather(session.mesh.data_group)
         if session.is_main:
@@ -168,9 +225,10 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         seconds=log.seconds,
         evaluation_seconds=training.evaluation_seconds,
         samples_per_second=samples_per_second,
-        speeds=speeds(samples_per_second, task.work(), job.recipe.precision, world.device),
+        speeds=speeds(samples_per_second, task.work(), job.recipe.precision, session.world.device),
         folder=folder,
         usage=usages.gather(training.usage),
+        own_step_seconds=results.gather_own_step_seconds(supervision.pace.seconds()),
     )
     state = session.trainer.state()
     schedule = timeline.gathered() if timeline is not None else None
@@ -191,7 +249,8 @@ def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usag
 class StepLog:
     """Where a step's values go once they are known: the records, the bar, the sums of the final report."""
 
-    def __init__(self, records: Records, bar: Bar, tally: Tally) -> None:
+    def __init__(self, records: Records, bar: Bar, tally: Tally, guard: NonFinite) -> None:
+        self._guard = guard
         self.records = records
         self.tally = tally
         self.losses: list[float] = []
@@ -200,8 +259,11 @@ class StepLog:
         self.bar = bar
 
     def add(self, batch: StepBatch, report: StepReport, seconds: float) -> None:
-        """Read a step's values, which waits until an accelerator has computed them."""
-        loss = report.loss.item()
+        """Read a step's values, which waits until an accelerator has computed them.
+
+        Raises NonFiniteError where the training must not go on with them.
+        """
+        loss, grad_norm = report.loss.item(), report.grad_norm.item()
         self.losses.append(loss)
         self.samples += batch.global_samples
         self.seconds += seconds + batch.data_seconds
@@ -212,21 +274,31 @@ class StepLog:
                 "step": batch.step,
                 "epoch": batch.epoch,
                 "loss": loss,
-                "grad_norm": report.grad_norm.item(),
+                "grad_norm": grad_norm,
                 "lr": report.lr,
                 "samples": batch.global_samples,
                 "step_seconds": seconds,
                 "data_seconds": batch.data_seconds,
             }
         )
+        self._guard.check(batch.step, loss, grad_norm)
+
+    @property
+    def left_out(self) -> Collection[int]:
+        """Steps that are not taken."""
+        return self._guard.left_out
 
 
-def take_all_steps(training: Training, log: StepLog) -> None:
-    """Take every step, each logged while the next one is computed, and evaluate in between where asked."""
+def take_all_steps(training: Training, log: StepLog, supervision: RankSupervision) -> None:
+    """Take every step, each logged while the next one is computed, and evaluate in between where asked.
+
+    Raises InterruptedJobError after the step at which a signal stops all ranks.
+    """
     every = training.recipe.evaluation.every
     before: tuple[StepBatch, StepReport, float] | None = None
     began = time.perf_counter()
-    for batch, report in training.steps(measured=training.measured_step):
+    steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
+    for batch, report in steps:
         if before is not None:
             log.add(*before)
         now = time.perf_counter()
@@ -236,7 +308,12 @@ def take_all_steps(training: Training, log: StepLog) -> None:
         if every and done % every == 0 and done < training.total_steps:
             log.add(*before)
             before = None
-            log.records.evaluation(done, training.evaluate(log.bar))
+            with supervision.phase("evaluation"):
+                log.records.evaluation(done, training.evaluate(log.bar))
             began = time.perf_counter()
+        if supervision.stop_signal is not None and done < training.total_steps:
+            if before is not None:
+                log.add(*before)
+            raise InterruptedJobError(supervision.stop_signal)
     if before is not None:
         log.add(*before)

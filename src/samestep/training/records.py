@@ -1,6 +1,7 @@
 """What a training leaves on disk while it runs: metrics.jsonl and TensorBoard's events. Rank 0 writes."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from samestep.supervision.nonfinite import without_nonfinite
 from samestep.training.evaluation import scalars
 
 # The module by which TensorBoard is told to write files by itself: where there is one, it does not import TensorFlow.
@@ -55,16 +57,18 @@ class Records:
 
     def step(self, values: Mapping[str, Any]) -> None:
         if self._steps is not None:
-            self._steps.write(json.dumps(values) + "\n")
+            self._steps.write(json.dumps(without_nonfinite(dict(values))) + "\n")
         self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")})
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         numbers = scalars(metrics)
         if self._evaluations is not None:
-            self._evaluations.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._evaluations.write(json.dumps(without_nonfinite({"step": step, **numbers})) + "\n")
         self._draw(step, {f"evaluation/{name}": value for name, value in numbers.items()})
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
         if self._board is not None:
             for name, value in values.items():
+                if not math.isfinite(value):
+                    continue
                 self._board.add_scalar(name, value, step)

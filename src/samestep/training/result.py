@@ -14,6 +14,8 @@ from torch import Tensor
 from samestep.cluster.device import peak_memory
 from samestep.errors import UserError
 from samestep.job import Job
+from samestep.supervision.nonfinite import without_nonfinite
+from samestep.supervision.pace import lagging
 from samestep.training.session import Session
 from samestep.training.usage import Usage
 
@@ -31,6 +33,7 @@ class TrainResult:
     speeds: Mapping[str, float]  # more of them, where the task says what a sample costs
     folder: Path
     usage: Sequence[Usage] = ()  # of each rank, in one step
+    own_step_seconds: Sequence[float] = ()  # of each rank, median, without waiting for others
 
     @property
     def model_file(self) -> Path:
@@ -62,12 +65,24 @@ def check_folder(folder: Path | None) -> None:
         raise UserError(f"run.folder is {folder}: {there} is a file; a folder, or a new path, would do")
 
 
-def folder_of(job: Job) -> Path:
-    """The run's folder, the same on every rank: as the job says, or a new one under runs/."""
+def chosen_folder(job: Job) -> Path:
+    """The run's folder: as the job says, or a new one under runs/."""
     name = job.name or str(job.recipe.task if isinstance(job.recipe.task, str) else type(job.recipe.task).__name__)
-    chosen: list[Any] = [job.run.folder or free_folder(Path("runs") / name.rpartition(":")[2])]
+    return job.run.folder or free_folder(Path("runs") / name.rpartition(":")[2])
+
+
+def folder_of(job: Job) -> Path:
+    """The run's folder, the same on every rank."""
+    chosen: list[Any] = [chosen_folder(job)]
     dist.broadcast_object_list(chosen)
     return chosen[0]
+
+
+def gather_own_step_seconds(seconds: float) -> list[float]:
+    """What a step takes each rank by itself, in the order of the ranks; every rank must ask."""
+    ranks: list[Any] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(ranks, seconds)
+    return ranks
 
 
 def gather_peak_memory(session: Session) -> list[int]:
@@ -108,6 +123,8 @@ def write_report(
         "samples_per_second": result.samples_per_second,
         **result.speeds,
         "peak_memory_bytes": peaks,
+        "own_step_seconds": list(result.own_step_seconds),
+        "slow_ranks": lagging(result.own_step_seconds),
         "usage_bytes": [usage.to_json() for usage in result.usage],
         "layout": layout,
         "engine": engine,
@@ -134,7 +151,7 @@ def versions() -> dict[str, str]:
 
 
 def _write_json(file: Path, values: Any) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(without_nonfinite(values), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_weights(file: Path, state: dict[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ from samestep.cluster.world import World, join
 from samestep.comm.mesh import build_mesh
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
-from samestep.engines.base import Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
+from samestep.engines.base import Engine, Loss, OptimizerOf, ScheduleOf, Skipping, StepReport, Trainer
 from samestep.engines.precision import parameter_dtype
 from samestep.engines.resolve import check, resolve
 from samestep.errors import LayoutError, UserError
@@ -164,6 +164,12 @@ class Session:
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update. `loss(output, batch)` gives a sum and a count, never a mean."""
         return self.trainer.step(batch, loss)
+
+    def pass_over(self) -> StepReport:
+        """Leave a step out: its loss is nothing, its schedule is."""
+        assert isinstance(self.trainer, Skipping)  # by the engine's abilities
+        nothing = torch.tensor(float("nan"), dtype=torch.float64)
+        return StepReport(loss=nothing, grad_norm=nothing, lr=self.trainer.pass_over())
 
     def evaluate(
         self,
