@@ -17,6 +17,7 @@ SOURCE = Path(samestep.__file__).parent
 HOUSE = (
     ("errors",),
     ("environment",),
+    ("versions",),
     ("layout",),
     ("recipe",),
     ("job",),
@@ -28,6 +29,7 @@ HOUSE = (
     ("cluster",),
     ("parallel",),
     ("engines",),
+    ("checkpoint",),
     ("translate",),
     ("training",),
     ("handwritten",),

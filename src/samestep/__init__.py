@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from samestep.api import dry_run, train, verify
     from samestep.comparison.compare import compare
     from samestep.comparison.rows import Comparison
-    from samestep.errors import InterruptedJobError, LayoutError, RankFailedError, UserError
-    from samestep.job import Job, Run
+    from samestep.errors import CheckpointError, InterruptedJobError, LayoutError, RankFailedError, UserError
+    from samestep.job import Checkpointing, Job, Run
     from samestep.layout import Layout
     from samestep.proof import Proof
     from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
@@ -45,6 +45,8 @@ _HOME = {
     "Samples": "samestep.tasks.base",
     "Work": "samestep.tasks.base",
     "UserError": "samestep.errors",
+    "CheckpointError": "samestep.errors",
+    "Checkpointing": "samestep.job",
     "LayoutError": "samestep.errors",
     "RankFailedError": "samestep.errors",
     "InterruptedJobError": "samestep.errors",
@@ -54,6 +56,8 @@ __all__ = [
     "SGD",
     "AdamW",
     "Batch",
+    "CheckpointError",
+    "Checkpointing",
     "Comparison",
     "Evaluation",
     "InterruptedJobError",

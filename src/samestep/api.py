@@ -28,6 +28,7 @@ from samestep.supervision.round import Round
 from samestep.supervision.smaller import smaller
 from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
+from samestep.training.checkpoints import check_place
 from samestep.training.fit import try_out
 from samestep.training.result import TrainResult, check_folder, chosen_folder
 from samestep.training.rollback import fit_with_rollbacks
@@ -39,10 +40,10 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     """Train a recipe under a layout, in as many processes as it needs.
 
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, compile,
-    tensor_plan, cut_at, device, threads, workers, folder, offload_folder, tensorboard, rank_lines, max_restarts,
-    hang_limit, notice, on_nonfinite, elastic, min_processes, inject. Raises UserError for a mistake in the job,
-    RankFailedError where a rank fails and restarts are used up, NonFiniteError where a loss is NaN or infinite,
-    InterruptedJobError where a signal stops the job.
+    tensor_plan, cut_at, device, threads, workers, folder, offload_folder, checkpoint, tensorboard, rank_lines,
+    max_restarts, hang_limit, notice, on_nonfinite, elastic, min_processes, inject. Raises UserError for a mistake in
+    the job, RankFailedError where a rank fails and restarts are used up, NonFiniteError where a loss is NaN or
+    infinite, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
@@ -70,6 +71,7 @@ def train_job(job: Job) -> TrainResult:
     """Train a job. Where this process is already one of many ranks, it takes its part; else it starts them."""
     job, layout = _settled(job)
     check_folder(job.run.folder)
+    check_place(job.run.checkpoint, job.run.folder)
     _check(job, layout)
     found = _trained(job, layout)
     if isinstance(found, Exception):  # on all ranks alike, which have ended in good order
@@ -267,6 +269,10 @@ def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
     Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
         raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; engine native would do')
+    if job.run.checkpoint is not None and not engine.abilities.checkpoints:
+        raise UserError(
+            f'run.checkpoint is given, and engine "{engine.name}" saves no checkpoints here; engine native would do'
+        )
     if job.run.cut_at is not None and layout.pipeline == 1:
         raise UserError(
             f'run.cut_at names pipeline stages, and layout "{layout}" has none; pp2 would do, or no cut_at'

@@ -12,6 +12,10 @@ class LayoutError(UserError):
     """A layout that can't be read, doesn't fit the processes, the model or the batch, or isn't there yet."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that can't be written or read: what is wrong with which file, and what would do."""
+
+
 class RankFailedError(Exception):
     """A rank failed while the job ran: the first failing rank, and its traceback or the signal that ended it.
 

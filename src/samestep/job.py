@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -49,6 +49,20 @@ def _one_or_more(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Checkpointing:
+    """When a training's state is saved, where, and which of it the training begins with."""
+
+    # A number of steps, or a time such as "30s", "10m", "2h"; None: after the last step alone.
+    every: Positive | Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")] | None = None
+    keep: Positive = 3  # the last so many stay
+    best: str | None = None  # a metric of the evaluations; the checkpoint with its best value stays as well
+    best_is: Literal["highest", "lowest"] = "highest"
+    folder: Path | None = None  # None: checkpoints/ in the run's folder
+    asynchronous: bool = True  # the step waits for a copy in memory, not for the disk
+    resume: str = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Run:
     """How a recipe is run; nothing in here changes the result."""
 
@@ -65,6 +79,7 @@ class Run:
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     folder: Path | None = None  # None: runs/<name of the job file>
     offload_folder: Path | None = None  # for layouts that offload to disk; None: the system's temporary folder
+    checkpoint: Checkpointing | None = None
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
     max_restarts: Annotated[Whole, Ge(0)] = 0  # times that all ranks are started anew after one has failed

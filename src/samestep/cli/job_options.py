@@ -17,9 +17,13 @@ _FLAGS = {
     "micro-batch": ("run.micro_batch", "most samples of one forward on one rank"),
     "threads": ("run.threads", "threads a process (default: cores / processes)"),
     "device": ("run.device", "auto or cpu"),
+    "checkpoint-every": ("run.checkpoint.every", "save the training's state every so many steps, or every 10m"),
     "max-restarts": ("run.max_restarts", "times that all ranks start anew after one has failed (default: 0)"),
     "folder": ("run.folder", "where the run's files go (default: a new folder under runs/)"),
 }
+
+# Flags that some commands add themselves.
+_OWN_FLAGS = {"resume": ("run.checkpoint.resume", "")}
 
 
 def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -51,7 +55,7 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
         if not separator:
             raise UserError(f"--set {text}: write KEY=VALUE, such as recipe.optimizer.lr=1e-3")
         overrides.append((key, value, f"--set {text}"))
-    for flag, (key, _) in _FLAGS.items():
+    for flag, (key, _) in {**_FLAGS, **_OWN_FLAGS}.items():
         value = getattr(options, flag.replace("-", "_"), None)
         if value is not None:
             overrides.append((key, value, f"--{flag}"))

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser)
     parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="CHECKPOINT",
+        help="go on from a checkpoint: the newest of the run that is there, or the one of a path",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="take three steps, write no run, print what each rank held and sent",

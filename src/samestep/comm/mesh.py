@@ -52,12 +52,12 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     )
 
 
-def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """A process group of some ranks. Every rank of the world must make it, in the same order of groups.
 
-    A rank that is no member gets a mark that it can't use.
+    A rank that is no member gets a mark that it can't use. Without a back end it has that of all ranks.
     """
-    group: Any = dist.new_group(list(ranks))
+    group: Any = dist.new_group(list(ranks), backend=backend)
     return group
 
 

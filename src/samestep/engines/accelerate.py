@@ -41,6 +41,7 @@ class Accelerate(Engine):
     abilities: ClassVar[Abilities] = Abilities(
         dimensions=frozenset({"replicate", "shard"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
+        checkpoints=True,
         config="a file that `accelerate config` wrote",
         packages={"accelerate": 'pip install "samestep[accelerate]" would do'},
         skips=True,

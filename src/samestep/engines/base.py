@@ -16,6 +16,8 @@ from samestep.data.loader import StepBatch
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
+from samestep.parallel.parts import Entry
+from samestep.parallel.pieces import Piece
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.spread import Details
 from samestep.tasks.base import Batch, Task
@@ -36,6 +38,7 @@ class Abilities:
     offload: frozenset[str] = frozenset({"none"})
     config: str | None = None  # what its own configuration file is called, where it takes one
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
+    checkpoints: bool = False  # whether its trainers are Checkpointed
     same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
 
     skips: bool = False  # whether its trainers are Skipping
@@ -90,6 +93,39 @@ class Skipping(Trainer):
     @abstractmethod
     def pass_over(self) -> float:
         """Advance the schedule as a step would, and nothing else; return the step's learning rate."""
+
+
+class Checkpointed(Trainer):
+    """A trainer whose state can be saved under its layout and read under any other.
+
+    Tensors go by names that no layout changes: `model.<parameter or buffer>`, `optimizer.<parameter>.<key>`.
+    """
+
+    @abstractmethod
+    def entries(self) -> Mapping[str, Entry]:
+        """The whole model's tensors; the same on every rank."""
+
+    @abstractmethod
+    def tied(self) -> Mapping[str, str]:
+        """Further names of parameters that have several -> the name under which they are saved."""
+
+    @abstractmethod
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank holds of the model and of the optimizer's state; every rank asks."""
+
+    @abstractmethod
+    def scaler_state(self) -> dict[str, float]:
+        """What scales the loss under fp16; the same on every rank."""
+
+    @abstractmethod
+    def restore(
+        self,
+        step: int,
+        saved: Mapping[str, Entry],
+        read: Callable[[Mapping[str, Piece]], None],
+        scaler: Mapping[str, float],
+    ) -> None:
+        """Become what was saved after `step` steps. `read` fills pieces in place; every rank calls it once."""
 
 
 class Engine(ABC):

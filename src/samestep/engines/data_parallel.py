@@ -32,6 +32,7 @@ class DataParallel(Engine):
     abilities: ClassVar[Abilities] = Abilities(
         dimensions=frozenset(),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
+        checkpoints=True,
         skips=True,
     )
 

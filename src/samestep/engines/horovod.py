@@ -36,6 +36,7 @@ class Horovod(Engine):
     abilities: ClassVar[Abilities] = Abilities(
         dimensions=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
+        checkpoints=True,
         config="a YAML file with compression, fusion_threshold_mb, cycle_time_ms",
         packages={"horovod": "make horovod builds it against this PyTorch"},
     )

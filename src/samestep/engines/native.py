@@ -1,7 +1,7 @@
 """The native engine: samestep's own step on torch.distributed, the same code for one rank and for many."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -12,17 +12,28 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
-from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, ScheduleOf, Skipping, StepReport
+from samestep.engines.base import (
+    Abilities,
+    Checkpointed,
+    Engine,
+    Loss,
+    OptimizerOf,
+    ScheduleOf,
+    Skipping,
+    StepReport,
+)
 from samestep.engines.precision import Precision
 from samestep.layout import Layout, Offload
 from samestep.parallel.apply import spread, spread_optimizer
 from samestep.parallel.holdings import Holdings, holdings
-from samestep.parallel.parts import local
+from samestep.parallel.optimizer_pieces import OptimizerToFill, optimizer_pieces
+from samestep.parallel.parts import Entry, local
+from samestep.parallel.pieces import Piece, model_entries, model_pieces
 from samestep.parallel.spread import Details, Spread
 from samestep.tasks.base import sum_and_count
 
 
-class NativeTrainer(Skipping):
+class NativeTrainer(Checkpointed, Skipping):
     """Takes steps whose gradient is the sum over the global batch / the global count, however it is cut."""
 
     def __init__(
@@ -165,6 +176,37 @@ class NativeTrainer(Skipping):
     def state(self) -> dict[str, Tensor]:
         return self._spread.parts.whole_state(self.model)
 
+    def entries(self) -> Mapping[str, Entry]:
+        return model_entries(self._spread.parts)
+
+    def tied(self) -> Mapping[str, str]:
+        return self._spread.parts.tied
+
+    def pieces(self) -> dict[str, Piece]:
+        parts = self._spread.parts
+        return {**model_pieces(self.model, parts), **optimizer_pieces(self.optimizer, self.model, parts)}
+
+    def scaler_state(self) -> dict[str, float]:
+        return self._precision.state()
+
+    def restore(
+        self,
+        step: int,
+        saved: Mapping[str, Entry],
+        read: Callable[[Mapping[str, Piece]], None],
+        scaler: Mapping[str, float],
+    ) -> None:
+        parts = self._spread.parts
+        to_fill = OptimizerToFill(self.optimizer, self.model, parts, saved)
+        read({**model_pieces(self.model, parts), **to_fill.pieces})
+        to_fill.fill()
+        self._precision.restore(scaler)
+        if self.schedule is not None and step:
+            # A schedule is a function of the step: taking the last one again sets the rates of the next.
+            self.schedule.last_epoch = step - 1
+            self.schedule._step_count = step + 1
+            self.schedule.step()
+
 
 def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one device and dtype together, as PyTorch's operators over lists want them."""
@@ -183,6 +225,7 @@ class Native(Engine):
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset(get_args(Offload)),
+        checkpoints=True,
         compiles=True,
         skips=True,
     )

@@ -1,5 +1,7 @@
 """Precision: in which dtype parameters are held and forward is computed, and how losses are scaled for it."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -44,3 +46,12 @@ class Precision:
         """Step the optimizer, unless a scaled gradient overflowed (on any rank, since they are averaged)."""
         self._scaler.step(optimizer)
         self._scaler.update()
+
+    def state(self) -> dict[str, float]:
+        """The scale of the loss and how it came to be; nothing where losses aren't scaled."""
+        return self._scaler.state_dict()
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on with a scale that `state` told; with the first one where there is none."""
+        if state and self._scaler.is_enabled():
+            self._scaler.load_state_dict(dict(state))

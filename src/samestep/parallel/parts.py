@@ -24,10 +24,14 @@ class Slice:
     dim: int
     ranges: Sequence[Sequence[Range]]  # of each rank of the group; together they are the whole dimension
 
+    @property
+    def mine(self) -> Sequence[Range]:
+        """The ranges that this rank holds."""
+        return self.ranges[dist.get_rank(self.group)]
+
     def take(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""
-        mine = self.ranges[dist.get_rank(self.group)]
-        return torch.cat([whole.narrow(self.dim, first, last - first) for first, last in mine], self.dim)
+        return torch.cat([whole.narrow(self.dim, first, last - first) for first, last in self.mine], self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
         """The whole from every rank's part; every rank of the group must ask."""
@@ -71,21 +75,35 @@ class Parts:
     mesh: Mesh
     parameters: Mapping[str, Entry]  # of the whole model, in its order
     state: Mapping[str, Entry]  # of its state dict
+    tied: Mapping[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `parameters`
     table: dict[str, Part] = field(default_factory=dict)
     owners: Owners | None = None  # where gradients end on one rank of the shard group alone
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout, mesh: Mesh) -> "Parts":
         """The parts of a model that is still whole."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        every_name = model.named_parameters(remove_duplicate=False)
         return cls(
             layout=layout,
             mesh=mesh,
             parameters={name: Entry(shape=p.shape, dtype=p.dtype) for name, p in model.named_parameters()},
+            tied={name: names[parameter] for name, parameter in every_name if names[parameter] != name},
             state={name: Entry(shape=value.shape, dtype=value.dtype) for name, value in model.state_dict().items()},
         )
 
     def part(self, name: str) -> Part:
         return self.table.get(name, _WHOLE)
+
+    def buffers(self) -> dict[str, Entry]:
+        """What of the model's state dict is no parameter."""
+        known = {**self.parameters, **self.tied}
+        return {name: entry for name, entry in self.state.items() if name not in known}
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank holds anything of a parameter or buffer: its pipeline stages may not."""
+        stages = self.part(name).stages
+        return stages is None or self.mesh.coordinate("pipeline") in stages
 
     def add_sum(self, name: str, group: dist.ProcessGroup) -> None:
         """Write down that backward leaves a parameter's gradient in parts over a group."""
@@ -106,8 +124,7 @@ class Parts:
     def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
         part = self.part(name)
         stages = part.stages
-        here = stages is None or self.mesh.coordinate("pipeline") in stages
-        if here:
+        if self.holds(name):
             assert mine is not None, name
             value = whole(mine.detach())
             if part.slice is not None:

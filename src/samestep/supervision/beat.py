@@ -76,16 +76,19 @@ class Beat:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Something other than a step, which may take longer."""
-        before, self._phase = self._phase, PHASES.index(phase)
-        self._write()
+        before = PHASES[self._phase]
+        self.enter(phase)
         yield
-        self._phase = before
+        self.enter(before)
+
+    def enter(self, phase: Phase) -> None:
+        """Something other than a step, until further word."""
+        self._phase = PHASES.index(phase)
         self._write()
 
     def close(self, phase: Phase) -> None:
         """The last word."""
-        self._phase = PHASES.index(phase)
-        self._write()
+        self.enter(phase)
         self._memory.close()
         self._file.close()
 

@@ -116,6 +116,11 @@ class RankSupervision:
                 yield
         self.pace.pause()
 
+    def ends(self) -> None:
+        """The last step is done; what is left may take longer."""
+        if self._beat is not None:
+            self._beat.enter("end")
+
     def loss(self, step: int, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss of a step, spoiled where that is asked for."""
         return spoiled(loss) if self._injection and self._injection.spoils(step) else loss

@@ -14,7 +14,7 @@ from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
 from samestep.engines.base import Skipping, StepReport
 from samestep.engines.resolve import resolve as resolve_engine
-from samestep.errors import InterruptedJobError
+from samestep.errors import InterruptedJobError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.initial import InitialModel, build_recorded
@@ -25,7 +25,9 @@ from samestep.tasks.base import Batch, Task
 from samestep.tasks.rms_norm import widen_norms
 from samestep.training import result as results
 from samestep.training import usage as usages
+from samestep.training.checkpoints import Checkpoints
 from samestep.training.dropout import switch_off
+from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.optimizer import make_optimizer, make_schedule
 from samestep.training.progress import Bar
 from samestep.training.records import Records
@@ -56,8 +58,9 @@ class Training:
             workers=job.run.workers,
         )
         self.samples = task.train_set()
-        self._steps_per_epoch = -(-len(self.samples) // recipe.batch)
-        self.total_steps = recipe.total_steps(self._steps_per_epoch)
+        self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
+        self.total_steps = recipe.total_steps(self.steps_per_epoch)
+        self.first_step = 0  # above 0 where it goes on from a checkpoint
         built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
         if not recipe.dropout:
             switch_off(built.model)
@@ -88,7 +91,7 @@ class Training:
     def late_step(self) -> int:
         """The last step of a whole batch, where there is one: what a step looks like when all is warm."""
         last = self.total_steps - 1
-        short = (last + 1) % self._steps_per_epoch == 0 and len(self.samples) % self.recipe.batch > 0
+        short = (last + 1) % self.steps_per_epoch == 0 and len(self.samples) % self.recipe.batch > 0
         return last - 1 if short and last else last
 
     def steps(
@@ -107,11 +110,12 @@ class Training:
             self.samples,
             batch=self.recipe.batch,
             collate=self.task.collate,
+            start=self.first_step,
             steps=min(stop or self.total_steps, self.total_steps),
         )
         for batch in batches:
             if batch.step in left_out:
-                yield batch, self.session.pass_over()
+                yield batch, self._passed_over()
                 continue
             loss = self.task.loss if supervision is None else supervision.loss(batch.step, self.task.loss)
             take = partial(self.session.step, batch, loss)
@@ -122,6 +126,12 @@ class Training:
                     report = take()
             yield batch, report
 
+    def _passed_over(self) -> StepReport:
+        trainer = self.session.trainer
+        assert isinstance(trainer, Skipping)  # by the engine's abilities, which were checked
+        nothing = torch.tensor(float("nan"), dtype=torch.float64)
+        return StepReport(loss=nothing, grad_norm=nothing, lr=trainer.pass_over())
+
     def samples_of(self, step: int) -> Sequence[int]:
         """The samples of a step's global batch, by their numbers in the data set."""
         order = SampleOrder(size=len(self.samples), batch=self.recipe.batch, seed=self.recipe.seed)
@@ -130,7 +140,7 @@ class Training:
     @property
     def measured_step(self) -> int:
         """The step that is measured: the third where there is one; state and buffers are made in the first two."""
-        return min(2, self.total_steps - 1)
+        return min(self.first_step + 2, self.total_steps - 1)
 
     def evaluate(self, bar: Bar | None = None) -> dict[str, Any]:
         """The task's metrics over its held-out samples; nothing where it has none."""
@@ -176,27 +186,43 @@ def fit(
     training = Training(job, task, world, layout)
     session = training.session
     folder = results.folder_of(job)
-    bar = Bar(f"train {layout}", training.total_steps, shown=session.is_main)
     timeline = session.trainer.timeline
     if timeline is not None:
         timeline.step = training.late_step()
     _prepare(training, job, supervision)
-    with Records(folder if session.is_main else None, tensorboard=job.run.tensorboard) as records, bar:
-        guard = NonFinite(
-            job.run.on_nonfinite,
-            folder,
-            samples_of=training.samples_of,
-            writes=session.is_main,
-            norms_may_overflow=job.recipe.precision == "fp16",
-            left_out=frozenset() if anew else left_out(folder),
-        )
-        log = StepLog(records, bar, Tally(len(training.samples)), guard)
-        take_all_steps(training, log, supervision)
-        with supervision.phase("evaluation"):
-            metrics = training.evaluate(bar)
-        records.evaluation(len(log.losses), metrics)
-    with supervision.phase("end"):
-        return _finish(job, training, log, metrics, folder, supervision)
+    metrics: dict[str, Any] = {}
+    ended: Exception | None = None
+    with Checkpoints(job, session, folder) as checkpoints:
+        training.first_step = checkpoints.resume(training.steps_per_epoch)
+        bar = Bar(f"train {layout}", training.total_steps, first=training.first_step, shown=session.is_main)
+        with (
+            Records(
+                folder if session.is_main else None, first_step=training.first_step, tensorboard=job.run.tensorboard
+            ) as records,
+            bar,
+        ):
+            guard = NonFinite(
+                job.run.on_nonfinite,
+                folder,
+                samples_of=training.samples_of,
+                writes=session.is_main,
+                norms_may_overflow=job.recipe.precision == "fp16",
+                left_out=frozenset() if anew else left_out(folder),
+            )
+            log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
+            try:
+                take_all_steps(training, log, checkpoints, supervision)
+            except (InterruptedJobError, NonFiniteError) as error:  # on all ranks alike: they leave in good order
+                ended = error
+            supervision.ends()
+            if ended is None:
+                metrics = training.evaluate(bar)
+                records.evaluation(training.total_steps, metrics)
+        if ended is None:
+            checkpoints.save(training.total_steps, metrics)
+    if ended is not None:
+        raise ended
+    return _finish(job, training, log, metrics, folder, checkpoints, supervision)
 
 
 def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None:
@@ -207,7 +233,13 @@ def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None
 
 
 def _finish(
-    job: Job, training: Training, log: "StepLog", metrics: dict[str, Any], folder: Path, supervision: RankSupervision
+    job: Job,
+    training: Training,
+    log: StepLog,
+    metrics: dict[str, Any],
+    folder: Path,
+    checkpoints: Checkpoints,
+    supervision: RankSupervision,
 ) -> TrainResult:
     """Gather what the ranks know, and write what a run leaves."""
     session, task = training.session, training.task
@@ -217,13 +249,15 @@ def _finish(
         if session.is_main:
             print("\n".join(lines), flush=True)
     peaks = results.gather_peak_memory(session)
-    samples_per_second = log.samples / log.seconds
+    samples_per_second = log.samples / log.seconds if log.seconds else 0.0
     result = TrainResult(
         metrics=metrics,
         losses=tuple(log.losses),
-        steps=len(log.losses),
+        first_step=training.first_step,
+        steps=training.total_steps,
         seconds=log.seconds,
         evaluation_seconds=training.evaluation_seconds,
+        checkpoint_seconds=checkpoints.waited_seconds,
         samples_per_second=samples_per_second,
         speeds=speeds(samples_per_second, task.work(), job.recipe.precision, session.world.device),
         folder=folder,
@@ -244,76 +278,3 @@ def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usag
     for _ in training.steps(stop=last + 1, measured=last):
         pass
     return usages.gather(training.usage)
-
-
-class StepLog:
-    """Where a step's values go once they are known: the records, the bar, the sums of the final report."""
-
-    def __init__(self, records: Records, bar: Bar, tally: Tally, guard: NonFinite) -> None:
-        self._guard = guard
-        self.records = records
-        self.tally = tally
-        self.losses: list[float] = []
-        self.samples = 0
-        self.seconds = 0.0
-        self.bar = bar
-
-    def add(self, batch: StepBatch, report: StepReport, seconds: float) -> None:
-        """Read a step's values, which waits until an accelerator has computed them.
-
-        Raises NonFiniteError where the training must not go on with them.
-        """
-        loss, grad_norm = report.loss.item(), report.grad_norm.item()
-        self.losses.append(loss)
-        self.samples += batch.global_samples
-        self.seconds += seconds + batch.data_seconds
-        self.tally.add(batch)
-        self.bar.step(loss=loss, lr=report.lr, samples=batch.global_samples)
-        self.records.step(
-            {
-                "step": batch.step,
-                "epoch": batch.epoch,
-                "loss": loss,
-                "grad_norm": grad_norm,
-                "lr": report.lr,
-                "samples": batch.global_samples,
-                "step_seconds": seconds,
-                "data_seconds": batch.data_seconds,
-            }
-        )
-        self._guard.check(batch.step, loss, grad_norm)
-
-    @property
-    def left_out(self) -> Collection[int]:
-        """Steps that are not taken."""
-        return self._guard.left_out
-
-
-def take_all_steps(training: Training, log: StepLog, supervision: RankSupervision) -> None:
-    """Take every step, each logged while the next one is computed, and evaluate in between where asked.
-
-    Raises InterruptedJobError after the step at which a signal stops all ranks.
-    """
-    every = training.recipe.evaluation.every
-    before: tuple[StepBatch, StepReport, float] | None = None
-    began = time.perf_counter()
-    steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
-    for batch, report in steps:
-        if before is not None:
-            log.add(*before)
-        now = time.perf_counter()
-        before = (batch, report, now - began - batch.data_seconds)
-        began = now
-        done = batch.step + 1
-        if every and done % every == 0 and done < training.total_steps:
-            log.add(*before)
-            before = None
-            with supervision.phase("evaluation"):
-                log.records.evaluation(done, training.evaluate(log.bar))
-            began = time.perf_counter()
-        if supervision.stop_signal is not None and done < training.total_steps:
-            if before is not None:
-                log.add(*before)
-            raise InterruptedJobError(supervision.stop_signal)
-    if before is not None:
-        log.add(*before)

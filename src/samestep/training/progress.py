@@ -18,9 +18,9 @@ from rich.progress import (
 
 
 class Bar:
-    """A bar over `total` things. Quiet unless `shown` and standard error is a terminal."""
+    """A bar over `total` things, `first` of them done. Quiet unless `shown` and standard error is a terminal."""
 
-    def __init__(self, title: str, total: int, *, shown: bool = True) -> None:
+    def __init__(self, title: str, total: int, *, first: int = 0, shown: bool = True) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -32,7 +32,7 @@ class Bar:
             disable=not (shown and sys.stderr.isatty()),
             refresh_per_second=4,
         )
-        self._task = self._progress.add_task(title, total=total, note="")
+        self._task = self._progress.add_task(title, total=total, completed=first, note="")
         self._samples = 0
         self._began = time.perf_counter()
 

@@ -2,48 +2,34 @@
 
 import json
 import math
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, Self
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 from samestep.supervision.nonfinite import without_nonfinite
 from samestep.training.evaluation import scalars
-
-# The module by which TensorBoard is told to write files by itself: where there is one, it does not import TensorFlow.
-_MARKER = "tensorboard.compat.notf"
-
-
-@contextmanager
-def _tensorflow_left_alone() -> Iterator[None]:
-    """TensorBoard looks for TensorFlow once, and loading it takes seconds and half a gigabyte."""
-    if _MARKER in sys.modules:
-        yield
-        return
-    sys.modules[_MARKER] = ModuleType(_MARKER)
-    try:
-        yield
-    finally:
-        del sys.modules[_MARKER]
 
 
 class Records:
     """Writes one line a step to metrics.jsonl, one line an evaluation to evaluations.jsonl, both to TensorBoard."""
 
-    def __init__(self, folder: Path | None, *, tensorboard: bool) -> None:
+    def __init__(self, folder: Path | None, *, first_step: int = 0, tensorboard: bool) -> None:
         self._steps = self._evaluations = self._board = None
+        self.losses: list[float] = []  # of the steps before the first one, where the folder tells of all of them
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self._steps = (folder / "metrics.jsonl").open("w", encoding="utf-8", buffering=1)  # line by line
-        self._evaluations = (folder / "evaluations.jsonl").open("w", encoding="utf-8", buffering=1)
+        metrics, evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
+        kept = _lines_before(metrics, first_step)
+        if [values["step"] for values in kept] == list(range(first_step)):
+            self.losses = [math.nan if values["loss"] is None else values["loss"] for values in kept]
+        self._steps = _rewritten(metrics, kept)
+        self._evaluations = _rewritten(evaluations, _lines_before(evaluations, first_step + 1))
         if tensorboard:
-            with _tensorflow_left_alone():
-                from torch.utils.tensorboard import SummaryWriter
+            from samestep.training.board import SummaryWriter
 
-                self._board = SummaryWriter(folder / "tensorboard")
+            self._board = SummaryWriter(folder / "tensorboard", purge_step=first_step or None)
 
     def __enter__(self) -> Self:
         return self
@@ -72,3 +58,25 @@ class Records:
                 if not math.isfinite(value):
                     continue
                 self._board.add_scalar(name, value, step)
+
+
+def _lines_before(file: Path, step: int) -> list[dict[str, Any]]:
+    """What a file says of the steps before this one; a run that was ended may have left half a line."""
+    if not step or not file.is_file():
+        return []
+    kept: list[dict[str, Any]] = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and values.get("step", step) < step:
+            kept.append(values)
+    return kept
+
+
+def _rewritten(file: Path, lines: Sequence[Mapping[str, Any]]) -> TextIO:
+    """A file with these lines alone, open for more; written line by line, so that others can follow it."""
+    opened = file.open("w", encoding="utf-8", buffering=1)
+    opened.writelines(json.dumps(values) + "\n" for values in lines)
+    return opened

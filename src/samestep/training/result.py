@@ -1,16 +1,16 @@
 """What a training ends in: the result in Python, and the files that it leaves in the run's folder."""
 
 import json
-import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.checkpoint.find import candidates
 from samestep.cluster.device import peak_memory
 from samestep.errors import UserError
 from samestep.job import Job
@@ -18,6 +18,7 @@ from samestep.supervision.nonfinite import without_nonfinite
 from samestep.supervision.pace import lagging
 from samestep.training.session import Session
 from samestep.training.usage import Usage
+from samestep.versions import versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,12 @@ class TrainResult:
     """A finished training. `metrics` are those of the held-out samples after the last step."""
 
     metrics: Mapping[str, Any]
-    losses: tuple[float, ...]  # one a step
+    losses: tuple[float, ...]  # one a step; of one that went on elsewhere, from its first step
+    first_step: int = 0  # above 0 where it went on from a checkpoint
     steps: int
-    seconds: float  # of the steps; without start-up and evaluation
+    seconds: float  # of the steps; without start-up, evaluation and saving
     evaluation_seconds: float = 0.0  # of all evaluations
+    checkpoint_seconds: float = 0.0  # that the training stood still to be saved
     samples_per_second: float
     speeds: Mapping[str, float]  # more of them, where the task says what a sample costs
     folder: Path
@@ -66,14 +69,32 @@ def check_folder(folder: Path | None) -> None:
 
 
 def chosen_folder(job: Job) -> Path:
-    """The run's folder: as the job says, or a new one under runs/."""
+    """The run's folder: as the job says, or a new one under runs/.
+
+    A job that is to be resumed takes the last one of its name that holds checkpoints, where there is one.
+    """
     name = job.name or str(job.recipe.task if isinstance(job.recipe.task, str) else type(job.recipe.task).__name__)
-    return job.run.folder or free_folder(Path("runs") / name.rpartition(":")[2])
+    wanted = Path("runs") / name.rpartition(":")[2]
+    resumes = job.run.checkpoint is not None and job.run.checkpoint.resume == "auto"
+    return job.run.folder or (_last_saved(wanted) if resumes else None) or free_folder(wanted)
 
 
 def folder_of(job: Job) -> Path:
     """The run's folder, the same on every rank."""
-    chosen: list[Any] = [chosen_folder(job)]
+    return agreed(chosen_folder(job))
+
+
+def _last_saved(wanted: Path) -> Path | None:
+    """The last run that was saved of those which `free_folder` has named so."""
+    name = re.compile(re.escape(wanted.name) + r"(-\d+)?")
+    runs = [path for path in wanted.parent.glob(f"{wanted.name}*") if name.fullmatch(path.name)]
+    saved = [path for path in runs if candidates(path)]
+    return max(saved, key=lambda path: candidates(path)[0].stat().st_mtime, default=None)
+
+
+def agreed(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    chosen = [value]
     dist.broadcast_object_list(chosen)
     return chosen[0]
 
@@ -116,10 +137,12 @@ def write_report(
     """Write report.json, and the metrics that are curves into a file of their own."""
     report = {
         "metrics": {name: value for name, value in result.metrics.items() if not is_curve(value)},
-        "final_loss": result.losses[-1],
+        "final_loss": result.losses[-1] if result.losses else None,
+        "first_step": result.first_step,
         "steps": result.steps,
         "seconds": result.seconds,
         "evaluation_seconds": result.evaluation_seconds,
+        "checkpoint_seconds": result.checkpoint_seconds,
         "samples_per_second": result.samples_per_second,
         **result.speeds,
         "peak_memory_bytes": peaks,
@@ -142,12 +165,6 @@ def write_report(
 def is_curve(value: Any) -> bool:
     """Whether a metric is a curve, with a point for each distinct score: too long for a report."""
     return isinstance(value, Mapping) and "thresholds" in value
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
-    packages = ("samestep", "torch", "numpy", "transformers", "tokenizers", "torchmetrics")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def _write_json(file: Path, values: Any) -> None:

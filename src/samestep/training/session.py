@@ -1,23 +1,27 @@
 """Session: one rank's part in a training, for `samestep.train` and for loops of one's own alike."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from samestep import environment
+from samestep.checkpoint.find import open_newest
+from samestep.checkpoint.save import Saver
 from samestep.cluster.device import DeviceChoice
 from samestep.cluster.world import World, join
-from samestep.comm.mesh import build_mesh
+from samestep.comm.mesh import build_mesh, new_group
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
-from samestep.engines.base import Engine, Loss, OptimizerOf, ScheduleOf, Skipping, StepReport, Trainer
+from samestep.engines.base import Checkpointed, Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
 from samestep.engines.precision import parameter_dtype
 from samestep.engines.resolve import check, resolve
 from samestep.errors import LayoutError, UserError
@@ -30,9 +34,18 @@ from samestep.tasks.base import Samples, default_scores
 from samestep.training import evaluation
 from samestep.training.evaluation import Scores
 from samestep.training.progress import Bar
+from samestep.training.state import load_state, save_state
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a loop of one's own goes on."""
+
+    step: int  # the number of the next step, counted from 0
+    extra: Mapping[str, Any]  # what was given to `save`
 
 
 class Session:
@@ -73,6 +86,8 @@ class Session:
         self._offload_folder = offload_folder
         self._engine_config = engine_config
         self._trainer: Trainer | None = None
+        self._savers: dict[Path, Saver] = {}
+        self._group: ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -161,15 +176,64 @@ class Session:
             workers=self._workers,
         )
 
+    def save(self, folder: str | Path, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
+        """Save the training as it is after `step` steps into `folder/step-<step>`; every rank must call.
+
+        The call waits for a copy in memory; the files are written beside the next steps. `extra` is what JSON can
+        hold, such as a schedule's state, and comes back from `resume`. Raises CheckpointError where this checkpoint
+        or the one before can't be written.
+        """
+        folder = Path(folder)
+        if folder not in self._savers:
+            self._savers[folder] = Saver(folder, self._checkpoint_group(), asynchronous=True)
+            self._savers[folder].prepare()
+        save_state(
+            self._checkpointed("save"),
+            self._savers[folder],
+            self.world,
+            self.layout,
+            engine=self.engine.name,
+            step=step,
+            extra=extra,
+        )
+
+    def resume(self, place: str | Path) -> Resumed:
+        """Go on from a checkpoint, or from the newest in a folder, whichever layout saved it; every rank must call.
+
+        Returns how many steps it had taken and its `extra`; 0 steps where there is no checkpoint. Raises
+        CheckpointError where it is damaged, or another model's.
+        """
+        trainer = self._checkpointed("resume")
+        loader = open_newest(Path(place), self._checkpoint_group(), self.warn)
+        if loader is None:
+            return Resumed(step=0, extra={})
+        load_state(trainer, loader, self.world, self.layout)
+        return Resumed(step=loader.info.step, extra=loader.info.extra)
+
+    def warn(self, text: str) -> None:
+        """Tell the user something, once for all ranks."""
+        if self.is_main:
+            print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Wait until every checkpoint is written."""
+        for saver in self._savers.values():
+            saver.close()
+
+    def _checkpointed(self, what: str) -> Checkpointed:
+        if not isinstance(self.trainer, Checkpointed):
+            raise UserError(f'session.{what}: engine "{self.engine.name}" saves no checkpoints; native would do')
+        return self.trainer
+
+    def _checkpoint_group(self) -> ProcessGroup:
+        """All ranks, on the CPU, for checkpoints alone: their messages must not mix with the training's."""
+        if self._group is None:
+            self._group = new_group(range(self.world.world_size), backend="gloo")
+        return self._group
+
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update. `loss(output, batch)` gives a sum and a count, never a mean."""
         return self.trainer.step(batch, loss)
-
-    def pass_over(self) -> StepReport:
-        """Leave a step out: its loss is nothing, its schedule is."""
-        assert isinstance(self.trainer, Skipping)  # by the engine's abilities
-        nothing = torch.tensor(float("nan"), dtype=torch.float64)
-        return StepReport(loss=nothing, grad_norm=nothing, lr=self.trainer.pass_over())
 
     def evaluate(
         self,
@@ -232,7 +296,7 @@ def session(
     processes = ranks.world_size if ranks else 1
     parsed = _parse(layout, processes, started=ranks is not None)
     with join(device=device, threads=threads) as world:
-        yield Session(
+        training = Session(
             world=world,
             layout=parsed,
             engine=resolve(engine),
@@ -247,6 +311,8 @@ def session(
             offload_folder=offload_folder,
             engine_config=engine_config,
         )
+        yield training
+        training.close()  # not after an error, when other ranks may be gone
 
 
 def _parse(layout: str | Layout, processes: int, *, started: bool) -> Layout:

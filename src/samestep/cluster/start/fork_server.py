@@ -19,7 +19,7 @@ _ALWAYS = ("samestep.api", "torch.distributed.elastic.multiprocessing.api", "sam
 _WHERE_USED = (
     "safetensors.torch",
     "tokenizers",
-    "torch.utils.tensorboard",
+    "samestep.training.board",
     "torchmetrics.classification",
     "transformers.modeling_utils",
     "transformers.models.bert.modeling_bert",

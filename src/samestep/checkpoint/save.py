@@ -1,0 +1,217 @@
+"""Saving: copy what this rank holds, then write it, beside the training and with every other rank, and name it last.
+
+Until its name is given a checkpoint is none, so whatever ends the job at whatever moment, the one before it stands.
+"""
+
+import errno
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from samestep.checkpoint import folder as folders
+from samestep.checkpoint.info import INFO_FILE, FileSum, Info
+from samestep.checkpoint.metadata import METADATA_FILE
+from samestep.checkpoint.plans import SavePlanner
+from samestep.checkpoint.sums import sums_of
+from samestep.errors import CheckpointError
+from samestep.parallel.pieces import Box, Piece
+
+# Called on rank 0 with a checkpoint that has just become one.
+Saved = Callable[[Path, Info], None]
+
+
+class Saver:
+    """Writes checkpoints of one training into a folder; every rank has one, and calls it alike.
+
+    `asynchronous`: the caller waits for the copy alone, and for the checkpoint before where that is still written.
+    `group` is of all ranks, on the CPU, and for this alone: its messages must not mix with the training's.
+    """
+
+    def __init__(
+        self, folder: Path, group: dist.ProcessGroup, *, asynchronous: bool, saved: Saved | None = None
+    ) -> None:
+        self._folder = folder
+        self._saved = saved
+        self._group = group
+        self._rank = dist.get_rank()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._writing: Future[None] | None = None
+        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self.waited_seconds = 0.0  # that the training stood still for it
+
+    def prepare(self) -> None:
+        """Make the folder and clear it of what a run before left half done. Raises CheckpointError."""
+
+        def prepare() -> None:
+            if self._rank == 0:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                folders.remove_unfinished(self._folder)
+
+        self._together(prepare, self._folder)
+
+    def save(self, pieces: Mapping[str, Piece], info: Info) -> None:
+        """Save a checkpoint. Raises CheckpointError where this one, or the one before, can't be written."""
+        began = time.perf_counter()
+        self.wait()
+        if self._thread is None:
+            self._write(pieces, info)
+        else:
+            self._writing = self._thread.submit(self._write, self._copied(pieces), info)
+        self.waited_seconds += time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. Raises CheckpointError where it can't be."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def close(self) -> None:
+        """Wait for the last checkpoint and end the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _copied(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """The pieces as they are now, in the host's memory. It is kept: fresh memory costs as much as the copy."""
+        waits: set[torch.device] = set()
+        copied: dict[str, Piece] = {}
+        for name, piece in pieces.items():
+            boxes = []
+            for box in piece.boxes:
+                on_device = box.values.device.type != "cpu"
+                copy = self._copies.get((name, box.offsets))
+                if copy is None or copy.shape != box.values.shape or copy.dtype != box.values.dtype:
+                    copy = torch.empty(box.values.shape, dtype=box.values.dtype, pin_memory=on_device)
+                    self._copies[name, box.offsets] = copy
+                copy.copy_(box.values, non_blocking=on_device)
+                if on_device:
+                    waits.add(box.values.device)
+                boxes.append(Box(offsets=box.offsets, values=copy))
+            copied[name] = replace(piece, boxes=boxes)
+        for device in waits:
+            torch.accelerator.synchronize(device)
+        return copied
+
+    def _write(self, pieces: Mapping[str, Piece], info: Info) -> None:
+        unfinished = self._folder / (folders.name_of(info.step) + folders.UNFINISHED)
+        try:
+            with _quiet():
+                dcp.save(
+                    {},
+                    storage_writer=dcp.FileSystemWriter(unfinished, overwrite=False),
+                    planner=SavePlanner(pieces),
+                    process_group=self._group,
+                )
+        except CheckpointException as error:
+            raise _as_error(unfinished, dict(error.failures)) from None
+        sums = self._gathered_sums(unfinished)
+        self._together(lambda: self._complete(unfinished, replace(info, files=sums)), unfinished)
+
+    def _gathered_sums(self, unfinished: Path) -> dict[str, FileSum]:
+        """The sums of all files, each made by the rank that wrote it."""
+        mine: dict[str, FileSum] = {}
+
+        def make() -> None:
+            names = [path.name for path in unfinished.iterdir() if path.name.startswith(f"__{self._rank}_")]
+            mine.update(sums_of(unfinished, [*names, *([METADATA_FILE] if self._rank == 0 else [])]))
+
+        self._together(make, unfinished)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine, group=self._group)
+        return {name: each for sums in gathered for name, each in sorted(sums.items())}
+
+    def _complete(self, unfinished: Path, info: Info) -> None:
+        if self._rank:
+            return
+        if hidden := [name for name in info.files if not (unfinished / name).is_file()]:
+            raise CheckpointError(
+                f"{unfinished / hidden[0]} was written by another rank and can't be seen by rank 0; a folder that "
+                "all hosts share would do"
+            )
+        _write_durably(unfinished / INFO_FILE, info.to_json())
+        _make_durable(unfinished)
+        path = folders.make_complete(unfinished)
+        _make_durable(self._folder)
+        if self._saved is not None:
+            self._saved(path, info)
+
+    def _together(self, act: Callable[[], None], where: Path) -> None:
+        """Do something on every rank; where it fails on one, all ranks raise that one's error."""
+        failures: list[Any] = [None] * dist.get_world_size()
+        mine: BaseException | None = None
+        try:
+            act()
+        except (OSError, CheckpointError) as error:
+            mine = error
+        dist.all_gather_object(failures, mine, group=self._group)
+        found = {rank: (failure,) for rank, failure in enumerate(failures) if failure is not None}
+        if found:
+            raise _as_error(where, found)
+
+
+def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
+    """The first rank's failure (an exception, and perhaps where it was raised) as one message."""
+    rank = min(failures)
+    error = failures[rank][0]
+    if isinstance(error, CheckpointError):
+        return error
+    reasons = {
+        errno.ENOSPC: "no space is left there; make some, or set run.checkpoint.folder to a folder with more",
+        errno.EDQUOT: "the quota there is used up; set run.checkpoint.folder to another folder",
+        errno.EACCES: "it may not be written by this user; set run.checkpoint.folder to a folder that may",
+        errno.EROFS: "it is on a read-only file system; set run.checkpoint.folder to another folder",
+    }
+    reason = reasons.get(error.errno or 0, error.strerror) if isinstance(error, OSError) else repr(error)
+    # What PyTorch's writer meets while a file is full, it tells as an error of its own.
+    if reason is None or "PytorchStreamWriter" in str(error):
+        reason = f"PyTorch could not write it, as when no space is left ({error})"
+    return CheckpointError(f"checkpoint {where.name} can't be written into {where.parent} by rank {rank}: {reason}")
+
+
+def _write_durably(file: Path, text: str) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _make_durable(folder: Path) -> None:
+    """Have the system write a folder's names to its disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch tells of each save."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
