@@ -38,6 +38,7 @@ HOUSE = (
     ("report",),
     ("api",),
     ("comparison",),
+    ("drill",),
     ("cli",),
 )
 RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}

@@ -236,7 +236,7 @@ def _run(layout: str | Layout, run: dict[str, Any]) -> Run:
     return checked(Run, {"layout": str(layout), **run}, prefix=("run",))
 
 
-def _layout_of(job: Job) -> Layout:
+def layout_of(job: Job) -> Layout:
     """The job's layout, with what it left open filled from the number of processes."""
     ranks = environment.ranks()
     text, processes = job.run.layout, job.run.processes
@@ -254,7 +254,7 @@ def check_job(job: Job, task: Task | None = None) -> Task:
 
 def _settled(job: Job) -> tuple[Job, Layout]:
     """The job and its layout, with what the engine's own configuration says where the job leaves it open."""
-    engine, layout = engines.resolve(job.run.engine), _layout_of(job)
+    engine, layout = engines.resolve(job.run.engine), layout_of(job)
     engines.check(engine, layout, job.recipe.precision, job.run.engine_config)
     return engine.settle(job, layout)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from samestep import __version__
-from samestep.cli import compare, job_options, layout, train, translate, verify
+from samestep.cli import compare, drill, job_options, layout, train, translate, verify
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
 
-COMMANDS = (train, verify, compare, layout, translate)
+COMMANDS = (train, verify, compare, drill, layout, translate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
