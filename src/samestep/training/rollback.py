@@ -12,7 +12,7 @@ from samestep.tasks.base import Task
 from samestep.training.fit import fit
 from samestep.training.result import TrainResult
 
-_MOST = 10  # a training that must leave out more batches than these has another fault
+_MOST = 5  # a training that must leave out more batches than these has another fault
 
 
 def fit_with_rollbacks(
