@@ -15,8 +15,10 @@ from torch import nn
 
 def main(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
+    round_ = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (folder / f"start-{round_}").touch()  # a start may end before it has taken a step
     dist.init_process_group("gloo")
-    rank, round_ = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = dist.get_rank()
     task = Slow()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(task.model())

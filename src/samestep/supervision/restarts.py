@@ -66,7 +66,7 @@ class _Rounds:
 
     def run(self) -> Any:
         while True:
-            with TemporaryDirectory(prefix="samestep-round-") as place:
+            with TemporaryDirectory(prefix="samestep-round-", ignore_cleanup_errors=True) as place:
                 watch = Watch(
                     Path(place), self._layout.size, limit=self._job.run.hang_limit, goes_on=self._tell_what_it_cost
                 )

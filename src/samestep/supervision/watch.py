@@ -1,11 +1,8 @@
 """Watch: a thread of the starting process that looks at how far each rank is, and ends a round that gets nowhere."""
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +11,7 @@ from typing import Any, Self
 from samestep.supervision import beat, counts, missing, stacks
 from samestep.supervision.beat import Progress
 from samestep.supervision.clock import Clock
+from samestep.supervision.handle import Handle
 
 _APART = 0.1  # seconds between looks
 # What takes longer than a step may take so many times the limit.
@@ -51,6 +49,7 @@ class Watch:
         self._limit = limit
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="watch", daemon=True)
+        self._handles: dict[int, Handle] = {}
         self._end_at: float | None = None
         self.hang: Hang | None = None
         self._died_at: float | None = None
@@ -65,8 +64,10 @@ class Watch:
     ) -> None:
         self._over.set()
         self._thread.join()
-        self.last = beat.read(self._folder, self._ranks)
+        self._read()
         self._see_the_first_step()
+        for handle in self._handles.values():
+            handle.close()
 
     def end_within(self, seconds: float) -> None:
         """End the ranks where they have not ended by then."""
@@ -74,9 +75,16 @@ class Watch:
 
     def end_now(self) -> None:
         """End every rank at once, wherever it is."""
-        for each in beat.read(self._folder, self._ranks):
-            with suppress(ProcessLookupError):
-                os.kill(each.pid, signal.SIGKILL)
+        self._read()
+        for handle in list(self._handles.values()):
+            handle.kill()
+
+    def _read(self) -> Sequence[Progress]:
+        self.last = beat.read(self._folder, self._ranks)
+        for each in self.last:
+            if each.rank not in self._handles:
+                self._handles[each.rank] = Handle(each.pid)
+        return self.last
 
     def _look_on(self) -> None:
         clock = Clock(_APART)
@@ -84,8 +92,7 @@ class Watch:
         moved_at = 0.0
         while not self._over.wait(_APART):
             seconds = clock.look()
-            ranks = beat.read(self._folder, self._ranks)
-            self.last = ranks
+            ranks = self._read()
             self._see_the_first_step()
             self._see_to_the_dead(ranks)
             if self._end_at is not None and time.monotonic() > self._end_at:
@@ -106,7 +113,9 @@ class Watch:
     def _see_to_the_dead(self, ranks: Sequence[Progress]) -> None:
         """The others see their connection to a dead rank break and end; one that does not is ended."""
         if self._died_at is None:
-            if any(not each.over and not _alive(each.pid) for each in ranks):
+            if any(
+                each.phase == "failed" or (not each.over and not self._handles[each.rank].alive()) for each in ranks
+            ):
                 self._died_at = time.monotonic()
         elif time.monotonic() - self._died_at > _AFTER_A_DEATH:
             self.end_now()
@@ -141,11 +150,3 @@ def find(folder: Path, ranks: Sequence[Progress], entered: dict[int, counts.Coun
     lines = [f"it hung {where}: no rank moved on for {seconds:.0f} s, and {what}"]
     lines.append(stack or "its stack could not be had")
     return Hang(rank=culprit.rank, reason="\n".join(lines))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -207,7 +207,7 @@ def fit(
                 samples_of=training.samples_of,
                 writes=session.is_main,
                 norms_may_overflow=job.recipe.precision == "fp16",
-                left_out=frozenset() if anew else left_out(folder),
+                left_out=frozenset() if anew else results.agreed(left_out(folder)),
             )
             log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
             try:
