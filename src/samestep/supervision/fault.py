@@ -45,9 +45,12 @@ class Fault:
 def tell(fault: Fault, folder: Path) -> None:
     """Say it once on standard error, and write it down."""
     print(f"samestep: {fault}", file=sys.stderr, flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(fault.to_json(), ensure_ascii=False) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fault.to_json(), ensure_ascii=False) + "\n")
+    except OSError as error:  # such as a full disk, which must not end the training once more
+        print(f"samestep: {folder / FILE} can't be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def cause_of(reason: str) -> str:

@@ -4,15 +4,18 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from samestep.supervision import counts
+from samestep.supervision import counts, pace
+from samestep.supervision.pace import Pace
 
+_PACE_BEATS = 20  # between two words on how long steps take
 _NOTICE_FILE = "notice"  # holds the number of the signal
 
 
 class Heartbeat:
     """Beats every `apart` seconds until it is stopped."""
 
-    def __init__(self, folder: Path, rank: int, *, apart: float, noticed: Callable[[int], None]) -> None:
+    def __init__(self, folder: Path, rank: int, *, apart: float, own: Pace, noticed: Callable[[int], None]) -> None:
+        self._own = own
         self._folder = folder
         self._rank = rank
         self._apart = apart
@@ -23,11 +26,15 @@ class Heartbeat:
 
     def _beat(self) -> None:
         last: counts.Counts = {}
+        beats = 0
         while not self._stop.wait(self._apart):
             entered = counts.counts()
             if entered != last:
                 counts.write(self._folder, self._rank, entered)
                 last = entered
+            beats += 1
+            if beats % _PACE_BEATS == 0:
+                pace.write(self._folder, self._rank, self._own.recent())
             number = notice_in(self._folder)
             if number is not None:
                 self._noticed(number)

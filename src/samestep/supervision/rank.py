@@ -46,6 +46,7 @@ class RankSupervision:
                 folder,
                 self._rank,
                 apart=min(_APART, limit / 10) if limit is not None else _APART,
+                own=self.pace,
                 noticed=self._hear,
             )
         return self

@@ -8,12 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from samestep.supervision import beat, counts, missing, stacks
+from samestep.supervision import beat, counts, missing, pace, stacks
 from samestep.supervision.beat import Progress
 from samestep.supervision.clock import Clock
 from samestep.supervision.handle import Handle
+from samestep.supervision.pace import Slowest
 
 _APART = 0.1  # seconds between looks
+_PACE_APART = 30.0  # seconds between looks at who is slow
 # What takes longer than a step may take so many times the limit.
 _LONGER = 10.0
 _LONG = frozenset({"start", "first step", "evaluation", "checkpoint", "end"})
@@ -88,6 +90,7 @@ class Watch:
 
     def _look_on(self) -> None:
         clock = Clock(_APART)
+        slowest, looked_at = Slowest(), 0.0
         before: Any = None
         moved_at = 0.0
         while not self._over.wait(_APART):
@@ -97,16 +100,20 @@ class Watch:
             self._see_to_the_dead(ranks)
             if self._end_at is not None and time.monotonic() > self._end_at:
                 self.end_now()
+            if seconds - looked_at > _PACE_APART:
+                looked_at = seconds
+                slowest.look(pace.read(self._folder, self._ranks))
             entered = counts.read(self._folder, range(self._ranks))
             state = [(each.phase, each.step, each.done, each.moved_at) for each in ranks], entered
             if state != before:
                 before, moved_at = state, seconds
             elif self.hang is None and self._too_long(ranks, seconds - moved_at):
-                self.hang = find(self._folder, ranks, entered, seconds - moved_at)
+                self.hang = find(self._folder, self._ranks, ranks, entered, seconds - moved_at)
                 self.end_now()
 
     def _see_the_first_step(self) -> None:
-        if self._goes_on is not None and any(each.first_done_at for each in self.last):
+        done = len(self.last) == self._ranks and all(each.first_done_at for each in self.last)
+        if self._goes_on is not None and done:
             goes_on, self._goes_on = self._goes_on, None
             goes_on(self.last)
 
@@ -130,8 +137,13 @@ class Watch:
         return seconds > limit
 
 
-def find(folder: Path, ranks: Sequence[Progress], entered: dict[int, counts.Counts], seconds: float) -> Hang:
+def find(
+    folder: Path, size: int, ranks: Sequence[Progress], entered: dict[int, counts.Counts], seconds: float
+) -> Hang:
     """Name the rank for which the others wait, with its stack."""
+    absent = sorted(set(range(size)) - {each.rank for each in ranks})
+    if absent:
+        return Hang(rank=absent[0], reason=f"its process has not begun after {seconds:.0f} s")
     working = {each.rank: each for each in ranks if not each.over}
     halted = [rank for rank, each in working.items() if missing.stopped(each.pid)]
     late = [rank for rank in missing.behind(entered) if rank in working]
