@@ -37,9 +37,7 @@ class Fault:
             return line
         lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
         other = f" with layout {self.next_layout}" if self.next_layout not in (None, self.layout) else ""
-        return (
-            f"{line}; goes on at step {self.goes_on_at}{other}, {lost}, {self.seconds:.1f} s until the next was taken"
-        )
+        return f"{line}; goes on at step {self.goes_on_at}{other}, {lost}, {self.seconds:.1f} s to the next step"
 
 
 def tell(fault: Fault, folder: Path) -> None:
