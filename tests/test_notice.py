@@ -28,7 +28,8 @@ run:
   checkpoint: {{every: 1000}}
   {more}
 """
-STEPS = 60
+STEPS = 40
+A_STEP = 0.04  # seconds, at least
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -106,14 +107,14 @@ def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
     exit_code: int | None,
 ) -> None:
     folder = tmp_path / "run"
-    first = command(tmp_path, "first", layout=layout, seconds=0.05, start=start)
+    first = command(tmp_path, "first", layout=layout, seconds=A_STEP, start=start)
     code, errors = interrupted(first, folder, number, to_the_group=to_the_group)
     assert exit_code is None or code == exit_code, errors
     assert code != 0
     done = len(steps_of(folder))
     assert done < STEPS, "the signal came too late"
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == [f"step-{done}"]
-    again = finished([*command(tmp_path, "again", layout=layout, start=start), "--resume"])
+    again = finished([*command(tmp_path, "again", layout=layout, seconds=A_STEP, start=start), "--resume"])
     assert f"after step {done}" in again
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert report["first_step"] == done
