@@ -22,6 +22,8 @@ def counts() -> Counts:
     found: dict[str, int] = {}
     seen: Counter[str] = Counter()
     for group, members in list(groups.items()):
+        if not isinstance(group, dist.ProcessGroup):  # the mark of groups that this rank is not in
+            continue
         ranks = ",".join(map(str, sorted(members)))
         seen[ranks] += 1
         with suppress(RuntimeError):  # a back end that does not count

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -81,6 +81,11 @@ class Watch:
         for handle in list(self._handles.values()):
             handle.kill()
 
+    def _end_others(self, rank: int) -> None:
+        for other, handle in list(self._handles.items()):
+            if other != rank:
+                handle.kill()
+
     def _read(self) -> Sequence[Progress]:
         self.last = beat.read(self._folder, self._ranks)
         for each in self.last:
@@ -108,7 +113,9 @@ class Watch:
             if state != before:
                 before, moved_at = state, seconds
             elif self.hang is None and self._too_long(ranks, seconds - moved_at):
-                self.hang = find(self._folder, self._ranks, ranks, entered, seconds - moved_at)
+                self.hang = find(
+                    self._folder, self._ranks, ranks, entered, seconds - moved_at, end_others=self._end_others
+                )
                 self.end_now()
 
     def _see_the_first_step(self) -> None:
@@ -138,9 +145,18 @@ class Watch:
 
 
 def find(
-    folder: Path, size: int, ranks: Sequence[Progress], entered: dict[int, counts.Counts], seconds: float
+    folder: Path,
+    size: int,
+    ranks: Sequence[Progress],
+    entered: Mapping[int, counts.Counts],
+    seconds: float,
+    *,
+    end_others: Callable[[int], None],
 ) -> Hang:
-    """Name the rank for which the others wait, with its stack."""
+    """Name the rank for which the others wait, with its stack.
+
+    A stopped one goes on to tell its stack; the others are ended before, or it would train on with them.
+    """
     absent = sorted(set(range(size)) - {each.rank for each in ranks})
     if absent:
         return Hang(rank=absent[0], reason=f"its process has not begun after {seconds:.0f} s")
@@ -154,6 +170,8 @@ def find(
         known = {rank: stacks.ask(folder, rank, each.pid) for rank, each in working.items()}
         candidates = missing.not_waiting(known) or sorted(working)
     culprit = working[candidates[0]]
+    if halted:
+        end_others(culprit.rank)
     stack = known.get(culprit.rank) or stacks.ask(folder, culprit.rank, culprit.pid)
     where = f"in step {culprit.step}" if culprit.phase in ("step", "first step") else f"in phase {culprit.phase}"
     if culprit.step < 0:

@@ -124,7 +124,9 @@ def _write_failure(folder: Path, error: BaseException) -> None:
         "message": str(error),
         "reason": traceback.format_exc(),
     }
-    (folder / f"failure-{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
+    new = folder / f"new-failure-{rank}.json"  # this rank may be ended while it writes
+    new.write_text(json.dumps(failure), encoding="utf-8")
+    new.replace(folder / f"failure-{rank}.json")
 
 
 def _first_failure(folder: Path, error: ChildFailedError) -> Exception:
