@@ -27,7 +27,8 @@ def counts() -> Counts:
         ranks = ",".join(map(str, sorted(members)))
         seen[ranks] += 1
         with suppress(RuntimeError):  # a back end that does not count
-            found[f"{ranks}#{seen[ranks]}"] = group._get_sequence_number_for_group()
+            of: Any = group
+            found[f"{ranks}#{seen[ranks]}"] = of._get_sequence_number_for_group()
     return found
 
 

@@ -2,7 +2,9 @@
 
 import faulthandler
 import os
+import re
 import signal
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +16,12 @@ _PATIENCE = 2.0  # seconds
 
 
 def answer(folder: Path, rank: int) -> IO[str]:
-    """In a rank: write the main thread's stack whenever it is asked for. The file must stay open until `ignore`."""
+    """In a rank: write the stacks whenever they are asked for. The file must stay open until `ignore`."""
     file = _file(folder, rank).open("w", encoding="utf-8")
-    faulthandler.register(_SIGNAL, file=file, all_threads=False)
+    # Any thread may be the one that gets the signal, so all are written, and the main one is named beforehand.
+    file.write(f"{threading.main_thread().ident:#018x}\n")
+    file.flush()
+    faulthandler.register(_SIGNAL, file=file, all_threads=True)
     return file
 
 
@@ -28,19 +33,25 @@ def ignore(file: IO[str]) -> None:
 
 
 def ask(folder: Path, rank: int, pid: int) -> str:
-    """The stack, the innermost call first; empty where the rank does not answer. A stopped one goes on for it."""
+    """The main thread's stack, innermost call first; empty without an answer. A stopped rank goes on for it."""
     file = _file(folder, rank)
     with suppress(OSError):
-        begin = file.stat().st_size
         os.kill(pid, _SIGNAL)
         os.kill(pid, signal.SIGCONT)
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
             time.sleep(0.05)
-            if file.stat().st_size > begin:
-                time.sleep(0.05)  # for its last line
-                return file.read_text(encoding="utf-8", errors="replace")[begin:].strip()
+            if _main_stack(file):
+                time.sleep(0.05)  # for its last lines
+                return _main_stack(file)
     return ""
+
+
+def _main_stack(file: Path) -> str:
+    """The calls of the thread that the first line names."""
+    main, _, answers = file.read_text(encoding="utf-8", errors="replace").partition("\n")
+    found = re.search(rf"hread {main}[^\n]*\n((?: .*\n?)*)", answers)
+    return found[1].rstrip() if found is not None else ""
 
 
 def _file(folder: Path, rank: int) -> Path:
