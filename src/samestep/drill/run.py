@@ -91,13 +91,13 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
                 bar.say(drill.does)
                 rows.append(row(drill, drill.run(runs), undisturbed))
                 bar.advance()
-    return Drilled(
-        layout=str(layout),
-        steps=steps,
-        fault_step=runs.step,
-        final_loss=undisturbed.report["final_loss"],
-        rows=rows,
-    )
+        return Drilled(
+            layout=str(layout),
+            steps=steps,
+            fault_step=runs.step,
+            final_loss=undisturbed.report["final_loss"],
+            rows=rows,
+        )
 
 
 def _of(job: Job, steps: int) -> Job:
