@@ -40,11 +40,13 @@ class Fault:
         return f"{line}; goes on at step {self.goes_on_at}{other}, {lost}, {self.seconds:.1f} s to the next step"
 
 
-def tell(fault: Fault, folder: Path) -> None:
-    """Say it once on standard error, and write it down."""
-    print(f"samestep: {fault}", file=sys.stderr, flush=True)
+def tell(fault: Fault, folder: Path, *, aloud: bool = True) -> None:
+    """Say it once on standard error, and write it down where the run has a folder."""
+    if aloud:
+        print(f"samestep: {fault}", file=sys.stderr, flush=True)
+    if not folder.is_dir():
+        return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with (folder / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(fault.to_json(), ensure_ascii=False) + "\n")
     except OSError as error:  # such as a full disk, which must not end the training once more

@@ -4,6 +4,7 @@ import os
 import select
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 
 class Handle:
@@ -34,6 +35,15 @@ class Handle:
             except ProcessLookupError:
                 self._gone = True
         return not self._gone
+
+    def processor_seconds(self) -> float:
+        """How long it has computed so far; 0 where the system does not tell."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return 0.0
+        user, system = status.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         """End it at once."""

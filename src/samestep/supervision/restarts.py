@@ -98,8 +98,8 @@ class _Rounds:
         )
         interrupted = self._signals.number if self._signals is not None else None
         if interrupted is not None or not self._another(at_once=not any(each.first_done_at for each in ranks)):
-            if self._job.run.max_restarts or self._number or interrupted is not None:
-                tell(fault, self._folder)
+            # Where nothing was tried, the error that follows says it all.
+            tell(fault, self._folder, aloud=self._number > 0 or interrupted is not None)
             if interrupted is not None:
                 raise InterruptedJobError(interrupted) from None
             raise error from None

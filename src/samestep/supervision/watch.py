@@ -19,6 +19,9 @@ _PACE_APART = 30.0  # seconds between looks at who is slow
 # What takes longer than a step may take so many times the limit.
 _LONGER = 10.0
 _LONG = frozenset({"start", "first step", "evaluation", "checkpoint", "end"})
+# In these a rank that computes moves on; so many seconds of it count.
+_UNTOLD = frozenset({"start", "evaluation", "checkpoint", "end"})
+_SOME_WORK = 1.0
 # A step may take so many times as long as the longest so far, whatever the limit.
 _LONGER_STEP = 5.0
 # Seconds that ranks have to end by themselves after one has died.
@@ -81,6 +84,13 @@ class Watch:
         for handle in list(self._handles.values()):
             handle.kill()
 
+    def _work(self, ranks: Sequence[Progress]) -> list[int]:
+        """Outside steps a rank may compute for long without a message, such as while it reads its data."""
+        return [
+            int(self._handles[each.rank].processor_seconds() / _SOME_WORK) if each.phase in _UNTOLD else 0
+            for each in ranks
+        ]
+
     def _end_others(self, rank: int) -> None:
         for other, handle in list(self._handles.items()):
             if other != rank:
@@ -109,7 +119,7 @@ class Watch:
                 looked_at = seconds
                 slowest.look(pace.read(self._folder, self._ranks))
             entered = counts.read(self._folder, range(self._ranks))
-            state = [(each.phase, each.step, each.done, each.moved_at) for each in ranks], entered
+            state = [(each.phase, each.step, each.done, each.moved_at) for each in ranks], entered, self._work(ranks)
             if state != before:
                 before, moved_at = state, seconds
             elif self.hang is None and self._too_long(ranks, seconds - moved_at):
