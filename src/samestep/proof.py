@@ -135,13 +135,18 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
 
 
 def _take(training: Training, steps: int, title: str) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Losses and gradient norms of the first steps, and the metrics after them."""
+    """Losses and gradient norms of the first steps, and the metrics after them.
+
+    There is an evaluation after the first step as well: the steps that follow must not know of it.
+    """
     losses, grad_norms = [], []
     with Bar(f"verify: {title}", min(steps, training.total_steps), shown=training.session.is_main) as bar:
         for _, report in training.steps(stop=steps):
             losses.append(report.loss.item())
             grad_norms.append(report.grad_norm.item())
             bar.advance()
+            if len(losses) == 1:
+                training.evaluate(bar)
         return losses, grad_norms, training.evaluate(bar)
 
 

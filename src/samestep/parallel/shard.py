@@ -40,6 +40,16 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, grid: D
     _prefetch([block for block in blocks if isinstance(block, FSDPModule)])
 
 
+def put_back(root: nn.Module) -> None:
+    """Let a model's parameters be shards again, after a forward without a backward, which would do it.
+
+    Else gradients would be cleared, measured and saved of the whole parameters that a forward may leave in place.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _shares(model: nn.Module, block: nn.Module) -> bool:
     """Whether a block has a parameter that also stands elsewhere; tied ones are sharded together, with the rest."""
     mine = {id(parameter) for parameter in block.parameters()}

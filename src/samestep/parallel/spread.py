@@ -18,6 +18,7 @@ from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.timeline import Timeline
+from samestep.parallel.shard import put_back
 from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
 from samestep.parallel.used import Used
 from samestep.tasks.base import call
@@ -140,4 +141,6 @@ class WholeModel(Spread):
 
     def predict(self, inputs: Any) -> Any:
         with torch.no_grad(), self.autocast():
-            return call(self.model, inputs)
+            output = call(self.model, inputs)
+        put_back(self.model)
+        return output

@@ -17,6 +17,7 @@ from samestep.parallel.pipeline.messages import Letter, Messages
 from samestep.parallel.pipeline.orders import Action, Orders, backward_in_two, orders_of
 from samestep.parallel.pipeline.rules import owners
 from samestep.parallel.pipeline.timeline import Timeline
+from samestep.parallel.shard import put_back
 from samestep.parallel.spread import Spread, Term
 
 
@@ -102,6 +103,7 @@ class Pipeline(Spread):
                 else:
                     output = result
         self._messages.finish(turns_ago=1)  # what was sent for this chunk may take its time
+        put_back(self.cut)
         return output
 
 
