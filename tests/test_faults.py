@@ -55,7 +55,7 @@ def is_the_same(result: samestep.TrainResult, undisturbed: samestep.TrainResult)
     [
         ("kill", "its process was ended by SIGKILL"),
         ("raise", "InjectedFaultError: planted in rank 1 at step 7"),
-        ("oom", "MemoryError"),
+        pytest.param("oom", "MemoryError", marks=pytest.mark.slow),
     ],
 )
 def test_a_failed_rank_is_named_and_all_go_on_from_the_last_checkpoint(
@@ -73,6 +73,7 @@ def test_a_failed_rank_is_named_and_all_go_on_from_the_last_checkpoint(
     assert "goes on at step 6, 1 step lost" in line
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_without_checkpoints_a_restart_begins_anew(tmp_path: Path, undisturbed: samestep.TrainResult) -> None:
     result = train(tmp_path, checkpoint=None, max_restarts=1, inject={"rank": 0, "step": 4, "fault": "kill"})

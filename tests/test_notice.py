@@ -90,11 +90,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize(
     ("number", "to_the_group", "layout", "start", "exit_code"),
     [
-        pytest.param(signal.SIGTERM, False, "dp2", (), 143, id="SIGTERM"),
+        pytest.param(signal.SIGTERM, False, "dp2", (), 143, id="SIGTERM", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, True, "dp2", (), 143, id="SIGTERM to every process"),
-        pytest.param(signal.SIGINT, True, "dp2", (), 130, id="Ctrl-C"),
+        pytest.param(signal.SIGINT, True, "dp2", (), 130, id="Ctrl-C", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, "single", (), 143, id="SIGTERM to one process"),
-        pytest.param(signal.SIGTERM, False, "dp2", TORCHRUN, None, id="SIGTERM to torchrun"),
+        pytest.param(signal.SIGTERM, False, "dp2", TORCHRUN, None, id="SIGTERM to torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
@@ -121,7 +121,7 @@ def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
     assert [step["loss"] for step in steps_of(folder)] == pytest.approx(undisturbed, rel=1e-12)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(90)
 def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     words = command(tmp_path, "first", more="inject: {rank: 0, step: 5, fault: hang}")
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -139,7 +139,8 @@ def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow
+@pytest.mark.timeout(90)
 def test_ranks_that_do_not_end_within_the_notice_are_ended(tmp_path: Path) -> None:
     words = command(tmp_path, "first", more="notice: 2\n  inject: {rank: 0, step: 5, fault: hang}")
     code, errors = interrupted(words, tmp_path / "run", signal.SIGTERM, to_the_group=False, after=4)

@@ -10,7 +10,8 @@ from samestep.drill.drill import Outcome
 from samestep.drill.runs import Runs
 from samestep.job import Inject
 
-_A_STEP = 0.05  # seconds that steps are slowed down by, so that the signal comes before the last one
+_A_STEP = 0.1  # seconds that steps are slowed down by, so that the signal comes before the last one
+_AFTER = 2  # the step after which it is sent
 
 
 def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: bool) -> Outcome:
@@ -19,7 +20,7 @@ def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: boo
 
     def send(started: subprocess.Popen[bytes], folder: Path) -> None:
         nonlocal sent_at
-        if runs.wait_for_step(started, folder, runs.step):
+        if runs.wait_for_step(started, folder, _AFTER):
             sent_at = time.time()
             if to_the_group:
                 # The leader of a session of its own, as a terminal's foreground job is.
