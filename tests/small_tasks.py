@@ -105,6 +105,18 @@ def _slow() -> None:
 _FAILURES: dict[str, Any] = {"raise": _raise, "kill": _kill, "user error": _user_error, "slow": _slow}
 
 
+class Slow(Points):
+    """Takes its time in every loss."""
+
+    def __init__(self, *, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        time.sleep(self.seconds)
+        return super().loss(output, batch)
+
+
 class MeanLoss(Points):
     """A loss as most loops have it: a mean, alone."""
 

@@ -25,6 +25,7 @@ HOUSE = (
     ("jobfile",),
     ("tasks", "data"),
     ("comm",),
+    ("supervision",),
     ("cluster",),
     ("parallel",),
     ("engines",),
@@ -40,6 +41,7 @@ HOUSE = (
     ("inference",),
     ("comparison",),
     ("doctor",),
+    ("drill",),
     ("cli",),
 )
 RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}

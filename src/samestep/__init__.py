@@ -7,7 +7,14 @@ if TYPE_CHECKING:
     from samestep.api import dry_run, train, verify
     from samestep.comparison.compare import compare
     from samestep.comparison.rows import Comparison
-    from samestep.errors import CheckpointError, InterruptedJobError, LayoutError, RankFailedError, UserError
+    from samestep.errors import (
+        CheckpointError,
+        InterruptedJobError,
+        LayoutError,
+        NonFiniteError,
+        RankFailedError,
+        UserError,
+    )
     from samestep.inference import evaluate, load_model
     from samestep.job import Checkpointing, Job, Run
     from samestep.layout import Layout
@@ -53,6 +60,7 @@ _HOME = {
     "LayoutError": "samestep.errors",
     "RankFailedError": "samestep.errors",
     "InterruptedJobError": "samestep.errors",
+    "NonFiniteError": "samestep.errors",
 }
 
 __all__ = [
@@ -67,6 +75,7 @@ __all__ = [
     "Job",
     "Layout",
     "LayoutError",
+    "NonFiniteError",
     "Proof",
     "RankFailedError",
     "Recipe",

@@ -13,7 +13,7 @@ from samestep.cluster.start import local
 from samestep.cluster.world import join, threads_of
 from samestep.engines import resolve as engines
 from samestep.engines.precision import Precision
-from samestep.errors import RankFailedError, UserError
+from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout, unsized
 from samestep.matrix import Row
@@ -21,11 +21,17 @@ from samestep.parallel.mapped_file import check_offload_folder
 from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.recipe import Recipe
 from samestep.report.schedule import draw_schedule
+from samestep.supervision import restarts, signals
+from samestep.supervision.check import check_faults
+from samestep.supervision.rank import RankSupervision
+from samestep.supervision.round import Round
+from samestep.supervision.smaller import smaller
 from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.training.checkpoints import check_place
-from samestep.training.fit import fit, try_out
-from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
+from samestep.training.fit import try_out
+from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder, chosen_folder
+from samestep.training.rollback import fit_with_rollbacks
 from samestep.training.usage import Usage
 from samestep.validation import checked
 
@@ -34,9 +40,10 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     """Train a recipe under a layout, in as many processes as it needs.
 
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, compile,
-    tensor_plan, cut_at, device, threads, workers, folder, offload_folder, checkpoint, tensorboard, rank_lines.
-    Raises UserError for a mistake in the job, RankFailedError where a rank fails, InterruptedJobError where a signal
-    stops the job.
+    tensor_plan, cut_at, device, threads, workers, folder, offload_folder, checkpoint, tensorboard, rank_lines,
+    max_restarts, hang_limit, notice, on_nonfinite, elastic, min_processes, inject. Raises UserError for a mistake in
+    the job, RankFailedError where a rank fails and restarts are used up, NonFiniteError where a loss is NaN or
+    infinite, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
@@ -66,7 +73,36 @@ def train_job(job: Job) -> TrainResult:
     check_folder(job.run.folder)
     check_place(job.run.checkpoint, job.run.folder)
     _check(job, layout)
-    return _on_ranks(_train_rank, job, layout)
+    found = _trained(job, layout)
+    if isinstance(found, Exception):  # on all ranks alike, which have ended in good order
+        raise found
+    return found
+
+
+def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
+    if environment.ranks() is not None or not restarts.needed(job, layout):
+        return _train_rank(job, layout, Round())
+    folder = chosen_folder(job)  # the same for every round
+    job = replace(job, run=replace(job.run, folder=folder))
+    return restarts.supervised(job, layout, folder, start=_start_round, smaller=_smaller)
+
+
+def _start_round(job: Job, layout: Layout, round_: Round) -> Any:
+    taken = signals.TAKEN if job.run.checkpoint is not None else ()
+    return _start(_train_rank, job, layout, round_, signals_taken=taken)
+
+
+def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
+    """The job with the largest layout of fewer ranks that it can have."""
+    for candidate in smaller(layout, job.run.min_processes):
+        found = replace(job, run=replace(job.run, layout=str(candidate), processes=None, inject=()))
+        try:
+            found, settled = _settled(found)
+            _check(found, settled)
+        except UserError:
+            continue
+        return replace(found, run=replace(found.run, inject=job.run.inject)), settled
+    return None
 
 
 def dry_run_job(job: Job) -> Sequence[Usage]:
@@ -153,9 +189,16 @@ def _name_of(job: Job) -> str:
     return job.name or str(job.recipe.task)
 
 
-def _train_rank(job: Job, layout: Layout) -> TrainResult:
-    with join(device=job.run.device, threads=job.run.threads) as world:
-        result = fit(job, resolve_task(job.recipe), world, layout)
+def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | InterruptedJobError | NonFiniteError:
+    with (
+        RankSupervision(job.run, round_) as supervision,
+        join(device=job.run.device, threads=job.run.threads) as world,
+    ):
+        supervision.joined()
+        try:
+            result = fit_with_rollbacks(job, resolve_task(job.recipe), world, layout, supervision)
+        except (InterruptedJobError, NonFiniteError) as error:  # they leave in good order, as after the last step
+            return error
         if world.rank == 0 and (result.folder / SCHEDULE_FILE).exists():
             draw_schedule(result.folder)
         return result
@@ -193,7 +236,7 @@ def _run(layout: str | Layout, run: dict[str, Any]) -> Run:
     return checked(Run, {"layout": str(layout), **run}, prefix=("run",))
 
 
-def _layout_of(job: Job) -> Layout:
+def layout_of(job: Job) -> Layout:
     """The job's layout, with what it left open filled from the number of processes."""
     ranks = environment.ranks()
     text, processes = job.run.layout, job.run.processes
@@ -211,7 +254,7 @@ def check_job(job: Job, task: Task | None = None) -> Task:
 
 def _settled(job: Job) -> tuple[Job, Layout]:
     """The job and its layout, with what the engine's own configuration says where the job leaves it open."""
-    engine, layout = engines.resolve(job.run.engine), _layout_of(job)
+    engine, layout = engines.resolve(job.run.engine), layout_of(job)
     engines.check(engine, layout, job.recipe.precision, job.run.engine_config)
     return engine.settle(job, layout)
 
@@ -234,6 +277,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
         raise UserError(
             f'run.cut_at names pipeline stages, and layout "{layout}" has none; pp2 would do, or no cut_at'
         )
+    check_faults(job, layout, skips=engine.abilities.skips)
     check_offload_folder(job.run.offload_folder)
     layout.check_batch(recipe.batch, job.run.micro_batch)
     task = task or resolve_task(recipe)
@@ -247,6 +291,12 @@ def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, *arguments
     """Call a function in every rank: here where this process is one of them, or the only one."""
     if environment.ranks() is not None or layout.size == 1:
         return function(job, layout, *arguments)
+    return _start(function, job, layout, *arguments)
+
+
+def _start(
+    function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any, signals_taken: Sequence[str] = ()
+) -> Any:
     threads = threads_of(layout.size, job.run.threads)
     job = replace(job, run=replace(job.run, threads=threads))
-    return local.start(function, (job, layout, *arguments), layout.size)
+    return local.start(function, (job, layout, *arguments), layout.size, signals_taken=signals_taken)

@@ -38,6 +38,26 @@ class InterruptedJobError(Exception):
         super().__init__(f"stopped by signal {signal_number}")
         self.signal_number = signal_number
 
+    def __reduce__(self) -> tuple[type["InterruptedJobError"], tuple[int]]:
+        return type(self), (self.signal_number,)
+
     @property
     def exit_code(self) -> int:
         return 128 + self.signal_number
+
+
+class NonFiniteError(Exception):
+    """A step's loss or gradient norm is NaN or infinite: the step, and the file that holds its samples' indices.
+
+    The command line prints it and exits with 1.
+    """
+
+    def __init__(self, step: int, values: str, samples: str, file: str) -> None:
+        super().__init__(f"step {step}: {values}, which is not finite; the batch's samples: {samples} ({file})")
+        self.step = step
+        self.values = values
+        self.samples = samples
+        self.file = file
+
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[int, str, str, str]]:
+        return type(self), (self.step, self.values, self.samples, self.file)

@@ -1,17 +1,51 @@
 """Job: a recipe and how it is run. The `recipe:` and `run:` sections of a job file."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
-from pydantic import Field
+from annotated_types import Ge, Gt
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
-from samestep.recipe import STRICT, Positive, Recipe, Whole
+from samestep.recipe import STRICT, Positive, Real, Recipe, Whole
 
 TensorRole = Literal["column", "row", "vocabulary", "whole"]
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def _seconds(value: Any) -> Any:
+    """A time as seconds: 90, or text such as 90s, 1.5m, 2h."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", value.strip())
+    if found is None:
+        raise PydanticCustomError("duration_wanted", "Input should be seconds, or a time such as 30s, 10m or 2h")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+Duration = Annotated[Real, Gt(0), BeforeValidator(_seconds)]
+Fault = Literal["kill", "raise", "hang", "oom", "nan", "slow"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Inject:
+    """A fault that a rank commits in a step, for tests and drills."""
+
+    rank: Annotated[Whole, Ge(0)]
+    step: Annotated[Whole, Ge(0)]  # counted from 0, as in metrics.jsonl
+    fault: Fault
+    seconds: Duration = 0.1  # slow: how much longer this step and every later one takes
+    every_round: bool = False  # also when the ranks have been started anew
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, (Mapping, Inject)) else value
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -48,6 +82,13 @@ class Run:
     checkpoint: Checkpointing | None = None
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
+    max_restarts: Annotated[Whole, Ge(0)] = 0  # times that all ranks are started anew after one has failed
+    hang_limit: Duration | None = 60.0  # seconds without progress of any rank; None: ranks may wait for ever
+    notice: Duration = 30.0  # seconds from SIGTERM or Ctrl-C until the ranks must have saved and ended
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # a loss or gradient norm that is NaN or infinite
+    elastic: bool = False  # go on with fewer data ranks when a rank is lost for good
+    min_processes: Positive = 1  # fewest that elastic goes on with
+    inject: Annotated[tuple[Inject, ...], BeforeValidator(_one_or_more)] = ()  # faults to commit
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

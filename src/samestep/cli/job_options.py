@@ -18,6 +18,7 @@ _FLAGS = {
     "threads": ("run.threads", "threads a process (default: cores / processes)"),
     "device": ("run.device", "auto or cpu"),
     "checkpoint-every": ("run.checkpoint.every", "save the training's state every so many steps, or every 10m"),
+    "max-restarts": ("run.max_restarts", "times that all ranks start anew after one has failed (default: 0)"),
     "folder": ("run.folder", "where the run's files go (default: a new folder under runs/)"),
 }
 

@@ -6,10 +6,22 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from samestep import __version__
-from samestep.cli import checkpoint, compare, doctor, evaluate, job_options, layout, predict, train, translate, verify
-from samestep.errors import InterruptedJobError, RankFailedError, UserError
+from samestep.cli import (
+    checkpoint,
+    compare,
+    doctor,
+    drill,
+    evaluate,
+    job_options,
+    layout,
+    predict,
+    train,
+    translate,
+    verify,
+)
+from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
 
-COMMANDS = (train, verify, compare, layout, translate, checkpoint, evaluate, predict, doctor)
+COMMANDS = (train, verify, evaluate, predict, compare, drill, checkpoint, layout, translate, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except RankFailedError as error:
         print(f"samestep: {error}", file=sys.stderr)
+        return 1
+    except NonFiniteError as error:
+        if job_options.is_main():
+            print(f"samestep: {error}", file=sys.stderr)
         return 1
     except InterruptedJobError as error:
         print(f"samestep: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,10 @@ class Outcome:
     output: str  # what it and its ranks printed
 
 
-def run(command: Sequence[str], *, limit: float) -> Outcome:
-    """Run a command to its end, or for `limit` seconds."""
+def run(
+    command: Sequence[str], *, limit: float, meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None
+) -> Outcome:
+    """Run a command to its end, or for `limit` seconds; `meanwhile` is called once it has been started."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
@@ -42,7 +44,9 @@ def run(command: Sequence[str], *, limit: float) -> Outcome:
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout=limit)
+            if meanwhile is not None:
+                meanwhile(process)
+            code = process.wait(timeout=max(0.0, limit - (time.perf_counter() - began)))
         except subprocess.TimeoutExpired:
             code = None
         finally:

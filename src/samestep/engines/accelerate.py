@@ -43,6 +43,7 @@ class Accelerate(Engine):
         checkpoints=True,
         config="a file that `accelerate config` wrote",
         packages={"accelerate": 'pip install "samestep[accelerate]" would do'},
+        skips=True,
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:

@@ -41,6 +41,7 @@ class Abilities:
     checkpoints: bool = False  # whether its trainers are Checkpointed
     same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
 
+    skips: bool = False  # whether its trainers are Skipping
     compiles: bool = False  # run.compile: torch.compile for each block
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
@@ -82,6 +83,16 @@ class Trainer(ABC):
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, on the CPU."""
+
+
+class Skipping(Trainer):
+    """A trainer that can leave a step out."""
+
+    skips_nonfinite: bool = False  # a step whose loss or gradient norm isn't finite changes nothing but the schedule
+
+    @abstractmethod
+    def pass_over(self) -> float:
+        """Advance the schedule as a step would, and nothing else; return the step's learning rate."""
 
 
 class Checkpointed(Trainer):

@@ -30,6 +30,7 @@ class DataParallel(Engine):
         dimensions=frozenset(),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         checkpoints=True,
+        skips=True,
     )
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:

@@ -1,5 +1,6 @@
 """The native engine: samestep's own step on torch.distributed, the same code for one rank and for many."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
-from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, StepReport
+from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport
 from samestep.engines.precision import Precision
 from samestep.layout import Layout, Offload
 from samestep.parallel.apply import spread, spread_optimizer
@@ -23,7 +24,7 @@ from samestep.parallel.spread import Spread
 from samestep.tasks.base import sum_and_count
 
 
-class NativeTrainer(Checkpointed):
+class NativeTrainer(Checkpointed, Skipping):
     """Takes steps whose gradient is the sum over the global batch / the global count, however it is cut."""
 
     def __init__(
@@ -52,11 +53,30 @@ class NativeTrainer(Checkpointed):
         if not self.model.training:
             self.model.train()
         self.model.zero_grad()  # also what the optimizer was not given, or it would add up over the steps
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
         totals = self.backward(batch, loss)
         grad_norm = self.scale_and_clip(batch, totals)
         lr = self.optimizer.param_groups[0]["lr"]
-        self.update()
+        if self.skips_nonfinite and not self._is_finite(totals, grad_norm):
+            for buffer, value in kept:
+                buffer.copy_(value)
+            self.pass_over()
+        else:
+            self.update()
         return StepReport(loss=totals[0] / totals[1], grad_norm=grad_norm, lr=lr)
+
+    def _is_finite(self, totals: Tensor, grad_norm: Tensor) -> bool:
+        """Whether a step can be taken; the same on every rank, since the whole gradient's norm is."""
+        # With a scaled loss, the scaler leaves out the steps whose gradients overflow, and learns from them.
+        return self._precision.scales or bool(torch.isfinite(totals[0] + grad_norm))
+
+    def pass_over(self) -> float:
+        lr = self.optimizer.param_groups[0]["lr"]
+        if self.schedule is not None:
+            with warnings.catch_warnings():  # it wants to see the optimizer step first
+                warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)`")
+                self.schedule.step()
+        return lr
 
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
         """Leave sum over the global batch / its samples in the gradients; return [loss sum, count] over all ranks."""
@@ -198,6 +218,7 @@ class Native(Engine):
         offload=frozenset(get_args(Offload)),
         checkpoints=True,
         compiles=True,
+        skips=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 

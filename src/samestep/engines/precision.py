@@ -27,6 +27,11 @@ class Precision:
         self._dtype = _AUTOCAST.get(name)
         self._scaler = GradScaler(device.type, enabled=name == "fp16")
 
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled, and a step is left out where its scaled gradients overflow."""
+        return self._scaler.is_enabled()
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from samestep.comm.traffic import KINDS
 from samestep.matrix import Row
 from samestep.proof import Proof
+from samestep.supervision.pace import lagging
 from samestep.training.evaluation import scalars
 from samestep.training.result import TrainResult, is_curve
 from samestep.training.usage import Usage
@@ -35,6 +36,7 @@ def print_result(result: TrainResult, console: Console | None = None) -> None:
     }
     print_metrics(result.metrics, console, further)
     print_usage(result.usage, console)
+    print_slow_ranks(result.own_step_seconds, console)
     console.print(f"files: {result.folder}", soft_wrap=True)  # whole, so that it can be copied
 
 
@@ -73,6 +75,20 @@ def print_usage(ranks: Sequence[Usage], console: Console | None = None) -> None:
             shown = counts if few else [min(counts), max(counts)]
             table.add_row(_HELD.get(name, f"sent by {name}"), *map(_bytes, shown))
     console.print(table)
+
+
+def print_slow_ranks(seconds: Sequence[float], console: Console | None = None) -> None:
+    """Each rank's seconds a step, where some rank takes clearly longer than most."""
+    slow = lagging(seconds)
+    if not slow:
+        return
+    table = Table(title="seconds of a rank in one step, without waiting for others")
+    for title in ("rank", "seconds", ""):
+        table.add_column(title, justify="right")
+    for rank, each in enumerate(seconds):
+        if rank in slow or len(seconds) <= _MOST_RANKS:
+            table.add_row(str(rank), f"{each:.4f}", "slow" if rank in slow else "")
+    (console or _console()).print(table)
 
 
 # What a rank holds, and what that is called in a table.

@@ -1,26 +1,33 @@
 """A whole training on one rank: build, step, evaluate, record."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from samestep.cluster.world import World
 from samestep.data.loader import StepBatch
-from samestep.engines.base import StepReport
+from samestep.data.order import SampleOrder
+from samestep.engines.base import Skipping, StepReport
 from samestep.engines.resolve import resolve as resolve_engine
+from samestep.errors import InterruptedJobError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.initial import InitialModel, build_recorded
 from samestep.parallel.spread import Details
+from samestep.supervision.nonfinite import NonFinite, left_out
+from samestep.supervision.rank import RankSupervision
 from samestep.tasks.base import Batch, Task
 from samestep.tasks.rms_norm import widen_norms
 from samestep.training import result as results
 from samestep.training import usage as usages
 from samestep.training.checkpoints import Checkpoints
 from samestep.training.dropout import switch_off
+from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.optimizer import make_optimizer, make_schedule
 from samestep.training.progress import Bar
 from samestep.training.records import Records
@@ -88,9 +95,17 @@ class Training:
         return last - 1 if short and last else last
 
     def steps(
-        self, stop: int | None = None, *, measured: int | None = None
+        self,
+        stop: int | None = None,
+        *,
+        measured: int | None = None,
+        supervision: RankSupervision | None = None,
+        left_out: Collection[int] = (),
     ) -> Iterator[tuple[StepBatch, StepReport]]:
-        """Take steps up to `stop` or the end, one for each that is asked for; `usage` is of step `measured`."""
+        """Take steps up to `stop` or the end, one for each that is asked for; `usage` is of step `measured`.
+
+        Of the steps `left_out` only the schedule takes notice.
+        """
         batches = self.session.batches(
             self.samples,
             batch=self.recipe.batch,
@@ -99,12 +114,28 @@ class Training:
             steps=min(stop or self.total_steps, self.total_steps),
         )
         for batch in batches:
-            take = partial(self.session.step, batch, self.task.loss)
-            if batch.step == measured:
-                report, self.usage = usages.measured(self.session.trainer, take)
-            else:
-                report = take()
+            if batch.step in left_out:
+                yield batch, self._passed_over()
+                continue
+            loss = self.task.loss if supervision is None else supervision.loss(batch.step, self.task.loss)
+            take = partial(self.session.step, batch, loss)
+            with nullcontext() if supervision is None else supervision.step(batch.step):
+                if batch.step == measured:
+                    report, self.usage = usages.measured(self.session.trainer, take)
+                else:
+                    report = take()
             yield batch, report
+
+    def _passed_over(self) -> StepReport:
+        trainer = self.session.trainer
+        assert isinstance(trainer, Skipping)  # by the engine's abilities, which were checked
+        nothing = torch.tensor(float("nan"), dtype=torch.float64)
+        return StepReport(loss=nothing, grad_norm=nothing, lr=trainer.pass_over())
+
+    def samples_of(self, step: int) -> Sequence[int]:
+        """The samples of a step's global batch, by their numbers in the data set."""
+        order = SampleOrder(size=len(self.samples), batch=self.recipe.batch, seed=self.recipe.seed)
+        return order.global_batch(step).tolist()
 
     @property
     def measured_step(self) -> int:
@@ -144,14 +175,23 @@ def build_model(task: Task, seed: int, *, recorded: bool = False) -> InitialMode
         return build_recorded(make) if recorded else InitialModel(model=make(), values=None)
 
 
-def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
-    """Train to the end on this rank; every rank returns the same result."""
+def fit(
+    job: Job, task: Task, world: World, layout: Layout, supervision: RankSupervision, *, anew: bool = True
+) -> TrainResult:
+    """Train to the end on this rank; every rank returns the same result. `anew`: the run was not begun before.
+
+    Raises, on every rank alike, InterruptedJobError after the step at which a signal stops the training, and
+    NonFiniteError for a loss or a gradient norm that isn't finite, where the job doesn't skip the step.
+    """
     training = Training(job, task, world, layout)
     session = training.session
     folder = results.folder_of(job)
     timeline = session.trainer.timeline
     if timeline is not None:
         timeline.step = training.late_step()
+    _prepare(training, job, supervision)
+    metrics: dict[str, Any] = {}
+    ended: Exception | None = None
     with Checkpoints(job, session, folder) as checkpoints:
         training.first_step = checkpoints.resume(training.steps_per_epoch)
         bar = Bar(f"train {layout}", training.total_steps, first=training.first_step, shown=session.is_main)
@@ -161,11 +201,49 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
             ) as records,
             bar,
         ):
-            log = StepLog(records, bar, Tally(len(training.samples)), losses=results.agreed(records.losses))
-            take_all_steps(training, log, checkpoints)
-            metrics = training.evaluate(bar)
-            records.evaluation(training.total_steps, metrics)
-        checkpoints.save(training.total_steps, metrics)
+            guard = NonFinite(
+                job.run.on_nonfinite,
+                folder,
+                samples_of=training.samples_of,
+                writes=session.is_main,
+                norms_may_overflow=job.recipe.precision == "fp16",
+                left_out=frozenset() if anew else results.agreed(left_out(folder)),
+            )
+            log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
+            try:
+                take_all_steps(training, log, checkpoints, supervision)
+            except (InterruptedJobError, NonFiniteError) as error:  # on all ranks alike: they leave in good order
+                ended = error
+            supervision.ends()
+            if ended is None:
+                metrics = training.evaluate(bar)
+                records.evaluation(training.total_steps, metrics)
+        if ended is None:
+            checkpoints.save(training.total_steps, metrics)
+    if ended is not None:
+        raise ended
+    return _finish(job, training, log, metrics, folder, checkpoints, supervision)
+
+
+def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None:
+    trainer = training.session.trainer
+    if isinstance(trainer, Skipping):
+        trainer.skips_nonfinite = job.run.on_nonfinite == "skip"
+    supervision.check(training.total_steps)
+
+
+def _finish(
+    job: Job,
+    training: Training,
+    log: StepLog,
+    metrics: dict[str, Any],
+    folder: Path,
+    checkpoints: Checkpoints,
+    supervision: RankSupervision,
+) -> TrainResult:
+    """Gather what the ranks know, and write what a run leaves."""
+    session, task = training.session, training.task
+    timeline = session.trainer.timeline
     if job.run.rank_lines:
         lines = log.tally.gather(session.mesh.data_group)
         if session.is_main:
@@ -181,9 +259,10 @@ def fit(job: Job, task: Task, world: World, layout: Layout) -> TrainResult:
         evaluation_seconds=training.evaluation_seconds,
         checkpoint_seconds=checkpoints.waited_seconds,
         samples_per_second=samples_per_second,
-        speeds=speeds(samples_per_second, task.work(), job.recipe.precision, world.device),
+        speeds=speeds(samples_per_second, task.work(), job.recipe.precision, session.world.device),
         folder=folder,
         usage=usages.gather(training.usage),
+        own_step_seconds=results.gather_own_step_seconds(supervision.pace.seconds()),
     )
     state = session.trainer.state()
     schedule = timeline.gathered() if timeline is not None else None
@@ -199,64 +278,3 @@ def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usag
     for _ in training.steps(stop=last + 1, measured=last):
         pass
     return usages.gather(training.usage)
-
-
-class StepLog:
-    """Where a step's values go once they are known: the records, the bar, the sums of the final report."""
-
-    def __init__(self, records: Records, bar: Bar, tally: Tally, losses: Sequence[float] = ()) -> None:
-        self.records = records
-        self.tally = tally
-        self.losses = list(losses)  # of all steps, also those before a checkpoint that the records tell of
-        self.samples = 0
-        self.seconds = 0.0
-        self.bar = bar
-
-    def add(self, batch: StepBatch, report: StepReport, seconds: float) -> None:
-        """Read a step's values, which waits until an accelerator has computed them."""
-        loss = report.loss.item()
-        self.losses.append(loss)
-        self.samples += batch.global_samples
-        self.seconds += seconds + batch.data_seconds
-        self.tally.add(batch)
-        self.bar.step(loss=loss, lr=report.lr, samples=batch.global_samples)
-        self.records.step(
-            {
-                "step": batch.step,
-                "epoch": batch.epoch,
-                "loss": loss,
-                "grad_norm": report.grad_norm.item(),
-                "lr": report.lr,
-                "samples": batch.global_samples,
-                "step_seconds": seconds,
-                "data_seconds": batch.data_seconds,
-            }
-        )
-
-
-def take_all_steps(training: Training, log: StepLog, checkpoints: Checkpoints) -> None:
-    """Take every step, each logged while the next one is computed; evaluate and save in between where asked."""
-    every = training.recipe.evaluation.every
-    before: tuple[StepBatch, StepReport, float] | None = None
-    began = time.perf_counter()
-    for batch, report in training.steps(measured=training.measured_step):
-        if before is not None:
-            log.add(*before)
-        now = time.perf_counter()
-        before = (batch, report, now - began - batch.data_seconds)
-        began = now
-        done = batch.step + 1
-        if done == training.total_steps:
-            break
-        looks, saves = every is not None and done % every == 0, checkpoints.due(done)
-        if looks or saves:
-            log.add(*before)
-            before = None
-            metrics = training.evaluate(log.bar) if looks else None
-            if metrics is not None:
-                log.records.evaluation(done, metrics)
-            if saves or checkpoints.is_best(metrics):
-                checkpoints.save(done, metrics)
-            began = time.perf_counter()
-    if before is not None:
-        log.add(*before)

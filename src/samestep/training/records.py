@@ -1,11 +1,13 @@
 """What a training leaves on disk while it runs: metrics.jsonl and TensorBoard's events. Rank 0 writes."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from samestep.supervision.nonfinite import without_nonfinite
 from samestep.training.evaluation import scalars
 
 
@@ -21,7 +23,7 @@ class Records:
         metrics, evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
         kept = _lines_before(metrics, first_step)
         if [values["step"] for values in kept] == list(range(first_step)):
-            self.losses = [values["loss"] for values in kept]
+            self.losses = [math.nan if values["loss"] is None else values["loss"] for values in kept]
         self._steps = _rewritten(metrics, kept)
         self._evaluations = _rewritten(evaluations, _lines_before(evaluations, first_step + 1))
         if tensorboard:
@@ -41,18 +43,20 @@ class Records:
 
     def step(self, values: Mapping[str, Any]) -> None:
         if self._steps is not None:
-            self._steps.write(json.dumps(values) + "\n")
+            self._steps.write(json.dumps(without_nonfinite(dict(values))) + "\n")
         self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")})
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         numbers = scalars(metrics)
         if self._evaluations is not None:
-            self._evaluations.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._evaluations.write(json.dumps(without_nonfinite({"step": step, **numbers})) + "\n")
         self._draw(step, {f"evaluation/{name}": value for name, value in numbers.items()})
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
         if self._board is not None:
             for name, value in values.items():
+                if not math.isfinite(value):
+                    continue
                 self._board.add_scalar(name, value, step)
 
 

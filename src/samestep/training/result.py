@@ -14,6 +14,8 @@ from samestep.checkpoint.find import candidates
 from samestep.cluster.device import peak_memory
 from samestep.errors import UserError
 from samestep.job import Job
+from samestep.supervision.nonfinite import without_nonfinite
+from samestep.supervision.pace import lagging
 from samestep.training.session import Session
 from samestep.training.usage import Usage
 from samestep.versions import versions
@@ -34,6 +36,7 @@ class TrainResult:
     speeds: Mapping[str, float]  # more of them, where the task says what a sample costs
     folder: Path
     usage: Sequence[Usage] = ()  # of each rank, in one step
+    own_step_seconds: Sequence[float] = ()  # of each rank, median, without waiting for others
 
     @property
     def model_file(self) -> Path:
@@ -65,15 +68,20 @@ def check_folder(folder: Path | None) -> None:
         raise UserError(f"run.folder is {folder}: {there} is a file; a folder, or a new path, would do")
 
 
-def folder_of(job: Job) -> Path:
-    """The run's folder, the same on every rank: as the job says, or a new one under runs/.
+def chosen_folder(job: Job) -> Path:
+    """The run's folder: as the job says, or a new one under runs/.
 
     A job that is to be resumed takes the last one of its name that holds checkpoints, where there is one.
     """
     name = job.name or str(job.recipe.task if isinstance(job.recipe.task, str) else type(job.recipe.task).__name__)
     wanted = Path("runs") / name.rpartition(":")[2]
     resumes = job.run.checkpoint is not None and job.run.checkpoint.resume == "auto"
-    return agreed(job.run.folder or (_last_saved(wanted) if resumes else None) or free_folder(wanted))
+    return job.run.folder or (_last_saved(wanted) if resumes else None) or free_folder(wanted)
+
+
+def folder_of(job: Job) -> Path:
+    """The run's folder, the same on every rank."""
+    return agreed(chosen_folder(job))
 
 
 def _last_saved(wanted: Path) -> Path | None:
@@ -89,6 +97,13 @@ def agreed(value: Any) -> Any:
     chosen = [value]
     dist.broadcast_object_list(chosen)
     return chosen[0]
+
+
+def gather_own_step_seconds(seconds: float) -> list[float]:
+    """What a step takes each rank by itself, in the order of the ranks; every rank must ask."""
+    ranks: list[Any] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(ranks, seconds)
+    return ranks
 
 
 def gather_peak_memory(session: Session) -> list[int]:
@@ -131,6 +146,8 @@ def write_report(
         "samples_per_second": result.samples_per_second,
         **result.speeds,
         "peak_memory_bytes": peaks,
+        "own_step_seconds": list(result.own_step_seconds),
+        "slow_ranks": lagging(result.own_step_seconds),
         "usage_bytes": [usage.to_json() for usage in result.usage],
         "layout": layout,
         "engine": engine,
@@ -151,7 +168,7 @@ def is_curve(value: Any) -> bool:
 
 
 def _write_json(file: Path, values: Any) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(without_nonfinite(values), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_weights(file: Path, state: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,21 @@ from samestep.errors import InterruptedJobError, RankFailedError, UserError
 # ends itself, so that the agent meets the death that was first.
 _AFTER_YOU = 0.5
 
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
 _CALL = "call.pickle"
 
 
-def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int) -> Any:
+def start(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    processes: int,
+    *,
+    signals_taken: Collection[str] = (),
+) -> Any:
     """Call `function(*arguments)` in each of `processes` new ranks, and return what rank 0 returned.
 
+    `signals_taken` are names of signals that the caller handles itself; any other ends the ranks.
     Raises RankFailedError with the first failing rank's traceback, UserError where that rank raised one,
     InterruptedJobError where a signal stopped the job. No process is left running, whatever happens.
     """
@@ -53,6 +62,7 @@ def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             start_method=fork_server.METHOD,
+            signals_to_handle=",".join(name for name in _SIGNALS if name not in signals_taken),
         )
         # A file, not the pipe that starts a process: a rank that dies before it has read a large call from the
         # pipe would leave this process writing for ever.
@@ -113,7 +123,9 @@ def _write_failure(folder: Path, error: BaseException) -> None:
         "message": str(error),
         "reason": traceback.format_exc(),
     }
-    (folder / f"failure-{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
+    new = folder / f"new-failure-{rank}.json"  # this rank may be ended while it writes
+    new.write_text(json.dumps(failure), encoding="utf-8")
+    new.replace(folder / f"failure-{rank}.json")
 
 
 def _first_failure(folder: Path, error: ChildFailedError) -> Exception:
@@ -162,7 +174,7 @@ def _signal_handlers_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    numbers = [signal.Signals[name] for name in _SIGNALS]
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield

@@ -5,6 +5,7 @@ Otherwise the interpreter takes all of PyTorch apart first, and whoever reads a 
 
 import atexit
 import os
+import signal
 
 
 def _end(server: int) -> None:
@@ -14,3 +15,7 @@ def _end(server: int) -> None:
 
 
 atexit.register(_end, os.getpid())
+
+# A signal to all of a job's processes must not take the server away, through which the starting process hears of its
+# ranks' ends. They set their own handlers as they begin.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,150 @@
+"""A rank is killed in the middle of a training, under torchrun and under samestep: who goes on, and how soon.
+
+    python benchmarks/recovery.py --runs 8
+
+Both train a small net on two ranks, in steps of at least 20 ms that are all saved, with three restarts. Rank 1 is
+killed by SIGKILL after some steps. A run has recovered where it came to its end; a restart more than the one that was
+needed is wasted. Seconds are from the kill to the next step that a rank has taken.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from samestep.comparison import process
+
+HERE = Path(__file__).resolve().parent
+STEPS = 40
+KILLED_AFTER = 15
+RESTARTS = 3
+
+Command = Callable[[Path], Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training of which a rank was killed."""
+
+    recovered: bool
+    restarts: int
+    seconds: float | None  # from the kill to the next step
+
+
+def torchrun(folder: Path) -> Sequence[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(HERE / "recovery_plain.py")
+    return [*launcher, f"--max-restarts={RESTARTS}", script, str(folder), str(STEPS)]
+
+
+def samestep(folder: Path) -> Sequence[str]:
+    job = {
+        "recipe": {
+            "task": f"{HERE}/recovery_task.py:Slow",
+            "args": {"folder": str(folder)},
+            "batch": 32,
+            "steps": STEPS,
+        },
+        "run": {
+            "layout": "dp2",
+            "threads": 1,
+            "folder": str(folder / "run"),
+            "tensorboard": False,
+            "max_restarts": RESTARTS,
+            "checkpoint": {"every": 1},
+        },
+    }
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(job), encoding="utf-8")
+    return [sys.executable, "-m", "samestep", "train", str(file)]
+
+
+WAYS: dict[str, Command] = {"torchrun --standalone": torchrun, "samestep train": samestep}
+
+
+def noted(folder: Path) -> list[tuple[float, int, int]]:
+    """When each of rank 1's steps was taken, by which process, in which start."""
+    file = folder / "steps-1"
+    text = file.read_text(encoding="ascii") if file.is_file() else ""
+    found = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [(float(at), int(pid), int(start)) for at, _, pid, start in found]
+
+
+def kill(folder: Path, killed: list[float], limit: float, started: subprocess.Popen[bytes]) -> None:
+    """Kill rank 1 when it has taken its steps, and wait until another process takes one."""
+    until = time.monotonic() + limit
+    victim = None
+    while time.monotonic() < until and started.poll() is None:
+        steps = noted(folder)
+        if victim is None and len(steps) >= KILLED_AFTER:
+            victim = steps[-1][1]
+            killed.append(time.time())
+            os.kill(victim, signal.SIGKILL)
+        elif victim is not None and steps[-1][1] != victim:
+            killed.append(next(at for at, pid, _ in steps if pid != victim))
+            return
+        time.sleep(0.005)
+
+
+def take(way: Command, limit: float) -> Run:
+    with TemporaryDirectory(prefix="samestep-recovery-") as place:
+        folder = Path(place)
+        times: list[float] = []
+        outcome = process.run(way(folder), limit=limit, meanwhile=partial(kill, folder, times, limit))
+        told = folder / "run" / "faults.jsonl"
+        if told.is_file():
+            restarts = len(told.read_text(encoding="utf-8").splitlines())
+        else:
+            restarts = max(0, len(list(folder.glob("start-*"))) - 1)
+        return Run(
+            recovered=outcome.code == 0 and len(times) == 2,
+            restarts=restarts,
+            seconds=times[1] - times[0] if len(times) == 2 else None,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=8, help="of each way (default: 8)")
+    parser.add_argument("--time-limit", type=float, default=60, metavar="S", help="of one run (default: 60 s)")
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    found: dict[str, list[Run]] = {name: [] for name in options.ways}
+    for _ in range(options.runs):
+        for name in options.ways:  # in turn, so that what else the machine does hits both
+            found[name].append(take(WAYS[name], options.time_limit))
+            print(f"{name}: {found[name][-1]}", file=sys.stderr)
+    table = Table(title=f"rank 1 of 2 killed after {KILLED_AFTER} steps")
+    for title in ("", "recovered", "wasted restarts", "s to the next step, median", "min - max"):
+        table.add_column(title, justify="left" if not title else "right")
+    for name, runs in found.items():
+        seconds = [run.seconds for run in runs if run.recovered and run.seconds is not None]
+        table.add_row(
+            name,
+            f"{sum(run.recovered for run in runs)} of {len(runs)}",
+            str(sum(max(0, run.restarts - 1) for run in runs)),
+            f"{median(seconds):.2f}" if seconds else "",
+            f"{min(seconds):.2f} - {max(seconds):.2f}" if seconds else "",
+        )
+    Console(width=110).print(table)
+    if options.json is not None:
+        values = {name: [vars(run) for run in runs] for name, runs in found.items()}
+        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A whole drill: the undisturbed run, then a run for each fault, each held beside it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from samestep import environment
+from samestep.api import check_job, layout_of
+from samestep.comparison import process
+from samestep.drill.drill import Drill, Row, row
+from samestep.drill.faults import DRILLS
+from samestep.drill.runs import Runs
+from samestep.errors import UserError
+from samestep.job import Checkpointing, Job
+from samestep.training.progress import Bar
+from samestep.validation import closest
+
+FEWEST_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drilled:
+    """What came of a drill."""
+
+    layout: str
+    steps: int
+    fault_step: int
+    final_loss: float  # of the undisturbed run
+    rows: Sequence[Row]
+
+    @property
+    def passed(self) -> bool:
+        return all(each.passed for each in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "steps": self.steps,
+            "fault_step": self.fault_step,
+            "final_loss": self.final_loss,
+            "passed": self.passed,
+            "faults": [each.to_json() for each in self.rows],
+        }
+
+
+def chosen(faults: Sequence[str] | None, processes: int) -> list[Drill]:
+    """The drills of these names; without names, all that so many processes can have. Raises UserError."""
+    if faults is None:
+        return [drill for drill in DRILLS if drill.processes <= processes]
+    known = {drill.name: drill for drill in DRILLS}
+    picked = []
+    for fault in (text.strip() for text in faults):
+        if fault not in known:
+            raise UserError(f'unknown fault "{fault}"; {closest(fault, known)}')
+        if known[fault].processes > processes:
+            raise UserError(f'fault "{fault}" wants {known[fault].processes} processes; layout dp2 would do')
+        picked.append(known[fault])
+    return picked
+
+
+def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time_limit: float = 600) -> Drilled:
+    """Train a job's first steps undisturbed, and once more under each fault.
+
+    Raises UserError for what is wrong with the job, also where even the undisturbed run fails.
+    """
+    if environment.ranks() is not None:
+        raise UserError("drill starts its own processes; start it without a launcher")
+    if steps < FEWEST_STEPS:
+        raise UserError(f"--steps is {steps}; {FEWEST_STEPS} or more would do")
+    if not time_limit > 0:
+        raise UserError(f"--time-limit is {time_limit:g}; a number of seconds above 0 would do")
+    job = _of(job, steps)
+    layout = layout_of(job)
+    picked = chosen(faults, layout.size)
+    check_job(job)
+    with TemporaryDirectory(prefix="samestep-drill-") as place, process.signals_raise():
+        runs = Runs(job=job, place=Path(place), time_limit=time_limit, step=steps * 3 // 5, rank=layout.size - 1)
+        with Bar("drill", 1 + len(picked)) as bar:
+            bar.say("undisturbed")
+            undisturbed = runs.train("undisturbed")
+            if undisturbed.code != 0:
+                raise UserError(
+                    f"the undisturbed run failed, with exit code {undisturbed.code}:\n{undisturbed.output}"
+                )
+            bar.advance()
+            runs = replace(runs, step_seconds=max(undisturbed.report["own_step_seconds"]))
+            rows = []
+            for drill in picked:
+                bar.say(drill.does)
+                rows.append(row(drill, drill.run(runs), undisturbed))
+                bar.advance()
+        return Drilled(
+            layout=str(layout),
+            steps=steps,
+            fault_step=runs.step,
+            final_loss=undisturbed.report["final_loss"],
+            rows=rows,
+        )
+
+
+def _of(job: Job, steps: int) -> Job:
+    """The job as it is drilled: its first steps, saved four times, and none of its own faults."""
+    given = job.run.checkpoint or Checkpointing()
+    checkpoint = replace(given, every=max(1, steps // 4), folder=None, resume="never", best=None)
+    return replace(
+        job,
+        recipe=replace(job.recipe, steps=steps, epochs=None),
+        run=replace(job.run, checkpoint=checkpoint, inject=(), max_restarts=0, elastic=False, tensorboard=False),
+    )

@@ -1,0 +1,1 @@
+"""Trainings that outlive their ranks' faults: who is how far, who is missing, what then."""

@@ -1,0 +1,36 @@
+"""What a job asks of its supervision, checked before any process starts."""
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.job import Job
+from samestep.layout import Layout
+
+
+def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
+    """Raise UserError for what can't be had. `skips`: whether the engine can leave a step out."""
+    run = job.run
+    for fault in run.inject:
+        if fault.rank >= layout.size:
+            raise UserError(
+                f'run.inject: rank {fault.rank} is not there; layout "{layout}" has the ranks 0 to {layout.size - 1}'
+            )
+    if run.on_nonfinite != "stop" and not skips:
+        raise UserError(
+            f'run.on_nonfinite is {run.on_nonfinite}, and engine "{run.engine}" takes every step; '
+            "stop, or engine native, would do"
+        )
+    if run.elastic and layout.data_ranks == 1:
+        raise UserError(
+            f'run.elastic is true, and layout "{layout}" has no replicas or shards to go on with fewer of; '
+            "a layout with dp2, zero1x2, fsdp2 or more would do"
+        )
+    if run.min_processes > layout.size:
+        raise UserError(
+            f'run.min_processes is {run.min_processes}, and layout "{layout}" has {layout.size}; fewer would do'
+        )
+    if environment.ranks() is not None and (run.max_restarts or run.elastic):
+        what = f"run.max_restarts is {run.max_restarts}" if run.max_restarts else "run.elastic is true"
+        raise UserError(
+            f"{what}, and a launcher started these ranks, which alone can start them anew; its own restarts, "
+            "or samestep's own start, would do"
+        )

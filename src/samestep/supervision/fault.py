@@ -1,0 +1,64 @@
+"""Fault: what ended a round, what it cost, and how it is told: a line on standard error and one in faults.jsonl."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "faults.jsonl"  # in the run's folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A rank's failure. Steps are counted from 0, as in metrics.jsonl."""
+
+    round: int  # of the start that it ended, from 0
+    rank: int  # the first one that failed
+    cause: str  # in one line
+    reason: str  # the whole traceback, or the signal that ended it
+    step: int  # that the rank was in; -1: before its first
+    at: str  # UTC, ISO 8601
+    processes: int
+    layout: str
+    # What it cost; None where the training did not go on.
+    goes_on_at: int | None = None  # the first step of the next round
+    steps_lost: int | None = None  # taken once more
+    seconds: float | None = None  # from the fault to the end of the next step
+    next_layout: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = f"in step {self.step}" if self.step >= 0 else "before its first step"
+        line = f"rank {self.rank} failed {where}: {self.cause}"
+        if self.goes_on_at is None:
+            return line
+        lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
+        other = f" with layout {self.next_layout}" if self.next_layout not in (None, self.layout) else ""
+        return f"{line}; goes on at step {self.goes_on_at}{other}, {lost}, {self.seconds:.1f} s to the next step"
+
+
+def tell(fault: Fault, folder: Path, *, aloud: bool = True) -> None:
+    """Say it once on standard error, and write it down where the run has a folder."""
+    if aloud:
+        print(f"samestep: {fault}", file=sys.stderr, flush=True)
+    if not folder.is_dir():
+        return
+    try:
+        with (folder / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fault.to_json(), ensure_ascii=False) + "\n")
+    except OSError as error:  # such as a full disk, which must not end the training once more
+        print(f"samestep: {folder / FILE} can't be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def cause_of(reason: str) -> str:
+    """A failure in one line: a traceback's exception, the first line of anything else."""
+    lines = [line.rstrip() for line in reason.strip().splitlines() if line.strip()]
+    if not lines:
+        return "no reason was given"
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
+    if not starts:
+        return lines[0]
+    return next((line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")), lines[-1])

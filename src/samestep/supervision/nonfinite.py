@@ -1,0 +1,86 @@
+"""Losses and gradient norms that are NaN or infinite: which samples it was, and what then."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from samestep.errors import NonFiniteError
+
+Policy = Literal["stop", "skip", "rollback"]
+_FEW = 8  # samples that a message names
+
+
+def file_of(folder: Path, step: int) -> Path:
+    return folder / f"nonfinite-step-{step}.json"
+
+
+class NonFinite:
+    """Looks at every step's values as they become known; every rank sees the same ones, and so does the same."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        folder: Path,
+        *,
+        samples_of: Callable[[int], Sequence[int]],
+        writes: bool,
+        norms_may_overflow: bool,
+        left_out: frozenset[int] = frozenset(),
+    ) -> None:
+        """`samples_of` gives a step's samples. Under fp16 a norm that overflows is part of the method.
+
+        Steps `left_out` were found before; they are not taken, and have no values.
+        """
+        self.left_out = left_out
+        self._policy = policy
+        self._folder = folder
+        self._samples_of = samples_of
+        self._writes = writes
+        self._norms_may_overflow = norms_may_overflow
+
+    def check(self, step: int, loss: float, grad_norm: float) -> None:
+        """Raise NonFiniteError where the training must not go on as it is."""
+        if step in self.left_out or (math.isfinite(loss) and (self._norms_may_overflow or math.isfinite(grad_norm))):
+            return
+        samples = list(self._samples_of(step))
+        file = file_of(self._folder, step)
+        values = f"loss {loss}, gradient norm {grad_norm}"
+        if self._writes:
+            found = {
+                "step": step,
+                "loss": str(loss),
+                "grad_norm": str(grad_norm),
+                "samples": samples,
+                "left_out": self._policy == "rollback",
+            }
+            file.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        error = NonFiniteError(step, values, _shown(samples), str(file))
+        if self._policy != "skip":
+            raise error
+        if self._writes:
+            print(f"samestep: {error}; the step is left out", file=sys.stderr)
+
+
+def left_out(folder: Path) -> frozenset[int]:
+    """The steps that a training in this folder has rolled back from."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("nonfinite-step-*.json")]
+    return frozenset(each["step"] for each in found if each["left_out"])
+
+
+def _shown(samples: Sequence[int]) -> str:
+    shown = ", ".join(map(str, samples[:_FEW]))
+    return shown if len(samples) <= _FEW else f"{shown} and {len(samples) - _FEW} more"
+
+
+def without_nonfinite(value: Any) -> Any:
+    """Values for a JSON file, which knows no NaN and no infinity: null stands for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nonfinite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nonfinite(inner) for inner in value]
+    return value

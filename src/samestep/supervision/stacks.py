@@ -1,0 +1,58 @@
+"""A rank's Python stack, asked for by its starter. It comes even where the rank holds the interpreter's lock."""
+
+import faulthandler
+import os
+import re
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+# One that nothing else uses; where a system has none of these, one that is left to programs.
+_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+_PATIENCE = 2.0  # seconds
+
+
+def answer(folder: Path, rank: int) -> IO[str]:
+    """In a rank: write the stacks whenever they are asked for. The file must stay open until `ignore`."""
+    file = _file(folder, rank).open("w", encoding="utf-8")
+    # Any thread may be the one that gets the signal, so all are written, and the main one is named beforehand.
+    file.write(f"{threading.main_thread().ident:#018x}\n")
+    file.flush()
+    faulthandler.register(_SIGNAL, file=file, all_threads=True)
+    return file
+
+
+def ignore(file: IO[str]) -> None:
+    """Answer no more."""
+    faulthandler.unregister(_SIGNAL)
+    signal.signal(_SIGNAL, signal.SIG_IGN)  # one that is under way must not end this rank
+    file.close()
+
+
+def ask(folder: Path, rank: int, pid: int) -> str:
+    """The main thread's stack, innermost call first; empty without an answer. A stopped rank goes on for it."""
+    file = _file(folder, rank)
+    with suppress(OSError):
+        os.kill(pid, _SIGNAL)
+        os.kill(pid, signal.SIGCONT)
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            if _main_stack(file):
+                time.sleep(0.05)  # for its last lines
+                return _main_stack(file)
+    return ""
+
+
+def _main_stack(file: Path) -> str:
+    """The calls of the thread that the first line names."""
+    main, _, answers = file.read_text(encoding="utf-8", errors="replace").partition("\n")
+    found = re.search(rf"hread {main}[^\n]*\n((?: .*\n?)*)", answers)
+    return found[1].rstrip() if found is not None else ""
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}.txt"

@@ -1,0 +1,192 @@
+"""Watch: a thread of the starting process that looks at how far each rank is, and ends a round that gets nowhere."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from samestep.supervision import beat, counts, missing, pace, stacks
+from samestep.supervision.beat import Progress
+from samestep.supervision.clock import Clock
+from samestep.supervision.handle import Handle
+from samestep.supervision.pace import Slowest
+
+_APART = 0.1  # seconds between looks
+_PACE_APART = 30.0  # seconds between looks at who is slow
+# What takes longer than a step may take so many times the limit.
+_LONGER = 10.0
+_LONG = frozenset({"start", "first step", "evaluation", "checkpoint", "end"})
+# In these a rank that computes moves on; so many seconds of it count.
+_UNTOLD = frozenset({"start", "evaluation", "checkpoint", "end"})
+_SOME_WORK = 1.0
+# A step may take so many times as long as the longest so far, whatever the limit.
+_LONGER_STEP = 5.0
+# Seconds that ranks have to end by themselves after one has died.
+_AFTER_A_DEATH = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """The rank that did not come."""
+
+    rank: int
+    reason: str
+
+
+class Watch:
+    """Looks after the ranks of one round from its start to its end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        *,
+        limit: float | None,
+        goes_on: Callable[[Sequence[Progress]], None],
+    ) -> None:
+        """`goes_on` is called once, when a first step is done."""
+        self._goes_on: Callable[[Sequence[Progress]], None] | None = goes_on
+        self._folder = folder
+        self._ranks = ranks
+        self._limit = limit
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="watch", daemon=True)
+        self._handles: dict[int, Handle] = {}
+        self._end_at: float | None = None
+        self.hang: Hang | None = None
+        self._died_at: float | None = None
+        self.last: Sequence[Progress] = ()  # how far the ranks were at the last look
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._read()
+        self._see_the_first_step()
+        for handle in self._handles.values():
+            handle.close()
+
+    def end_within(self, seconds: float) -> None:
+        """End the ranks where they have not ended by then."""
+        self._end_at = time.monotonic() + seconds
+
+    def end_now(self) -> None:
+        """End every rank at once, wherever it is."""
+        self._read()
+        for handle in list(self._handles.values()):
+            handle.kill()
+
+    def _work(self, ranks: Sequence[Progress]) -> list[int]:
+        """Outside steps a rank may compute for long without a message, such as while it reads its data."""
+        return [
+            int(self._handles[each.rank].processor_seconds() / _SOME_WORK) if each.phase in _UNTOLD else 0
+            for each in ranks
+        ]
+
+    def _end_others(self, rank: int) -> None:
+        for other, handle in list(self._handles.items()):
+            if other != rank:
+                handle.kill()
+
+    def _read(self) -> Sequence[Progress]:
+        self.last = beat.read(self._folder, self._ranks)
+        for each in self.last:
+            if each.rank not in self._handles:
+                self._handles[each.rank] = Handle(each.pid)
+        return self.last
+
+    def _look_on(self) -> None:
+        clock = Clock(_APART)
+        slowest, looked_at = Slowest(), 0.0
+        before: Any = None
+        moved_at = 0.0
+        while not self._over.wait(_APART):
+            seconds = clock.look()
+            ranks = self._read()
+            self._see_the_first_step()
+            self._see_to_the_dead(ranks)
+            if self._end_at is not None and time.monotonic() > self._end_at:
+                self.end_now()
+            if seconds - looked_at > _PACE_APART:
+                looked_at = seconds
+                slowest.look(pace.read(self._folder, self._ranks))
+            entered = counts.read(self._folder, range(self._ranks))
+            state = [(each.phase, each.step, each.done, each.moved_at) for each in ranks], entered, self._work(ranks)
+            if state != before:
+                before, moved_at = state, seconds
+            elif self.hang is None and self._too_long(ranks, seconds - moved_at):
+                self.hang = find(
+                    self._folder, self._ranks, ranks, entered, seconds - moved_at, end_others=self._end_others
+                )
+                self.end_now()
+
+    def _see_the_first_step(self) -> None:
+        done = len(self.last) == self._ranks and all(each.first_done_at for each in self.last)
+        if self._goes_on is not None and done:
+            goes_on, self._goes_on = self._goes_on, None
+            goes_on(self.last)
+
+    def _see_to_the_dead(self, ranks: Sequence[Progress]) -> None:
+        """The others see their connection to a dead rank break and end; one that does not is ended."""
+        if self._died_at is None:
+            if any(
+                each.phase == "failed" or (not each.over and not self._handles[each.rank].alive()) for each in ranks
+            ):
+                self._died_at = time.monotonic()
+        elif time.monotonic() - self._died_at > _AFTER_A_DEATH:
+            self.end_now()
+
+    def _too_long(self, ranks: Sequence[Progress], seconds: float) -> bool:
+        working = [each for each in ranks if not each.over]
+        if self._limit is None or not working:
+            return False
+        limit = max(self._limit, _LONGER_STEP * max(each.longest for each in working))
+        if len(ranks) < self._ranks or any(each.phase in _LONG for each in working):
+            limit *= _LONGER
+        return seconds > limit
+
+
+def find(
+    folder: Path,
+    size: int,
+    ranks: Sequence[Progress],
+    entered: Mapping[int, counts.Counts],
+    seconds: float,
+    *,
+    end_others: Callable[[int], None],
+) -> Hang:
+    """Name the rank for which the others wait, with its stack.
+
+    A stopped one goes on to tell its stack; the others are ended before, or it would train on with them.
+    """
+    absent = sorted(set(range(size)) - {each.rank for each in ranks})
+    if absent:
+        return Hang(rank=absent[0], reason=f"its process has not begun after {seconds:.0f} s")
+    working = {each.rank: each for each in ranks if not each.over}
+    halted = [rank for rank, each in working.items() if missing.stopped(each.pid)]
+    late = [rank for rank in missing.behind(entered) if rank in working]
+    early = missing.earliest(list(working.values()))
+    known: dict[int, str] = {}
+    candidates = halted or late or early
+    if not candidates:
+        known = {rank: stacks.ask(folder, rank, each.pid) for rank, each in working.items()}
+        candidates = missing.not_waiting(known) or sorted(working)
+    culprit = working[candidates[0]]
+    if halted:
+        end_others(culprit.rank)
+    stack = known.get(culprit.rank) or stacks.ask(folder, culprit.rank, culprit.pid)
+    where = f"in step {culprit.step}" if culprit.phase in ("step", "first step") else f"in phase {culprit.phase}"
+    if culprit.step < 0:
+        where = "before its first step"
+    what = "it was stopped (SIGSTOP)" if culprit.rank in halted else "it did not come to what the others wait in"
+    lines = [f"it hung {where}: no rank moved on for {seconds:.0f} s, and {what}"]
+    lines.append(stack or "its stack could not be had")
+    return Hang(rank=culprit.rank, reason="\n".join(lines))

@@ -1,0 +1,104 @@
+"""The loop over a training's steps: take, log, evaluate, save, and stop where a signal asks for it."""
+
+import time
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from samestep.data.loader import StepBatch
+from samestep.engines.base import StepReport
+from samestep.errors import InterruptedJobError
+from samestep.supervision.nonfinite import NonFinite
+from samestep.supervision.rank import RankSupervision
+from samestep.training.checkpoints import Checkpoints
+from samestep.training.progress import Bar
+from samestep.training.records import Records
+from samestep.training.tally import Tally
+
+if TYPE_CHECKING:
+    from samestep.training.fit import Training
+
+
+class StepLog:
+    """Where a step's values go once they are known: the records, the bar, the sums of the final report."""
+
+    def __init__(
+        self, records: Records, bar: Bar, tally: Tally, guard: NonFinite, losses: Sequence[float] = ()
+    ) -> None:
+        self._guard = guard
+        self.records = records
+        self.tally = tally
+        self.losses = list(losses)  # of all steps, also those before a checkpoint that the records tell of
+        self.samples = 0
+        self.seconds = 0.0
+        self.bar = bar
+
+    def add(self, batch: StepBatch, report: StepReport, seconds: float) -> None:
+        """Read a step's values, which waits until an accelerator has computed them.
+
+        Raises NonFiniteError where the training must not go on with them.
+        """
+        loss, grad_norm = report.loss.item(), report.grad_norm.item()
+        self.losses.append(loss)
+        self.samples += batch.global_samples
+        self.seconds += seconds + batch.data_seconds
+        self.tally.add(batch)
+        self.bar.step(loss=loss, lr=report.lr, samples=batch.global_samples)
+        self.records.step(
+            {
+                "step": batch.step,
+                "epoch": batch.epoch,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": report.lr,
+                "samples": batch.global_samples,
+                "step_seconds": seconds,
+                "data_seconds": batch.data_seconds,
+            }
+        )
+        self._guard.check(batch.step, loss, grad_norm)
+
+    @property
+    def left_out(self) -> Collection[int]:
+        """Steps that are not taken."""
+        return self._guard.left_out
+
+
+def take_all_steps(
+    training: "Training", log: StepLog, checkpoints: Checkpoints, supervision: RankSupervision
+) -> None:
+    """Take every step, each logged while the next one is computed; evaluate and save in between where asked.
+
+    Raises InterruptedJobError after the step at which a signal stops all ranks, which is saved then.
+    """
+    every = training.recipe.evaluation.every
+    before: tuple[StepBatch, StepReport, float] | None = None
+    began = time.perf_counter()
+    steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
+    for batch, report in steps:
+        if before is not None:
+            log.add(*before)
+        now = time.perf_counter()
+        before = (batch, report, now - began - batch.data_seconds)
+        began = now
+        done = batch.step + 1
+        if done == training.total_steps:
+            break
+        looks, saves = every is not None and done % every == 0, checkpoints.due(done)
+        if looks or saves:
+            log.add(*before)
+            before = None
+            with supervision.phase("evaluation" if looks else "checkpoint"):
+                metrics = training.evaluate(log.bar) if looks else None
+                if metrics is not None:
+                    log.records.evaluation(done, metrics)
+                if saves or checkpoints.is_best(metrics):
+                    checkpoints.save(done, metrics)
+            began = time.perf_counter()
+        if supervision.stop_signal is not None:
+            if before is not None:
+                log.add(*before)
+            with supervision.phase("checkpoint"):
+                checkpoints.save(done)
+            raise InterruptedJobError(supervision.stop_signal)
+    if before is not None:
+        log.add(*before)

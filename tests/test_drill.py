@@ -1,0 +1,103 @@
+"""`samestep drill`: a job under one fault after the other, beside its undisturbed run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.cli.main import main
+from samestep.drill.drill import Drill, Outcome, row
+from samestep.drill.faults import DRILLS
+from samestep.drill.runs import Left
+
+TESTS = Path(__file__).parent
+JOB = f"""
+recipe: {{task: {TESTS}/small_tasks.py:Points, batch: 16, precision: fp64}}
+run: {{layout: dp2, threads: 1}}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB, encoding="utf-8")
+    return str(file)
+
+
+def drilled(job: str, *words: str, limit: float) -> tuple[dict[str, Any], str]:
+    file = Path(job).with_suffix(".json")
+    command = [sys.executable, "-m", "samestep", "drill", job, "--json", str(file), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text(encoding="utf-8")), done.stdout
+
+
+@pytest.mark.timeout(90)
+def test_a_fault_is_survived_and_the_result_is_the_same(job: str) -> None:
+    found, table = drilled(job, "--layout", "single", "--faults", "kill", "--steps", "8", limit=80)
+    (kill,) = found["faults"]
+    assert found["passed"]
+    # Saved every second step; the fault comes in step 4.
+    known = {name: kill[name] for name in ("fault", "survived", "difference", "same_weights", "passed")}
+    assert known == {"fault": "kill", "survived": True, "difference": 0, "same_weights": True, "passed": True}
+    assert kill["steps_lost"] in (0, 2)  # the last checkpoint may not have been complete yet
+    assert kill["happened"].startswith("rank 0 in step 4: its process was ended by SIGKILL")
+    assert "survived" in table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_fault_is_survived(job: str) -> None:
+    found, table = drilled(job, limit=380)
+    assert [each["fault"] for each in found["faults"]] == [drill.name for drill in DRILLS]
+    assert all(each["passed"] for each in found["faults"])
+    assert table.count("survived") == len(DRILLS)
+    same = {each["fault"]: each["difference"] == 0 for each in found["faults"]}
+    assert same == {drill.name: not drill.changes_result for drill in DRILLS}
+
+
+def left(folder: Path, loss: float, weights: bytes) -> Left:
+    folder.mkdir()
+    (folder / "report.json").write_text(json.dumps({"final_loss": loss}), encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(weights)
+    return Left(code=0, output="", folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "passed"), [(1.0, b"same", True), (1.1, b"same", False), (1.0, b"", False)]
+)
+def test_a_run_with_another_result_has_not_passed(tmp_path: Path, loss: float, weights: bytes, passed: bool) -> None:
+    drill = Drill(name="fire", does="fire", run=lambda runs: Outcome(survived=True, happened="", left=mine))
+    undisturbed, mine = left(tmp_path / "undisturbed", 1.0, b"same"), left(tmp_path / "fire", loss, weights)
+    assert row(drill, Outcome(survived=True, happened="", left=mine), undisturbed).passed == passed
+    assert not row(drill, Outcome(survived=False, happened="", left=mine), undisturbed).passed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--faults", "kil"], 'unknown fault "kil"; did you mean "kill"? known: ctrl-c, hang, kill'),
+        (["--layout", "single", "--faults", "slow"], 'fault "slow" wants 2 processes; layout dp2 would do'),
+        (["--steps", "3"], "--steps is 3; 8 or more would do"),
+        (["--time-limit", "0"], "--time-limit is 0; a number of seconds above 0 would do"),
+        (["--json", "nowhere/drill.json"], "--json nowhere/drill.json: there is no folder nowhere"),
+        (["--engine", "nobody"], "nobody"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    job: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["drill", job, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_under_a_launcher_it_is_refused(
+    job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["drill", job]) == 2
+    assert "drill starts its own processes; start it without a launcher" in capsys.readouterr().err

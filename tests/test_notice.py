@@ -1,0 +1,148 @@
+"""SIGTERM and Ctrl-C: the ranks finish a step, save, and end so that a scheduler starts the job again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+JOB = """
+recipe:
+  task: {tests}/small_tasks.py:Slow
+  args: {{seconds: {seconds}}}
+  batch: 16
+  steps: {steps}
+  precision: fp64
+run:
+  layout: {layout}
+  folder: {folder}
+  threads: 1
+  tensorboard: false
+  checkpoint: {{every: 1000}}
+  {more}
+"""
+STEPS = 40
+A_STEP = 0.04  # seconds, at least
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def command(
+    place: Path, name: str, *, layout: str = "dp2", seconds: float = 0, more: str = "", start: Sequence[str] = ()
+) -> list[str]:
+    job = place / f"{name}.yaml"
+    folder = place / ("run" if name != "undisturbed" else name)
+    text = JOB.format(tests=TESTS, steps=STEPS, layout=layout, folder=folder, seconds=seconds, more=more)
+    job.write_text(text, encoding="utf-8")
+    return [sys.executable, *start, "-m", "samestep", "train", str(job)]
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def interrupted(
+    words: Sequence[str], folder: Path, number: signal.Signals, *, to_the_group: bool, after: int = 5
+) -> tuple[int, str]:
+    """Start a job, send a signal when it has taken some steps, and return its exit code and what it said."""
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    until = time.monotonic() + 60
+    while len(steps_of(folder)) < after:
+        if process.poll() is not None or time.monotonic() > until:
+            process.kill()
+            pytest.fail(f"the job took no steps: {process.communicate()}")
+        time.sleep(0.02)
+    if to_the_group:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode, errors
+
+
+def finished(words: Sequence[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    place = tmp_path_factory.mktemp("place")
+    finished(command(place, "undisturbed", layout="single"))
+    return [step["loss"] for step in steps_of(place / "undisturbed")]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("number", "to_the_group", "layout", "start", "exit_code"),
+    [
+        pytest.param(signal.SIGTERM, False, "dp2", (), 143, id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, True, "dp2", (), 143, id="SIGTERM to every process"),
+        pytest.param(signal.SIGINT, True, "dp2", (), 130, id="Ctrl-C", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, False, "single", (), 143, id="SIGTERM to one process"),
+        pytest.param(signal.SIGTERM, False, "dp2", TORCHRUN, None, id="SIGTERM to torchrun", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
+    tmp_path: Path,
+    undisturbed: list[float],
+    number: signal.Signals,
+    to_the_group: bool,
+    layout: str,
+    start: Sequence[str],
+    exit_code: int | None,
+) -> None:
+    folder = tmp_path / "run"
+    first = command(tmp_path, "first", layout=layout, seconds=A_STEP, start=start)
+    code, errors = interrupted(first, folder, number, to_the_group=to_the_group)
+    assert exit_code is None or code == exit_code, errors
+    assert code != 0
+    done = len(steps_of(folder))
+    assert done < STEPS, "the signal came too late"
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == [f"step-{done}"]
+    again = finished([*command(tmp_path, "again", layout=layout, seconds=A_STEP, start=start), "--resume"])
+    assert f"after step {done}" in again
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert report["first_step"] == done
+    assert [step["loss"] for step in steps_of(folder)] == pytest.approx(undisturbed, rel=1e-12)
+
+
+@pytest.mark.timeout(90)
+def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
+    words = command(tmp_path, "first", more="inject: {rank: 0, step: 5, fault: hang}")
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    until = time.monotonic() + 40
+    while len(steps_of(tmp_path / "run")) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=15)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 143
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_ranks_that_do_not_end_within_the_notice_are_ended(tmp_path: Path) -> None:
+    words = command(tmp_path, "first", more="notice: 2\n  inject: {rank: 0, step: 5, fault: hang}")
+    code, errors = interrupted(words, tmp_path / "run", signal.SIGTERM, to_the_group=False, after=4)
+    assert code == 143
+    assert "SIGTERM: the ranks save and stop" in errors
