@@ -22,7 +22,8 @@ from samestep.training.dropout import switch_off
 from samestep.training.evaluation import plain
 from samestep.training.fit import build_model
 from samestep.training.optimizer import make_optimizer, make_schedule
-from samestep.training.result import is_curve, versions
+from samestep.training.result import is_curve
+from samestep.versions import versions
 
 
 def arguments(description: str | None) -> tuple[Path, Path]:

@@ -4,14 +4,13 @@ Until its name is given a checkpoint is none, so whatever ends the job at whatev
 """
 
 import errno
-import logging
 import os
+import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ class Saver:
         self._saved = saved
         self._group = group
         self._rank = dist.get_rank()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._asynchronous = asynchronous
         self._writing: Future[None] | None = None
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self.waited_seconds = 0.0  # that the training stood still for it
@@ -66,10 +65,10 @@ class Saver:
         """Save a checkpoint. Raises CheckpointError where this one, or the one before, can't be written."""
         began = time.perf_counter()
         self.wait()
-        if self._thread is None:
-            self._write(pieces, info)
+        if self._asynchronous:
+            self._writing = _beside(partial(self._write, self._copied(pieces), info))
         else:
-            self._writing = self._thread.submit(self._write, self._copied(pieces), info)
+            self._write(pieces, info)
         self.waited_seconds += time.perf_counter() - began
 
     def wait(self) -> None:
@@ -81,14 +80,6 @@ class Saver:
     @property
     def is_writing(self) -> bool:
         return self._writing is not None and not self._writing.done()
-
-    def close(self) -> None:
-        """Wait for the last checkpoint and end the thread."""
-        try:
-            self.wait()
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
 
     def _copied(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """The pieces as they are now, in the host's memory. It is kept: fresh memory costs as much as the copy."""
@@ -114,13 +105,12 @@ class Saver:
     def _write(self, pieces: Mapping[str, Piece], info: Info) -> None:
         unfinished = self._folder / (folders.name_of(info.step) + folders.UNFINISHED)
         try:
-            with _quiet():
-                dcp.save(
-                    {},
-                    storage_writer=dcp.FileSystemWriter(unfinished, overwrite=False),
-                    planner=SavePlanner(pieces),
-                    process_group=self._group,
-                )
+            dcp.save(
+                {},
+                storage_writer=dcp.FileSystemWriter(unfinished, overwrite=False),
+                planner=SavePlanner(pieces),
+                process_group=self._group,
+            )
         except CheckpointException as error:
             raise _as_error(unfinished, dict(error.failures)) from None
         sums = self._gathered_sums(unfinished)
@@ -168,6 +158,22 @@ class Saver:
             raise _as_error(where, found)
 
 
+def _beside(write: Callable[[], None]) -> Future[None]:
+    """Call a function in a thread of its own, for which a process that fails does not wait."""
+    result: Future[None] = Future()
+
+    def call() -> None:
+        try:
+            write()
+        except BaseException as error:  # whoever waits for the result gets it
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+
+    threading.Thread(target=call, name="checkpoint", daemon=True).start()
+    return result
+
+
 def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
     """The first rank's failure (an exception, and perhaps where it was raised) as one message."""
     rank = min(failures)
@@ -176,6 +182,7 @@ def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
         return error
     reasons = {
         errno.ENOSPC: "no space is left there; make some, or set run.checkpoint.folder to a folder with more",
+        errno.EFBIG: "it would be larger than this process may write; raise the limit (ulimit -f)",
         errno.EDQUOT: "the quota there is used up; set run.checkpoint.folder to another folder",
         errno.EACCES: "it may not be written by this user; set run.checkpoint.folder to a folder that may",
         errno.EROFS: "it is on a read-only file system; set run.checkpoint.folder to another folder",
@@ -201,17 +208,3 @@ def _make_durable(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what PyTorch tells of each save."""
-    logger = logging.getLogger("torch.distributed.checkpoint")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from samestep import environment
 from samestep.cluster import horovodrun
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
+from samestep.comm.leave import leave_process_group
 from samestep.environment import Ranks
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
@@ -60,18 +61,8 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         raise
     finally:
         if ours:
-            _leave_process_group()
+            leave_process_group()
         torch.set_num_threads(threads_before)
-
-
-def _leave_process_group() -> None:
-    """Leave in good order, once every rank is there.
-
-    A thread of gloo may still have to let go of the last message's tensors, for which it needs Python's lock; the
-    group's end waits for that thread with the lock held, for ever. While this rank waits for the others, it gets it.
-    """
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _join_process_group(world: World, ranks: Ranks) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from samestep.cluster.device import backend_of, device_of, peak_memory
 from samestep.cluster.world import threads_of
+from samestep.comm.leave import leave_process_group
 from samestep.environment import Ranks
 from samestep.handwritten.loop import Loop, Step
 from samestep.job import Job
@@ -54,8 +55,7 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
             device=device.type,
         )
     if world_size > 1:
-        dist.barrier()  # while it waits, gloo's threads let go of the last message; the group's end would block them
-        dist.destroy_process_group()
+        leave_process_group()
 
 
 def _take_all_steps(loop: Loop, records: Records, folder: Path) -> TrainResult:

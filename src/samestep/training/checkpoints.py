@@ -56,7 +56,7 @@ class Checkpoints:
     ) -> None:
         # Other ranks may be gone where this one failed; a checkpoint that isn't complete stays none.
         if self._settings is not None and error is None:
-            self._saver.close()
+            self._saver.wait()
 
     def resume(self, steps_per_epoch: int) -> int:
         """Become the checkpoint that the job names, and return how many steps it had taken; 0 for a new training.

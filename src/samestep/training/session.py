@@ -218,7 +218,7 @@ class Session:
     def close(self) -> None:
         """Wait until every checkpoint is written."""
         for saver in self._savers.values():
-            saver.close()
+            saver.wait()
 
     def _checkpointed(self, what: str) -> Checkpointed:
         if not isinstance(self.trainer, Checkpointed):
