@@ -1,17 +1,16 @@
 """Trainings that are saved and resumed, many in one start of ranks, which costs seconds."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import samestep
+from samestep.api import _train_rank
 from samestep.cluster.start import local
 from samestep.cluster.world import join
 from samestep.job import Job, Run
 from samestep.layout import Layout
-from samestep.tasks.resolve import resolve
-from samestep.training.fit import fit
+from samestep.supervision.round import Round
 
 
 def job_of(recipe: samestep.Recipe, layout: str, folder: Path, **run: Any) -> Job:
@@ -31,8 +30,9 @@ def train_all(jobs: Sequence[Job]) -> list[samestep.TrainResult]:
 
 
 def _on_ranks(jobs: Sequence[Job]) -> list[samestep.TrainResult]:
-    with join(threads=1) as world:
-        return [fit(job, resolve(replace(job.recipe)), world, Layout.parse(job.run.layout)) for job in jobs]
+    with join(threads=1):
+        found = [_train_rank(job, Layout.parse(job.run.layout), Round()) for job in jobs]
+    return [result for result in found if isinstance(result, samestep.TrainResult)]
 
 
 def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:

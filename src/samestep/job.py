@@ -59,6 +59,7 @@ class Checkpointing:
     best_is: Literal["highest", "lowest"] = "highest"
     folder: Path | None = None  # None: checkpoints/ in the run's folder
     asynchronous: bool = True  # the step waits for a copy in memory, not for the disk
+    memory: Positive | None = None  # steps between copies in the host's memory, from which restarts go on
     resume: str = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
 
 

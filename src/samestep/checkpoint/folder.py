@@ -80,7 +80,7 @@ def best_of(found: Sequence[Found], metric: str, *, lowest: bool) -> Found | Non
     return scored[values.index(min(values) if lowest else max(values))]
 
 
-def prune(folder: Path, *, keep: int, best: Path | None) -> None:
+def prune(folder: Path, *, keep: int, best: Path | None = None) -> None:
     """Remove all checkpoints but the last `keep` and the best one."""
     for step in steps_in(folder)[:-keep]:
         path = folder / name_of(step)

@@ -37,13 +37,21 @@ class Saver:
 
     `asynchronous`: the caller waits for the copy alone, and for the checkpoint before where that is still written.
     `group` is of all ranks, on the CPU, and for this alone: its messages must not mix with the training's.
+    `durable`: on the disk to stay, with checksums; else in memory, for as long as the host has power.
     """
 
     def __init__(
-        self, folder: Path, group: dist.ProcessGroup, *, asynchronous: bool, saved: Saved | None = None
+        self,
+        folder: Path,
+        group: dist.ProcessGroup,
+        *,
+        asynchronous: bool,
+        durable: bool = True,
+        saved: Saved | None = None,
     ) -> None:
         self._folder = folder
         self._saved = saved
+        self._durable = durable
         self._group = group
         self._rank = dist.get_rank()
         self._asynchronous = asynchronous
@@ -107,13 +115,13 @@ class Saver:
         try:
             dcp.save(
                 {},
-                storage_writer=dcp.FileSystemWriter(unfinished, overwrite=False),
+                storage_writer=dcp.FileSystemWriter(unfinished, overwrite=False, sync_files=self._durable),
                 planner=SavePlanner(pieces),
                 process_group=self._group,
             )
         except CheckpointException as error:
             raise _as_error(unfinished, dict(error.failures)) from None
-        sums = self._gathered_sums(unfinished)
+        sums = self._gathered_sums(unfinished) if self._durable else {}
         self._together(lambda: self._complete(unfinished, replace(info, files=sums)), unfinished)
 
     def _gathered_sums(self, unfinished: Path) -> dict[str, FileSum]:
@@ -138,9 +146,11 @@ class Saver:
                 "all hosts share would do"
             )
         write_durably(unfinished / INFO_FILE, info.to_json())
-        _make_durable(unfinished)
+        if self._durable:
+            _make_durable(unfinished)
         path = folders.make_complete(unfinished)
-        _make_durable(self._folder)
+        if self._durable:
+            _make_durable(self._folder)
         if self._saved is not None:
             self._saved(path, info)
 

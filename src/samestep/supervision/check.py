@@ -28,6 +28,11 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
         raise UserError(
             f'run.min_processes is {run.min_processes}, and layout "{layout}" has {layout.size}; fewer would do'
         )
+    if run.checkpoint is not None and run.checkpoint.memory is not None and not run.max_restarts:
+        raise UserError(
+            f"run.checkpoint.memory is {run.checkpoint.memory}, and copies in memory are for restarts, of which "
+            "there are none; run.max_restarts of 1 or more would do"
+        )
     if environment.ranks() is not None and (run.max_restarts or run.elastic):
         what = f"run.max_restarts is {run.max_restarts}" if run.max_restarts else "run.elastic is true"
         raise UserError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -101,6 +102,11 @@ class RankSupervision:
         self.pace.end()
         if self._beat is not None:
             self._beat.end(step)
+
+    @property
+    def memory(self) -> Path | None:
+        """Where copies of the training's state lie in the host's memory."""
+        return self._round.memory
 
     @property
     def stop_signal(self) -> int | None:

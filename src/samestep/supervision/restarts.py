@@ -1,8 +1,8 @@
 """Rounds: start all ranks, and start them anew from the last checkpoint when one has failed."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,9 @@ from samestep.supervision.fault import Fault, cause_of, tell
 from samestep.supervision.round import Round
 from samestep.supervision.signals import Signals
 from samestep.supervision.watch import Watch
+
+# A file system in memory, on Linux.
+_IN_MEMORY = Path("/dev/shm")
 
 # Starts all ranks of a round and returns what rank 0 returned. Raises RankFailedError.
 Start = Callable[[Job, Layout, Round], Any]
@@ -43,16 +46,37 @@ def supervised(job: Job, layout: Layout, folder: Path, *, start: Start, smaller:
 
     Raises RankFailedError when restarts are used up, InterruptedJobError where a signal stopped the job.
     """
-    with Signals(notice=job.run.notice) if job.run.checkpoint is not None else nullcontext() as signals:
+    with (
+        Signals(notice=job.run.notice) if job.run.checkpoint is not None else nullcontext() as signals,
+        _memory(job) as memory,
+    ):
         try:
-            return _Rounds(job, layout, folder, start=start, smaller=smaller, signals=signals).run()
+            return _Rounds(job, layout, folder, start=start, smaller=smaller, signals=signals, memory=memory).run()
         except SignalException as error:  # the second one, between two rounds
             raise InterruptedJobError(int(error.sigval)) from None
 
 
+@contextmanager
+def _memory(job: Job) -> Iterator[Path | None]:
+    """A folder in memory that outlives the ranks, where the job asks for copies there. It ends with the training."""
+    if job.run.checkpoint is None or job.run.checkpoint.memory is None:
+        yield None
+        return
+    with TemporaryDirectory(prefix="samestep-memory-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
+        yield Path(folder)
+
+
 class _Rounds:
     def __init__(
-        self, job: Job, layout: Layout, folder: Path, *, start: Start, smaller: Smaller, signals: Signals | None
+        self,
+        job: Job,
+        layout: Layout,
+        folder: Path,
+        *,
+        start: Start,
+        smaller: Smaller,
+        signals: Signals | None,
+        memory: Path | None,
     ) -> None:
         self._job = job
         self._layout = layout
@@ -60,6 +84,7 @@ class _Rounds:
         self._start = start
         self._smaller = smaller
         self._signals = signals
+        self._memory = memory
         self._number = 0
         self._left = job.run.max_restarts
         self._untold: tuple[Fault, float, int] | None = None  # a fault, its moment, and the steps that were done
@@ -78,7 +103,7 @@ class _Rounds:
 
     def _round(self, place: Path, watch: Watch) -> Any:
         signals = self._signals
-        round_ = Round(number=self._number, folder=place)
+        round_ = Round(number=self._number, folder=place, memory=self._memory)
         with watch, signals.of(place, watch) if signals is not None else nullcontext():
             return self._start(self._job, self._layout, round_)
 

@@ -11,3 +11,5 @@ class Round:
     number: int = 0
     # Where ranks leave how far they are, and find out that the job is to stop; None: no process looks after them.
     folder: Path | None = None
+    # Where copies of the training's state lie in the host's memory, from round to round; None: there are none.
+    memory: Path | None = None

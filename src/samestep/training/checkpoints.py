@@ -7,10 +7,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from samestep.checkpoint.find import IN_RUN, open_newest
 from samestep.checkpoint.folder import best_of, found_in, prune, steps_in
 from samestep.checkpoint.info import Info
+from samestep.checkpoint.load import Loader
 from samestep.checkpoint.recipes import changes
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import new_group
@@ -28,7 +30,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 class Checkpoints:
     """Saves and resumes one training, as the job's `run.checkpoint` says; does nothing where that is missing."""
 
-    def __init__(self, job: Job, session: Session, folder: Path) -> None:
+    def __init__(self, job: Job, session: Session, folder: Path, memory: Path | None = None) -> None:
+        """`folder` is the run's; `memory` a folder in the host's memory, for copies from which restarts go on."""
         self._recipe: dict[str, Any] = plain(job.recipe)
         if not isinstance(job.recipe.task, str):
             self._recipe["task"] = type(job.recipe.task).__name__  # an object's text holds its address
@@ -47,6 +50,7 @@ class Checkpoints:
             self._folder, self._group, asynchronous=self._settings.asynchronous, saved=self._keep_some
         )
         self._every = _Every(self._settings)
+        self._memory = _InMemory(session, memory, self._settings.memory) if memory is not None else None
 
     def __enter__(self) -> Self:
         return self
@@ -57,6 +61,8 @@ class Checkpoints:
         # Other ranks may be gone where this one failed; a checkpoint that isn't complete stays none.
         if self._settings is not None and error is None:
             self._saver.wait()
+            if self._memory is not None:
+                self._memory.saver.wait()
 
     def resume(self, steps_per_epoch: int) -> int:
         """Become the checkpoint that the job names, and return how many steps it had taken; 0 for a new training.
@@ -68,6 +74,8 @@ class Checkpoints:
             return 0
         step = self._resumed(self._settings.resume)
         self._saver.prepare()
+        if self._memory is not None:
+            self._memory.saver.prepare()
         self._last = step
         return step
 
@@ -76,6 +84,8 @@ class Checkpoints:
             return 0
         place = self._folder if resume == "auto" else Path(resume)
         loader = open_newest(place, self._group, self._session.warn)
+        if self._memory is not None:
+            loader = self._memory.newer(loader, self._group)
         if loader is None:
             if resume == "auto":
                 return 0
@@ -113,23 +123,37 @@ class Checkpoints:
         if self._settings is None or self._last == done:
             return
         self._last = done
+        self._save_into(self._saver, done, scalars(metrics or {}))
+        self._every.saved(done)
+
+    def _save_into(self, saver: Saver, done: int, metrics: Mapping[str, float]) -> None:
         save_state(
             self._trainer,
-            self._saver,
+            saver,
             self._session.world,
             self._session.layout,
             engine=self._session.engine.name,
             step=done,
             epoch=done // self._steps_per_epoch,
             recipe=self._recipe,
-            metrics=scalars(metrics or {}),
+            metrics=metrics,
         )
-        self._every.saved(done)
+
+    def copy_due(self, done: int) -> bool:
+        """Whether a copy in memory is due after `done` steps; the same on every rank."""
+        return self._settings is not None and self._memory is not None and done % self._memory.every == 0
+
+    def copy(self, done: int) -> None:
+        """Copy what the training is after `done` steps into the host's memory."""
+        if self._settings is not None and self._memory is not None:
+            self._save_into(self._memory.saver, done, {})
 
     @property
     def waited_seconds(self) -> float:
         """How long the training stood still to be saved."""
-        return self._saver.waited_seconds if self._settings is not None else 0.0
+        if self._settings is None:
+            return 0.0
+        return self._saver.waited_seconds + (self._memory.saver.waited_seconds if self._memory is not None else 0.0)
 
     def _keep_some(self, path: Path, info: Info) -> None:
         settings = self._settings
@@ -138,6 +162,24 @@ class Checkpoints:
         if settings.best is not None:
             best = best_of(found_in(self._folder), settings.best, lowest=settings.best_is == "lowest")
         prune(self._folder, keep=settings.keep, best=best.path if best is not None else None)
+
+
+class _InMemory:
+    """Copies in memory that outlives the ranks: the last one that is complete, and the one that is being made."""
+
+    def __init__(self, session: Session, place: Path, every: int | None) -> None:
+        assert every is not None  # the place was made for it
+        self.every = every
+        self._place = place
+        group = new_group(range(session.world.world_size), backend="gloo")
+        self.saver = Saver(place, group, asynchronous=True, durable=False, saved=lambda *_: prune(place, keep=1))
+
+    def newer(self, on_disk: Loader | None, group: ProcessGroup) -> Loader | None:
+        """The copy in memory where there is one and the disk has no newer state; what the disk has otherwise."""
+        found = open_newest(self._place, group, lambda _: None)
+        if found is None or (on_disk is not None and on_disk.info.step >= found.info.step):
+            return on_disk
+        return found
 
 
 class _Every:

@@ -192,7 +192,7 @@ def fit(
     _prepare(training, job, supervision)
     metrics: dict[str, Any] = {}
     ended: Exception | None = None
-    with Checkpoints(job, session, folder) as checkpoints:
+    with Checkpoints(job, session, folder, supervision.memory) as checkpoints:
         training.first_step = checkpoints.resume(training.steps_per_epoch)
         bar = Bar(f"train {layout}", training.total_steps, first=training.first_step, shown=session.is_main)
         with (

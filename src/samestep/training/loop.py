@@ -94,6 +94,11 @@ def take_all_steps(
                 if saves or checkpoints.is_best(metrics):
                     checkpoints.save(done, metrics)
             began = time.perf_counter()
+        if checkpoints.copy_due(done):
+            if before is not None:  # what is not finite is not copied
+                log.add(*before)
+                before = None
+            checkpoints.copy(done)
         if supervision.stop_signal is not None:
             if before is not None:
                 log.add(*before)

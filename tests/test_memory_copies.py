@@ -1,0 +1,63 @@
+"""Copies of a training's state in the host's memory: a restart goes on from them, and nothing of them stays."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_tasks import Points
+
+import samestep
+
+
+def train(folder: Path, layout: str, **run: Any) -> samestep.TrainResult:
+    recipe = samestep.Recipe(task=Points(), batch=16, steps=9, precision="fp64")
+    return samestep.train(recipe, layout=layout, folder=folder, threads=1, tensorboard=False, **run)
+
+
+def left_in_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("samestep-memory-*"))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
+def test_a_lost_rank_is_refilled_from_memory(tmp_path: Path, layout: str, capfd: pytest.CaptureFixture[str]) -> None:
+    before = left_in_memory()
+    whole = train(tmp_path / "whole", layout)
+    result = train(
+        tmp_path / "run",
+        layout,
+        checkpoint={"every": 5, "memory": 2},
+        max_restarts=1,
+        inject={"rank": 1, "step": 8, "fault": "kill"},
+    )
+    assert result.losses == whole.losses
+    assert result.model_file.read_bytes() == whole.model_file.read_bytes()
+    (found,) = [json.loads(line) for line in (tmp_path / "run" / "faults.jsonl").read_text().splitlines()]
+    # The copy after step 8 may still have been under way; the disk has that after step 5.
+    assert found["goes_on_at"] in (6, 8)
+    assert "samestep-memory-" in capfd.readouterr().err
+    assert left_in_memory() == before
+
+
+def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(
+        tmp_path / "run",
+        "dp2",
+        checkpoint={"every": 1, "memory": 4, "asynchronous": False},
+        max_restarts=1,
+        inject={"rank": 0, "step": 7, "fault": "kill"},
+    )
+    assert "goes on from" in (told := capfd.readouterr().err)
+    assert "checkpoints/step-7" in told
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"checkpoint": {"memory": 2}}, r"memory is 2, .* run.max_restarts of 1 or more would do"),
+        ({"checkpoint": {"memory": 0}, "max_restarts": 1}, r"run\.checkpoint\.memory"),
+    ],
+)
+def test_copies_that_can_not_be_meant(tmp_path: Path, run: dict[str, Any], message: str) -> None:
+    with pytest.raises(samestep.UserError, match=message):
+        train(tmp_path / "run", "dp2", **run)
