@@ -6,6 +6,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
+# Without compiled files every start of ranks would compile its sources anew, and the tests start many.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo verify memory pictures engines horovod test test-slow test-all lint format clean
 
 demo: $(VENV)/installed

@@ -120,13 +120,17 @@ def handwritten(loop: Any, folder: Path | None) -> Iterator[None]:
 
 def samestep(training: Any, folder: Path | None) -> Iterator[None]:
     """What `samestep train` does in a step, with its records."""
-    from samestep.training.fit import StepLog
+    from samestep.supervision.nonfinite import NonFinite
+    from samestep.training.loop import StepLog
     from samestep.training.progress import Bar
     from samestep.training.records import Records
     from samestep.training.tally import Tally
 
     with Records(folder, tensorboard=True) as records, Bar("", training.total_steps, shown=False) as bar:
-        log = StepLog(records, bar, Tally(len(training.samples)))
+        guard = NonFinite(
+            "stop", folder or Path(), samples_of=training.samples_of, writes=False, norms_may_overflow=False
+        )
+        log = StepLog(records, bar, Tally(len(training.samples)), guard)
         before = None
         for batch, report in training.steps():
             if before is not None:

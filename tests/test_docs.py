@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from samestep import layout
 from samestep.cli.main import _parser
-from samestep.job import Run
+from samestep.job import Checkpointing, Run
 from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
 from samestep.tasks.decoder_model import DecoderModel
 from samestep.tasks.image_data import ImageData
@@ -180,6 +180,7 @@ SCHEMAS = (
     (Schedule, "recipe.schedule"),
     (Evaluation, "recipe.evaluation"),
     (Run, "run"),
+    (Checkpointing, "run.checkpoint"),
     (TextData, "recipe.data"),
     (TextModel, "recipe.model"),
     (LanguageData, "recipe.data"),

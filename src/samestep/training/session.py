@@ -42,6 +42,7 @@ from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
 from samestep.training import evaluation
 from samestep.training.evaluation import Scores
+from samestep.training.own_optimizer import no_schedule, point_to
 from samestep.training.progress import Bar
 from samestep.training.state import load_state, save_state
 
@@ -120,8 +121,8 @@ class Session:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.prepare_with(
             model,
-            optimizer_of=partial(_point_to, optimizer, names),
-            schedule_of=_no_schedule,
+            optimizer_of=partial(point_to, optimizer, names),
+            schedule_of=no_schedule,
             details=Details(
                 example=example,
                 tensor_plan=self._tensor_plan,
@@ -336,20 +337,3 @@ def _parse(layout: str | Layout, processes: int, *, started: bool) -> Layout:
         )
     layout.check_processes(processes)
     return layout
-
-
-def _point_to(
-    optimizer: Optimizer, names: Mapping[int, str], parameters: Iterator[tuple[str, nn.Parameter]]
-) -> Optimizer:
-    """Point an optimizer's groups to the parameters that now stand under the same names."""
-    now = dict(parameters)
-    for group in optimizer.param_groups:
-        if unknown := [p for p in group["params"] if id(p) not in names]:
-            raise UserError(f"session.prepare: the optimizer has {len(unknown)} parameters that the model has not")
-        held = [names[id(parameter)] for parameter in group["params"]]
-        group["params"] = [now[name] for name in held if name in now]  # a pipeline's rank holds some of them
-    return optimizer
-
-
-def _no_schedule(optimizer: Optimizer) -> None:
-    """A loop of one's own advances its schedule itself."""
