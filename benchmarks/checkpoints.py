@@ -87,7 +87,7 @@ def rank(job: Job, layout: Layout, every: int, rounds: int, folder: str) -> dict
                 if number:  # the first round allocates memory and makes files
                     seconds[name].append(time.perf_counter() - began)
                 done += every
-        numbers = sum(parameter.numel() for parameter in training.session.trainer.model.parameters())
+        numbers = sum(parameter.numel() for _, parameter in training.session.trainer.parameters())
         return {"parameters": numbers, "every": every, "layout": str(layout), "seconds": seconds}
 
 

@@ -1,14 +1,13 @@
 """The classic mistakes of distributed training, each planted in the native engine."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Loss, StepReport
+from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native import Native, NativeTrainer
 from samestep.tasks.base import Batch
 
@@ -66,8 +65,8 @@ class ForgottenSchedule(Native):
 class OtherWeights(Native):
     """Rank 1 goes on from other weights than rank 0."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         if dist.get_rank() == 1:
             with torch.no_grad():
                 next(model.parameters()).add_(1e-6)

@@ -1,11 +1,11 @@
 """The classic mistakes of pipelines, each planted in the native engine."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 from samestep.parallel.pipeline.messages import Letter
 from samestep.parallel.pipeline.pipeline import Pipeline
@@ -19,8 +19,8 @@ def pipeline_of(trainer: NativeTrainer) -> Pipeline:
 class TiedNotSummed(Native):
     """Embedding and head share a weight, and each stage steps with its own half of the gradient."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         table = pipeline_of(trainer).parts.table
         for name, part in table.items():
             table[name] = replace(part, sum_over=())
@@ -30,8 +30,8 @@ class TiedNotSummed(Native):
 class OtherSamples(Native):
     """The second stage gets the hidden states of other samples than its targets."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
@@ -46,8 +46,8 @@ class OtherSamples(Native):
 class NothingHandedBack(Native):
     """The first stage learns nothing."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 

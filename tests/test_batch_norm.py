@@ -1,7 +1,5 @@
 """Batch norm takes one process's statistics under every layout of data ranks, and refuses what can't."""
 
-from typing import Any
-
 import own_loops
 import pytest
 import torch
@@ -10,6 +8,7 @@ from small_tasks import Points
 from torch import Tensor, nn
 
 import samestep
+from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 
 BATCH, STEPS = 13, 7
@@ -63,8 +62,8 @@ class WithoutSync(Images):
 class Local(Native):
     """The mistake: every rank normalises by its own samples, in one layer."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         vars(model.get_submodule("lines")).pop("forward")
         return trainer
 

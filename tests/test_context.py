@@ -8,6 +8,7 @@ from tiny_models import Tiny
 from torch import nn
 
 import samestep
+from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 
 
@@ -34,8 +35,8 @@ def test_split_tokens_take_the_step_of_one_process(name: str, layout: str, micro
 class Unsummed(Native):
     """Gradients of the blocks that nobody adds up."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         trainer._spread.parts.table.clear()
         return trainer
 
@@ -47,8 +48,8 @@ def test_gradients_that_are_not_added_up_are_seen() -> None:
 class Widths(Native):
     """Notes the longest sequence that a block's first linear saw, and asks that it was a part."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         linear = model.get_submodule("model.layers.0.mlp.gate_proj")
         linear.register_forward_hook(lambda _, arguments, __: _at_most(arguments[0].shape[1], 6))
         return trainer

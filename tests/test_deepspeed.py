@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from proving import prove, same
 from small_tasks import Points, Words
 from torch import Tensor, nn
@@ -65,8 +66,19 @@ def test_every_stage_takes_the_step_of_one_process() -> None:
     # micro-batches of 3 leave one of 7 samples on one rank and 6 on the other.
     accumulated = {"engine": "deepspeed", "micro_batch": 3}
     cases |= {f"{layout} of words": (words, layout, accumulated) for layout in LAYOUTS}
+    # Nobody asks for clipping, and the norm is above DeepSpeed's default, by which it would clip.
+    steep = recipe(task=Steep(), clip=None, optimizer=samestep.SGD(lr=0.01))
+    cases |= {f"{layout} unclipped": (steep, layout, {"engine": "deepspeed"}) for layout in ("dp2", "zero2x2")}
     proofs = prove(cases)
     assert same(proofs, list(cases)) == {}
+
+
+class Steep(Points):
+    """Gradients with a norm far above 1."""
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        loss, count = super().loss(output, batch)
+        return 50 * loss, count
 
 
 def test_one_process_takes_it_too() -> None:
@@ -90,11 +102,59 @@ class Half(nn.Module):
         return self.used(points)
 
 
+class OneSided(Points):
+    """A layer that one rank's samples use, and the other's do not."""
+
+    def model(self) -> nn.Module:
+        return Sided(self.classes)
+
+
+class Sided(Half):
+    def forward(self, points: Tensor) -> Tensor:
+        used = self.used(points)
+        return used + self.unused(points) if self.training and dist.get_rank() == 1 else used
+
+
+@pytest.mark.timeout(90)
 def test_unused_parameters_keep_their_values_or_are_refused() -> None:
     half = recipe(task=HalfUsed(), optimizer=samestep.AdamW(lr=1e-2, weight_decay=0.1))
-    proofs = prove({layout: (half, layout, {"engine": "deepspeed"}) for layout in ("dp2", "zero2x2")})
+    sided = recipe(task=OneSided())
+    cases: dict[str, Any] = {layout: (half, layout, {"engine": "deepspeed"}) for layout in ("dp2", "zero2x2")}
+    sides = ("zero1x2", "zero2x2")
+    apart = {"engine": "deepspeed", "micro_batch": 5}
+    cases |= {f"{layout}, one rank": (sided, layout, apart) for layout in (*sides, "fsdp2")}
+    proofs = prove(cases)
     assert same(proofs, ["dp2"]) == {}
     assert "4 parameters (counted over all ranks) unused" in str(proofs["zero2x2"])
+    for layout in sides:
+        assert "used parameters that others' did not (unused.bias, unused.weight)" in str(
+            proofs[f"{layout}, one rank"]
+        )
+    assert "runs unused where other ranks did not" in str(proofs["fsdp2, one rank"]) or "a forward ends" in str(
+        proofs["fsdp2, one rank"]
+    )
+
+
+class LateSided(Points):
+    """The same, from the third forward on."""
+
+    def model(self) -> nn.Module:
+        return Later(self.classes)
+
+
+class Later(Half):
+    forwards = 0
+
+    def forward(self, points: Tensor) -> Tensor:
+        self.forwards += self.training
+        both = self.used(points) + self.unused(points)
+        return both + self.used(points) if self.forwards > 2 and dist.get_rank() == 1 else both
+
+
+@pytest.mark.timeout(60)
+def test_a_forward_that_would_wait_for_ever_ends(tmp_path: Path) -> None:
+    with pytest.raises(samestep.UserError, match="a forward runs used where the first forward did not"):
+        samestep.train(recipe(task=LateSided()), "fsdp2", engine="deepspeed", device="cpu", folder=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -104,8 +164,8 @@ def test_unused_parameters_keep_their_values_or_are_refused() -> None:
         ("dp2 offload=optimizer", "from ZeRO 1 on; zero1x2 offload=optimizer would do"),
         ("zero2x2 offload=parameters", "at ZeRO 3 alone; fsdp2 offload=parameters would do"),
         ("zero1x2 offload=optimizer-disk", 'engine "deepspeed" has no offload=optimizer-disk yet'),
+        ("fsdp2 offload=parameters-disk", 'engine "deepspeed" has no offload=parameters-disk yet'),
         ("tp2", 'engine "deepspeed" does not split tensor yet'),
-        ("pp2", 'engine "deepspeed" does not split pipeline yet'),
     ],
 )
 def test_layouts_that_it_does_not_have_are_refused(layout: str, message: str) -> None:
@@ -185,6 +245,11 @@ def test_values_left_auto_are_the_jobs(tmp_path: Path) -> None:
             "recipe.optimizer is .* leave one of them out",
         ),
         (
+            {"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}},
+            {},
+            "samestep fills for an optimizer that recipes have alone, and optimizer Lamb is none",
+        ),
+        (
             {"scheduler": {"type": "WarmupLR", "params": {}}},
             {"schedule": samestep.Schedule(warmup=3)},
             "a scheduler and the recipe a schedule",
@@ -222,6 +287,33 @@ def test_a_configuration_is_proved(tmp_path: Path) -> None:
     asked = samestep.Recipe(task=Points(), batch=33, steps=8)
     proof = samestep.verify(asked, layout="dp2", engine="deepspeed", engine_config=path, device="cpu")
     assert (proof.layout, proof.same_step) == ("zero1x2", True), proof
+
+
+def test_adam_without_decay_is_adamw(tmp_path: Path) -> None:
+    # Two decays of one name, and the defaults of two packages: the reference takes those that DeepSpeed takes.
+    params = {"lr": 0.01, "adam_w_mode": False}
+    path = written(tmp_path, optimizer={"type": "Adam", "params": params})
+    asked = samestep.Recipe(task=Points(), batch=33, steps=8)
+    run: dict[str, Any] = {"engine": "deepspeed", "engine_config": path, "device": "cpu"}
+    assert samestep.verify(asked, **run).same_step
+    path = written(tmp_path, optimizer={"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.3}})
+    assert samestep.verify(asked, **run).same_step
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "what"),
+    [
+        ("Adam", {"adam_w_mode": False, "weight_decay": 0.3}, "Adam with adam_w_mode false and weight_decay 0.3"),
+        ("SGD", {"lr": 0.1, "dampening": 0.5}, "SGD with dampening 0.5"),
+        ("Adagrad", {"lr": 0.1}, "optimizer Adagrad"),
+    ],
+)
+def test_an_optimizer_that_recipes_do_not_have_is_not_proved(
+    kind: str, params: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, optimizer={"type": kind, "params": params})
+    with pytest.raises(samestep.UserError, match=f"has {what}, .* there is no reference to hold it against"):
+        samestep.verify(samestep.Recipe(task=Points(), batch=33), engine="deepspeed", engine_config=path)
 
 
 def test_the_example_is_one() -> None:

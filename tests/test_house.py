@@ -32,13 +32,16 @@ HOUSE = (
     ("checkpoint",),
     ("translate",),
     ("training",),
+    ("convert",),
     ("handwritten",),
     ("proof",),
     ("matrix",),
     ("report",),
     ("api",),
+    ("inference",),
     ("comparison",),
     ("drill",),
+    ("doctor",),
     ("cli",),
 )
 RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}
@@ -202,3 +205,145 @@ def test_nothing_heavy_is_loaded_at_the_start(statement: str) -> None:
 
 def test_a_heavy_import_is_found() -> None:
     assert "numpy" in loaded_by("import samestep.data.order") & HEAVY
+
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = sorted(
+    [
+        *SOURCE.rglob("*.py"),
+        *(file for folder in ("benchmarks", "examples", "tools") for file in (ROOT / folder).rglob("*.py")),
+    ]
+)
+
+# What hands a line of text to a shell, which reads more in it than words.
+SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
+
+# What runs code that stands in the data that it reads, unless it is told not to.
+LOADERS = {
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "torch.load",
+    "numpy.load",
+    "np.load",
+    "marshal.load",
+    "marshal.loads",
+    "shelve.open",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "joblib.load",
+    "dill.load",
+    "dill.loads",
+    "cloudpickle.load",
+    "cloudpickle.loads",
+}
+HARMLESS = {
+    "torch.load": ("weights_only", True),
+    "numpy.load": ("allow_pickle", False),
+    "np.load": ("allow_pickle", False),
+}
+MAY_LOAD = {
+    # Ranks read the call that their own starting process wrote, into a folder that only this user opens.
+    "cluster/start/local.py": {"pickle.loads"},
+    # With a loader made of PyYAML's SafeLoader.
+    "translate/source.py": {"yaml.load"},
+}
+
+
+def calls(text: str) -> Iterator[tuple[str, ast.Call]]:
+    """Each call in a program, by the whole name of what is called, whatever it was imported as."""
+    tree = ast.parse(text)
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+            first, dot, rest = ast.unparse(node.func).partition(".")
+            yield names.get(first, first) + dot + rest, node
+
+
+def constant(call: ast.Call, keyword: str) -> object:
+    """The value of a call's keyword, where it is written there; None where the call hasn't got it."""
+    for each in call.keywords:
+        if each.arg == keyword:
+            return each.value.value if isinstance(each.value, ast.Constant) else "computed"
+    return None
+
+
+def shells(text: str) -> list[int]:
+    """The lines that hand text to a shell."""
+    return [
+        node.lineno for name, node in calls(text) if name in SHELLS or constant(node, "shell") not in (None, False)
+    ]
+
+
+def unsafe_loads(text: str) -> list[str]:
+    """What is called that may run code from the data that it loads."""
+    found = []
+    for name, node in calls(text):
+        if name in LOADERS:
+            keyword, value = HARMLESS.get(name, ("", None))
+            if not keyword or constant(node, keyword) is not value:
+                found.append(name)
+    return found
+
+
+def test_no_text_goes_through_a_shell() -> None:
+    assert len(PROGRAMS) > len(MODULES)
+    assert {file.name: shells(file.read_text(encoding="utf-8")) for file in PROGRAMS} == {
+        file.name: [] for file in PROGRAMS
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nos.system(f'ls {folder}')",
+        "from os import system as run\nrun('ls')",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "import subprocess\nsubprocess.run('ls', shell=wanted)",
+        "from subprocess import getoutput\ngetoutput('ls')",
+    ],
+)
+def test_a_shell_is_found(text: str) -> None:
+    assert shells(text) == [2]
+    assert shells("import subprocess\nsubprocess.run(['ls', folder], shell=False)") == []
+
+
+def test_nothing_that_is_loaded_runs_code() -> None:
+    found = {module: set(unsafe_loads((SOURCE / module).read_text(encoding="utf-8"))) for module in MODULES}
+    assert {module: names for module, names in found.items() if names} == MAY_LOAD
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle\npickle.load(file)",
+        "from pickle import loads\nloads(data)",
+        "import torch\ntorch.load(file)",
+        "import torch\ntorch.load(file, weights_only=False)",
+        "import torch\ntorch.load(file, weights_only=trusted)",
+        "import numpy as np\nnp.load(file, allow_pickle=True)",
+        "import yaml\nyaml.unsafe_load(text)",
+    ],
+)
+def test_a_load_that_may_run_code_is_found(text: str) -> None:
+    assert len(unsafe_loads(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.load(file, weights_only=True)",
+        "import numpy as np\nnp.load(file, allow_pickle=False)",
+        "import yaml\nyaml.safe_load(text)",
+        "import json\njson.load(file)",
+        "from safetensors.torch import load_file\nload_file(name)",
+    ],
+)
+def test_a_load_that_only_reads_is_allowed(text: str) -> None:
+    assert unsafe_loads(text) == []

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import samestep
+from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 from samestep.parallel.initial import InitialModel, build_recorded, move
 
@@ -272,10 +273,10 @@ class Sentences(Points):
 class Looking(Native):
     """Fails where a model to be sharded comes with its weights, or another without them."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        to_fill = settings["layout"].zero >= 2 or settings["layout"].pipeline > 1
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        to_fill = how.layout.zero >= 2 or how.layout.pipeline > 1
         assert all(p.is_meta == to_fill for p in model.parameters())
-        trainer = super().prepare(model, **settings)
+        trainer = super().prepare(model, how)
         assert not any(tensor.is_meta for tensor in tensors_of(model).values())
         return trainer
 

@@ -17,6 +17,7 @@ from small_tasks import Points, Words
 from torch import nn
 
 import samestep
+from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 from samestep.layout import Layout
 from samestep.parallel.apply import spread
@@ -123,8 +124,8 @@ class Counted(Native):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         assert isinstance(trainer, CountedTrainer)
         trainer.folder = self.folder
         return trainer

@@ -13,7 +13,7 @@ from torch import nn
 
 import samestep
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Loss, StepReport
+from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native import Native, NativeTrainer
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.parts import local
@@ -94,8 +94,8 @@ class Watched(Native):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         assert isinstance(trainer, WatchedTrainer)
         trainer.folder = self.folder
         return trainer

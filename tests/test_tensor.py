@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Loss, StepReport
+from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native import Native, NativeTrainer
 from samestep.layout import ModelShape
 from samestep.parallel.parts import Part
@@ -53,8 +53,8 @@ class Fixed(Texts):
 class TwiceAdded(Native):
     """Each rank adds the bias of its row layers before the sum."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         for name, module in model.named_modules():
             if name.endswith("output.dense"):
                 module.register_forward_hook(lambda linear, _, output: output + linear.bias)
@@ -67,7 +67,7 @@ class Crooked(Native):
     def __init__(self, *, looks: bool) -> None:
         self.looks = looks
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
         straight = plan.even_ranges
 
         def crooked(pieces: Any, parts: int, step: int = 1) -> Any:
@@ -82,16 +82,16 @@ class Crooked(Native):
 
         with mock.patch.object(plan, "even_ranges", crooked):
             if self.looks:
-                return super().prepare(model, **settings)
+                return super().prepare(model, how)
             with mock.patch.object(slicing, "_compare"):
-                return super().prepare(model, **settings)
+                return super().prepare(model, how)
 
 
 class NotSummed(Native):
     """Norms whose gradient is that of one rank's tokens."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         table = trainer._spread.parts.table
         table.update({name: Part(slice=part.slice) for name, part in table.items()})
         return trainer

@@ -10,6 +10,7 @@ from small_tasks import Points
 from torch import Tensor, nn
 
 import samestep
+from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 
 BATCH, STEPS = 13, 7
@@ -82,8 +83,8 @@ class Branches(Points, own_loops.Looped):
 class ZerosKept(Native):
     """The mistake: what no rank used has a gradient of zeros, with which AdamW decays and moves it."""
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
-        trainer = super().prepare(model, **settings)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
         used = trainer._spread._used  # pyright: ignore[reportAttributeAccessIssue]
         used.settle = lambda: None
         return trainer

@@ -1,7 +1,6 @@
 """An engine that writes down, rank by rank, what nobody sees from outside."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 
 
@@ -19,13 +19,13 @@ class Watching(Native):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def prepare(self, model: nn.Module, **settings: Any) -> NativeTrainer:
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
         rank = dist.get_rank()
         self.folder.mkdir(parents=True, exist_ok=True)
         # Before the model is spread, since DistributedDataParallel sends rank 0's weights to all.
         save_file(model.state_dict(), self.folder / f"weights-{rank}.safetensors")
         (self.folder / f"threads-{rank}").write_text(str(torch.get_num_threads()), encoding="utf-8")
-        trainer = super().prepare(model, **settings)
+        trainer = super().prepare(model, how)
         replicated = getattr(trainer._spread, "module", None)
         if isinstance(replicated, DistributedDataParallel):
             replicated.register_comm_hook(self.folder / f"messages-{rank}", _send)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RankFailedError,
         UserError,
     )
+    from samestep.inference import evaluate, load_model
     from samestep.job import Checkpointing, Job, Run
     from samestep.layout import Layout
     from samestep.proof import Proof
@@ -32,6 +33,8 @@ _HOME = {
     "train": "samestep.api",
     "verify": "samestep.api",
     "dry_run": "samestep.api",
+    "evaluate": "samestep.inference",
+    "load_model": "samestep.inference",
     "compare": "samestep.comparison.compare",
     "Comparison": "samestep.comparison.rows",
     "session": "samestep.training.session",
@@ -87,6 +90,8 @@ __all__ = [
     "Work",
     "compare",
     "dry_run",
+    "evaluate",
+    "load_model",
     "session",
     "train",
     "verify",

@@ -30,7 +30,7 @@ from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.training.checkpoints import check_place
 from samestep.training.fit import try_out
-from samestep.training.result import TrainResult, check_folder, chosen_folder
+from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder, chosen_folder
 from samestep.training.rollback import fit_with_rollbacks
 from samestep.training.usage import Usage
 from samestep.validation import checked
@@ -199,7 +199,7 @@ def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | Interr
             result = fit_with_rollbacks(job, resolve_task(job.recipe), world, layout, supervision)
         except (InterruptedJobError, NonFiniteError) as error:  # they leave in good order, as after the last step
             return error
-        if world.rank == 0 and layout.pipeline > 1:
+        if world.rank == 0 and (result.folder / SCHEDULE_FILE).exists():
             draw_schedule(result.folder)
         return result
 

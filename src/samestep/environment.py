@@ -21,25 +21,33 @@ class Ranks:
     world_size: int
     local_rank: int
     local_world_size: int
+    # Whether all ranks are known to share this host; a launcher that doesn't say how many there are leaves it open.
+    one_host: bool = False
 
 
 def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """Read the rank that a launcher gave this process; None if none did."""
     if horovodrun(environ) is not None:
+        world_size, local_size = _integer(environ, "HOROVOD_SIZE"), _integer(environ, "HOROVOD_LOCAL_SIZE")
         return Ranks(
             rank=_integer(environ, "HOROVOD_RANK"),
-            world_size=_integer(environ, "HOROVOD_SIZE"),
+            world_size=world_size,
             local_rank=_integer(environ, "HOROVOD_LOCAL_RANK"),
-            local_world_size=_integer(environ, "HOROVOD_LOCAL_SIZE"),
+            local_world_size=local_size,
+            one_host=local_size == world_size,
         )
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    # DeepSpeed's launcher has another name for it.
+    named = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), None)
+    local_size = _integer(environ, named) if named is not None else world_size
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=_integer(environ, "LOCAL_RANK", rank),
-        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", world_size),
+        local_world_size=local_size,
+        one_host=named is not None and local_size == world_size,
     )
 
 
@@ -71,6 +79,21 @@ def main_address(environ: Mapping[str, str] = os.environ) -> str:
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     """The network interface that the user chose for gloo's messages."""
     return environ.get("HOROVOD_GLOO_IFACE", environ.get("GLOO_SOCKET_IFNAME"))
+
+
+# Where gloo and NCCL take the interface that their sockets listen on.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@contextmanager
+def messages_over(interface: str | None) -> Iterator[None]:
+    """An interface for the messages of torch.distributed, unless the user has chosen one or it is None."""
+    chosen = {name: interface for name in _INTERFACES if interface is not None and name not in os.environ}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        _restore(dict.fromkeys(chosen))
 
 
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:

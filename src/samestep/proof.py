@@ -77,6 +77,7 @@ def proof_job(job: Job, *, dropout: bool = False) -> Job:
             f'engine "{engine.name}" does not take the same step as one process, so there is nothing to prove; '
             "samestep train shows what it reaches"
         )
+    engine.check_proof(job)
     precision = "fp64" if "fp64" in engine.abilities.precisions else "fp32"
     return replace(job, recipe=replace(recipe, precision=precision, dropout=recipe.dropout and dropout))
 

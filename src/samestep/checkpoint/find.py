@@ -32,6 +32,7 @@ def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], Non
     found: list[Any] = [candidates(place)]
     dist.broadcast_object_list(found, src=0, group=group)
     paths: list[Path] = found[0]
+    fault = ""
     for path in paths:
         loader, fault = _opened(path, group)
         if loader is not None:

@@ -26,12 +26,18 @@ def name_of(step: int) -> str:
     return f"step-{step}"
 
 
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name says; None where it is another name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match is not None else None
+
+
 def steps_in(folder: Path) -> list[int]:
     """The steps of all complete checkpoints, first to last."""
     if not folder.is_dir():
         return []
-    matches = [_NAME.fullmatch(path.name) for path in folder.iterdir() if (path / INFO_FILE).is_file()]
-    return sorted(int(match[1]) for match in matches if match is not None)
+    steps = [step_of(path) for path in folder.iterdir() if (path / INFO_FILE).is_file()]
+    return sorted(step for step in steps if step is not None)
 
 
 def found_in(folder: Path) -> list[Found]:

@@ -10,12 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from samestep.checkpoint.info import Info, read_info
-from samestep.checkpoint.metadata import Reader, entries, read_metadata
+from samestep.checkpoint.metadata import Reader, entries, read_metadata, refusal
 from samestep.checkpoint.plans import LoadPlanner
 from samestep.checkpoint.sums import fault_of
 from samestep.errors import CheckpointError
 from samestep.parallel.parts import Entry
-from samestep.parallel.pieces import Piece
+from samestep.parallel.pieces import MODEL, Piece
 
 
 class Loader:
@@ -26,6 +26,7 @@ class Loader:
         self._group = group
         self.info: Info = read_info(folder)
         self.entries: Mapping[str, Entry] = entries(read_metadata(folder))
+        self._names: Mapping[str, str] = {}  # of tensors that stand under another name here
 
     def verify(self) -> None:
         """Compare every file with its sum, each rank a part of them. Raises CheckpointError on all ranks."""
@@ -37,19 +38,27 @@ class Loader:
             if fault is not None:
                 raise CheckpointError(f"checkpoint {self.folder} is damaged: {fault}")
 
-    def check(self, wanted: Mapping[str, Entry]) -> None:
-        """Raise CheckpointError unless the checkpoint holds these tensors, in these shapes and types."""
+    def check(self, wanted: Mapping[str, Entry], tied: Mapping[str, str]) -> None:
+        """Raise CheckpointError unless the checkpoint holds these tensors, in these shapes and types.
+
+        `tied`: further names of the model's parameters. Where others wrote it, one may stand under any of its names.
+        """
+        others = {MODEL + other: MODEL + name for other, name in tied.items()}
+        self._names = {name: other for other, name in others.items() if other in self.entries}
+        self._names |= {name: name for name in wanted if name in self.entries}
         for name, entry in wanted.items():
-            found = self.entries.get(name)
+            found = self.entries.get(self._names.get(name, name))
             if found is None:
                 raise CheckpointError(f"checkpoint {self.folder} has no {name}, and the job's model has")
             if found != entry:
+                remedy = f"; samestep checkpoint convert --dtype {_name(entry.dtype)} makes it so"
                 raise CheckpointError(
                     f"checkpoint {self.folder}: {name} is {_shown(found)}, and the job's model has {_shown(entry)}"
+                    + (remedy if found.shape == entry.shape else "")
                 )
         kinds = {name.partition(".")[0] + "." for name in wanted}
         for name in self.entries:
-            if name not in wanted and name.partition(".")[0] + "." in kinds:
+            if name not in wanted and name not in others and name.partition(".")[0] + "." in kinds:
                 raise CheckpointError(f"checkpoint {self.folder} holds {name}, and the job's model has none")
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
@@ -58,7 +67,7 @@ class Loader:
             dcp.load(
                 {},
                 storage_reader=Reader(self.folder),
-                planner=LoadPlanner(pieces),
+                planner=LoadPlanner({self._names.get(name, name): piece for name, piece in pieces.items()}),
                 process_group=self._group,
             )
         except CheckpointException as error:
@@ -66,7 +75,9 @@ class Loader:
             cause = error.failures[rank][0]
             if isinstance(cause, CheckpointError):
                 raise cause from None
-            raise CheckpointError(f"checkpoint {self.folder} can't be read by rank {rank}: {cause!r}") from None
+            raise CheckpointError(
+                f"checkpoint {self.folder} can't be read by rank {rank}: {refusal(cause)}"
+            ) from None
 
     def random_state(self, rank: int) -> torch.Tensor | None:
         """Memory for the random state that a rank saved; None where it saved none."""
@@ -75,4 +86,8 @@ class Loader:
 
 
 def _shown(entry: Entry) -> str:
-    return f"{list(entry.shape)} of {str(entry.dtype).removeprefix('torch.')}"
+    return f"{list(entry.shape)} of {_name(entry.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -5,6 +5,7 @@ PyTorch pickles it, and unpickling calls whatever a pickle names; here it may na
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,11 +62,23 @@ def _layout(name: str) -> torch.layout:
     return _LAYOUTS[name.removeprefix("torch.")]
 
 
+def refusal(error: BaseException) -> str:
+    """Why tensors were not loaded, in one line: what their pickle names, or else what PyTorch says of it."""
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and named is not None:
+        return f"it names {named[1]}, which is no part of a tensor; to load it could run code, so nothing of it was"
+    return " ".join(str(error).split())[:200] or repr(error)
+
+
 class Reader(FileSystemReader):
-    """Reads a checkpoint's tensors, and of its index nothing that could run."""
+    """Reads a checkpoint's tensors, and of its index nothing that could run. An `index` that is known is not read."""
+
+    def __init__(self, folder: Path, index: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
+        return self._index or read_metadata(Path(self.path))
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -5,7 +5,7 @@ wants is read from whichever boxes were written.
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 from samestep.errors import CheckpointError
-from samestep.parallel.pieces import Box, Piece
+from samestep.parallel.parts import Entry
+from samestep.parallel.pieces import MODEL, Box, Piece
 
 
 class _Sharded:
@@ -74,6 +75,48 @@ class SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].at(index)
+
+
+class _Unread:
+    """A whole tensor of which the shape and the type are known, in the form that PyTorch's planners take."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        start = torch.Size([0] * len(self._entry.shape))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, start),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=start, sizes=self._entry.shape),
+                    properties=TensorProperties(dtype=self._entry.dtype),
+                    size=self._entry.shape,
+                ),
+            )
+        ]
+
+
+class StreamPlanner(DefaultSavePlanner):
+    """Plans to write a model's tensors whole, each of which is read when it is written.
+
+    They stand in a section of their own, as PyTorch's planner has nested state dicts; so its index tells their names.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], read: Callable[[str], Tensor]) -> None:
+        super().__init__(flatten_sharded_tensors=False)
+        self._entries = entries
+        self._read = read
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        unread = {name: _Unread(entry) for name, entry in self._entries.items()}
+        super().set_up_planner({MODEL.removesuffix("."): unread}, storage_meta, is_coordinator)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._read(index.fqn.removeprefix(MODEL))
 
 
 class LoadPlanner(DefaultLoadPlanner):

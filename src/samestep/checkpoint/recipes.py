@@ -11,6 +11,18 @@ _MAY_CHANGE = ("steps", "epochs", "optimizer", "schedule", "clip", "precision", 
 _STAYS_OF_OPTIMIZER = "optimizer.name"
 
 
+def differences(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+    """What a job's recipe says otherwise than the one that a checkpoint was saved under: a line a key."""
+    if not saved:
+        return []
+    before, now = _flat(saved), _flat(recipe)
+    return [
+        f"recipe.{key} is {now.get(key)}, and was {before.get(key)}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+    ]
+
+
 def changes(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
     """What a job changes of the recipe that a checkpoint was saved under: a line a key.
 

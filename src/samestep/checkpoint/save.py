@@ -137,7 +137,7 @@ class Saver:
                 f"{unfinished / hidden[0]} was written by another rank and can't be seen by rank 0; a folder that "
                 "all hosts share would do"
             )
-        _write_durably(unfinished / INFO_FILE, info.to_json())
+        write_durably(unfinished / INFO_FILE, info.to_json())
         _make_durable(unfinished)
         path = folders.make_complete(unfinished)
         _make_durable(self._folder)
@@ -194,7 +194,7 @@ def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
     return CheckpointError(f"checkpoint {where.name} can't be written into {where.parent} by rank {rank}: {reason}")
 
 
-def _write_durably(file: Path, text: str) -> None:
+def write_durably(file: Path, text: str) -> None:
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

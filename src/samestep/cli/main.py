@@ -6,10 +6,22 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from samestep import __version__
-from samestep.cli import compare, drill, job_options, layout, train, translate, verify
+from samestep.cli import (
+    checkpoint,
+    compare,
+    doctor,
+    drill,
+    evaluate,
+    job_options,
+    layout,
+    predict,
+    train,
+    translate,
+    verify,
+)
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
 
-COMMANDS = (train, verify, compare, drill, layout, translate)
+COMMANDS = (train, verify, compare, drill, layout, translate, checkpoint, evaluate, predict, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

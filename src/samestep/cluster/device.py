@@ -19,6 +19,23 @@ def accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
+def accelerator_names() -> list[str]:
+    """What the makers call this host's accelerators."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    return [module.get_device_name(index) for index in range(accelerators())]
+
+
+def build() -> str:
+    """The kind of device that this PyTorch is built for."""
+    for name, title in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
+        if number := getattr(torch.version, name, None):
+            return f"{title} {number}"
+    return "CPU"
+
+
 def cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from samestep.cluster.network import LOOPBACK, address_towards, store_at
 from samestep.environment import HorovodRun, Ranks
 
 _SCOPE, _KEY = "samestep", "store"
@@ -14,13 +15,15 @@ _SCOPE, _KEY = "samestep", "store"
 def join_process_group(
     run: HorovodRun, ranks: Ranks, backend: str, *, timeout: float = 300.0, **options: object
 ) -> None:
-    """Join torch.distributed on a free port of rank 0's host. Raises TimeoutError where it isn't told in time."""
+    """Join torch.distributed on a free port of rank 0's host. Raises TimeoutError where it isn't told in time.
+
+    Ranks of several hosts meet at the address from which rank 0 reaches horovodrun's server, as all of them do.
+    """
     from horovod.runner.http.http_client import put_data_into_kvstore  # pyright: ignore[reportMissingImports]
 
-    one_host = ranks.local_world_size == ranks.world_size
     if ranks.rank == 0:
-        host = "127.0.0.1" if one_host else run.host
-        store = dist.TCPStore(host, 0, ranks.world_size, is_master=True, wait_for_workers=False)
+        host = LOOPBACK if ranks.one_host else address_towards(run.address)
+        store = store_at(host)
         put_data_into_kvstore(run.address, run.port, _SCOPE, _KEY, (host, store.port))
     else:
         host, port = _meeting_place(run, timeout)

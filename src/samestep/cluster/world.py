@@ -10,10 +10,11 @@ import torch.distributed as dist
 from samestep import environment
 from samestep.cluster import horovodrun
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
+from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
 from samestep.environment import Ranks
 
-_ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+_ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, one_host=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     """Take this process's place among the ranks that a launcher started; alone where none did.
 
     With `alone` the process works by itself, even as one of many. A process group that is there already is used
-    and left as it is.
+    and left as it is. Ranks that share one host listen on its loopback alone.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
     check_devices(ranks.local_world_size, device)
@@ -51,13 +52,16 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(ranks.local_rank)
     ours = not dist.is_initialized()
-    if ours:
-        _join_process_group(world, ranks)
+    interface = loopback_interface() if ours and ranks.one_host else None
     try:
-        yield world
+        # For as long as the group is there: groups of a mesh's dimensions are made later.
+        with environment.messages_over(interface):
+            if ours:
+                _join_process_group(world, ranks)
+            yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
-        ours = ours and world.world_size == 1
+        ours = ours and world.world_size == 1 and dist.is_initialized()
         raise
     finally:
         if ours:

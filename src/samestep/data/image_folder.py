@@ -26,15 +26,29 @@ def read(folder: Path) -> ImageSource:
     pixels: list[NDArray[np.uint8]] = []
     labels: list[int] = []
     for number, of_class in enumerate(classes):
-        files = sorted(path for path in of_class.iterdir() if path.suffix.lower() in _SUFFIXES)
+        files = _images_in(of_class)
         if not files:
             raise UserError(f"{of_class} has no images; files that end in {', '.join(_SUFFIXES)} would do")
-        pixels += [_decoded(path) for path in files]
+        pixels += [decoded(path) for path in files]
         labels += [number] * len(files)
     return ImageSource(train=LabelledImages(pixels=pixels, labels=labels), names=tuple(path.name for path in classes))
 
 
-def _decoded(path: Path) -> NDArray[np.uint8]:
+def files_of(place: Path, where: str) -> list[Path]:
+    """An image, or those of a folder in the order of their names. Raises UserError where there are none."""
+    if not place.exists():
+        raise UserError(f"{where} {place}: there is no such file or folder")
+    files = _images_in(place) if place.is_dir() else [place]
+    if not files:
+        raise UserError(f"{where} {place} has no images; files that end in {', '.join(_SUFFIXES)} would do")
+    return files
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES)
+
+
+def decoded(path: Path) -> NDArray[np.uint8]:
     """[height, width] of a grey image, [height, width, 3] of any other."""
     library = pillow(f"{path.parent.parent}")
     try:

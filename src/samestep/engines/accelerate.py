@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep import environment
-from samestep.comm.mesh import Mesh
 from samestep.engines import accelerate_config
-from samestep.engines.base import Abilities, Engine, OptimizerOf, ScheduleOf
+from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.errors import LayoutError, UserError
@@ -26,7 +25,7 @@ from samestep.parallel.dropout import same_dropout
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
-from samestep.parallel.spread import Details, WholeModel
+from samestep.parallel.spread import WholeModel
 from samestep.parallel.used import Used, UsedAlone, UsedByReplicas, UsedByShards
 
 if TYPE_CHECKING:
@@ -61,40 +60,29 @@ class Accelerate(Engine):
         if config is not None:
             accelerate_config.check(config, layout, precision)
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> NativeTrainer:
-        config = accelerate_config.read(details.engine_config) if details.engine_config is not None else None
-        if config is not None and config.use_cpu and device.type != "cpu":
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        config = accelerate_config.read(how.details.engine_config) if how.details.engine_config is not None else None
+        if config is not None and config.use_cpu and how.device.type != "cpu":
             raise UserError(
-                f"{details.engine_config}: use_cpu is true, and the job runs on {device}; --device cpu would do"
+                f"{how.details.engine_config}: use_cpu is true, and the job runs on {how.device}; "
+                "--device cpu would do"
             )
         keep_no_cache(model)
         now = Now()
         same_dropout(model, now)
-        global_batch_norm(model, mesh.data_group, now)
-        parts = Parts.of(model, layout, mesh)
+        global_batch_norm(model, how.mesh.data_group, now)
+        parts = Parts.of(model, how.layout, how.mesh)
         with environment.given(_variables(debug=config is not None and config.debug)), _quiet():
-            accelerator = _accelerator(model, layout, device, precision, config)
+            accelerator = _accelerator(model, how.layout, how.device, how.precision, config)
             module = _prepared(accelerator, model)
-            optimizer = optimizer_of(model.named_parameters())
+            optimizer = how.optimizer_of(model.named_parameters())
             prepared: Optimizer = accelerator.prepare_optimizer(optimizer)
-        in_precision = _Precision(precision, device, accelerator)
+        in_precision = _Precision(how.precision, how.device, accelerator)
         used: Used = UsedAlone()
-        if layout.zero:
-            used = UsedByShards(model, mesh.data_group)
-        elif layout.data_ranks > 1:
-            used = UsedByReplicas(model, mesh.data_group)
+        if how.layout.zero:
+            used = UsedByShards(model, how.mesh.data_group)
+        elif how.layout.data_ranks > 1:
+            used = UsedByReplicas(model, how.mesh.data_group)
         return NativeTrainer(
             model=model,
             spread_model=WholeModel(
@@ -105,15 +93,15 @@ class Accelerate(Engine):
                 parts=parts,
                 now=now,
                 autocast=in_precision.autocast,
-                host=HostMemory(device),
+                host=HostMemory(how.device),
             ),
             optimizer=prepared,
             # Not prepared: Accelerate would step it once a process, and so n times too often.
-            schedule=schedule_of(optimizer),
+            schedule=how.schedule_of(optimizer),
             precision=in_precision,
-            clip=clip,
-            mesh=mesh,
-            device=device,
+            clip=how.clip,
+            mesh=how.mesh,
+            device=how.device,
         )
 
 

@@ -128,6 +128,20 @@ class Checkpointed(Trainer):
         """Become what was saved after `step` steps. `read` fills pieces in place; every rank calls it once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """How a model is spread on this rank, and what its trainer steps with."""
+
+    layout: Layout
+    mesh: Mesh
+    device: torch.device
+    precision: str
+    clip: float | None  # the largest norm of the whole gradient
+    optimizer_of: OptimizerOf  # from the parameters that this rank then holds
+    schedule_of: ScheduleOf
+    details: Details
+
+
 class Engine(ABC):
     """Makes a Trainer of a model."""
 
@@ -157,18 +171,10 @@ class Engine(ABC):
         """
         return job, layout
 
+    def check_proof(self, job: Job) -> None:
+        """Raise UserError for a settled job of which one process's step is not known. `verify` asks for it."""
+        return
+
     @abstractmethod
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> Trainer:
+    def prepare(self, model: nn.Module, how: Preparation) -> Trainer:
         """Spread the model, then make the optimizer of the parameters that this rank holds."""

@@ -4,21 +4,18 @@ import sys
 from contextlib import nullcontext
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from samestep.cluster.device import accelerators
-from samestep.comm.mesh import Mesh
-from samestep.engines.base import Abilities, Engine, OptimizerOf, ScheduleOf
+from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
-from samestep.layout import Layout
 from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
-from samestep.parallel.spread import Details, WholeModel
+from samestep.parallel.spread import WholeModel
 from samestep.parallel.used import UsedAlone
 
 
@@ -36,30 +33,20 @@ class DataParallel(Engine):
         skips=True,
     )
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> NativeTrainer:
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
         keep_no_cache(model)
-        devices = accelerators() if device.type != "cpu" else 0
+        devices = accelerators() if how.device.type != "cpu" else 0
         module = model
         if devices < 2:
             there = f"{devices} accelerator{'' if devices == 1 else 's'}"
-            print(f"samestep: engine data-parallel: {there} here; it runs on one device, {device}", file=sys.stderr)
+            print(
+                f"samestep: engine data-parallel: {there} here; it runs on one device, {how.device}", file=sys.stderr
+            )
         else:
             _check_batch_norm(model, devices)
             module = nn.DataParallel(model)
-        in_precision = Precision(precision, device)
-        optimizer = optimizer_of(model.named_parameters())
+        in_precision = Precision(how.precision, how.device)
+        optimizer = how.optimizer_of(model.named_parameters())
         return NativeTrainer(
             model=model,
             spread_model=WholeModel(
@@ -67,17 +54,17 @@ class DataParallel(Engine):
                 accumulating=nullcontext,
                 used=UsedAlone(),
                 model=model,
-                parts=Parts.of(model, layout, mesh),
+                parts=Parts.of(model, how.layout, how.mesh),
                 now=Now(),
                 autocast=in_precision.autocast,
-                host=HostMemory(device),
+                host=HostMemory(how.device),
             ),
             optimizer=optimizer,
-            schedule=schedule_of(optimizer),
+            schedule=how.schedule_of(optimizer),
             precision=in_precision,
-            clip=clip,
-            mesh=mesh,
-            device=device,
+            clip=how.clip,
+            mesh=how.mesh,
+            device=how.device,
         )
 
 

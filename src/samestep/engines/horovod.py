@@ -5,15 +5,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
 from samestep.engines import horovod_config  # pyright: ignore[reportMissingImports]
-from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, ScheduleOf
+from samestep.engines.base import Abilities, Engine, Loss, Preparation
 from samestep.engines.horovod_config import Settings
 from samestep.engines.horovod_start import start
 from samestep.engines.native import NativeTrainer
@@ -25,7 +23,7 @@ from samestep.parallel.dropout import same_dropout
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
-from samestep.parallel.spread import Details, WholeModel
+from samestep.parallel.spread import WholeModel
 from samestep.parallel.used import UsedByReplicas
 
 
@@ -44,48 +42,36 @@ class Horovod(Engine):
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
         horovod_config.read(config)
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> "HorovodTrainer":
+    def prepare(self, model: nn.Module, how: Preparation) -> "HorovodTrainer":
         import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
-        settings = horovod_config.read(details.engine_config)
+        settings = horovod_config.read(how.details.engine_config)
         start(settings)
         keep_no_cache(model)
         now = Now()
         same_dropout(model, now)
-        global_batch_norm(model, mesh.data_group, now)
+        global_batch_norm(model, how.mesh.data_group, now)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = distributed(optimizer_of(model.named_parameters()), model, settings)
-        in_precision = Precision(precision, device)
+        optimizer = distributed(how.optimizer_of(model.named_parameters()), model, settings)
+        in_precision = Precision(how.precision, how.device)
         return HorovodTrainer(
             model=model,
             spread_model=WholeModel(
                 module=model,
                 accumulating=nullcontext,
-                used=_UsedOnceSynchronized(model, mesh.data_group, optimizer),
+                used=_UsedOnceSynchronized(model, how.mesh.data_group, optimizer),
                 model=model,
-                parts=Parts.of(model, layout, mesh),
+                parts=Parts.of(model, how.layout, how.mesh),
                 now=now,
                 autocast=in_precision.autocast,
-                host=HostMemory(device),
+                host=HostMemory(how.device),
             ),
             optimizer=optimizer,
-            schedule=schedule_of(optimizer),
+            schedule=how.schedule_of(optimizer),
             precision=in_precision,
-            clip=clip,
-            mesh=mesh,
-            device=device,
+            clip=how.clip,
+            mesh=how.mesh,
+            device=how.device,
             settings=settings,
         )
 

@@ -1,13 +1,14 @@
 """Starting Horovod in ranks that something else started: they agree through torch.distributed where it meets."""
 
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
 from samestep import environment
+from samestep.cluster.network import LOOPBACK, address_towards, loopback_interface
 from samestep.engines.horovod_config import Settings
 
 
@@ -36,15 +37,22 @@ def _rendezvous() -> Iterator[dict[str, str]]:
     local_rank, local_size = (ranks.local_rank, ranks.local_world_size) if ranks else (0, 1)
     rank, size = dist.get_rank(), dist.get_world_size()
     one_host = local_size == size
+    places: list[Any] = [None] * size
+    dist.all_gather_object(
+        places, (local_rank, LOOPBACK if one_host else address_towards(environment.main_address()))
+    )
+    local_ranks = [number for number, _ in places]
     server = None
+    agreed: list[Any] = [None]
     if rank == 0:
-        server = RendezvousHTTPServer(("127.0.0.1" if one_host else "", 0), RendezvousHandler, False)
+        # Towards a rank of another host: its own name may lead rank 0 no further than to its loopback.
+        elsewhere = next((address for number, address in places[1:] if number == 0), LOOPBACK)
+        server = RendezvousHTTPServer((address_towards(elsewhere), 0), RendezvousHandler, False)
         server.init([])
         threading.Thread(target=server.serve_forever, daemon=True).start()
-    local_ranks: list[int] = [0] * size
-    dist.all_gather_object(local_ranks, local_rank)
-    agreed = [server.server_address[1] if server is not None else None]
+        agreed = [server.server_address[:2]]
     dist.broadcast_object_list(agreed, src=0)
+    address, port = agreed[0]
     same_place = [other for other in range(size) if local_ranks[other] == local_rank]  # one a host
     variables = {
         "HOROVOD_RANK": str(rank),
@@ -56,10 +64,10 @@ def _rendezvous() -> Iterator[dict[str, str]]:
         "HOROVOD_HOSTNAME": f"host-{local_ranks[: rank + 1].count(0)}",  # only a name that its ranks share
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1" if one_host else environment.main_address(),
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(agreed[0]),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
     }
-    interface = _loopback() if one_host else environment.gloo_interface()
+    interface = environment.gloo_interface() or (loopback_interface() if one_host else None)
     if interface is not None:
         variables["HOROVOD_GLOO_IFACE"] = interface
     try:
@@ -68,7 +76,3 @@ def _rendezvous() -> Iterator[dict[str, str]]:
         if server is not None:
             server.shutdown()
             server.server_close()
-
-
-def _loopback() -> str | None:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)

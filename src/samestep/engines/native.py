@@ -12,16 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
-from samestep.engines.base import (
-    Abilities,
-    Checkpointed,
-    Engine,
-    Loss,
-    OptimizerOf,
-    ScheduleOf,
-    Skipping,
-    StepReport,
-)
+from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport
 from samestep.engines.precision import Precision
 from samestep.layout import Layout, Offload
 from samestep.parallel.apply import spread, spread_optimizer
@@ -29,7 +20,7 @@ from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.optimizer_pieces import OptimizerToFill, optimizer_pieces
 from samestep.parallel.parts import Entry, local
 from samestep.parallel.pieces import Piece, model_entries, model_pieces
-from samestep.parallel.spread import Details, Spread
+from samestep.parallel.spread import Spread
 from samestep.tasks.base import sum_and_count
 
 
@@ -235,38 +226,32 @@ class Native(Engine):
         # Slicing holds the sliced model's output against the whole one's, which takes the whole one.
         return layout.tensor == 1 and (layout.zero >= 2 or layout.pipeline > 1)
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> NativeTrainer:
-        in_precision = Precision(precision, device)
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        in_precision = Precision(how.precision, how.device)
         spread_model = spread(
-            model, layout, mesh, device, precision=precision, autocast=in_precision.autocast, details=details
+            model,
+            how.layout,
+            how.mesh,
+            how.device,
+            precision=how.precision,
+            autocast=in_precision.autocast,
+            details=how.details,
         )
         optimizer = spread_optimizer(
-            optimizer_of(model.named_parameters()),
-            layout,
-            mesh,
-            device,
+            how.optimizer_of(model.named_parameters()),
+            how.layout,
+            how.mesh,
+            how.device,
             spread_model=spread_model,
-            offload_folder=details.offload_folder,
+            offload_folder=how.details.offload_folder,
         )
         return self.trainer_class(
             model=model,
             spread_model=spread_model,
             optimizer=optimizer,
-            schedule=schedule_of(optimizer),
+            schedule=how.schedule_of(optimizer),
             precision=in_precision,
-            clip=clip,
-            mesh=mesh,
-            device=device,
+            clip=how.clip,
+            mesh=how.mesh,
+            device=how.device,
         )

@@ -27,27 +27,35 @@ _SPEEDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 def print_result(result: TrainResult, console: Console | None = None) -> None:
     """The classification report where there are classes, then every single number."""
     console = console or _console()
-    per_class = {name: value for name, value in result.metrics.items() if _is_per_class(value)}
-    if per_class:
-        console.print(_class_table(per_class))
-    for name, value in result.metrics.items():
-        if isinstance(value, Mapping) and not is_curve(value) and not _is_per_class(value):
-            console.print(_matrix_table(name, value))
-    numbers = {name.replace("_", " "): f"{value:.4f}" for name, value in scalars(result.metrics).items()}
-    numbers |= {
+    further = {
         "steps": f"{result.steps:,}",
         "final loss": f"{result.losses[-1]:.4f}",
         "seconds": f"{result.seconds:.1f}",
         "samples/s": f"{result.samples_per_second:,.1f}",
         **{name: show(result.speeds[key]) for key, (name, show) in _SPEEDS.items() if key in result.speeds},
     }
-    table = Table(show_header=False)
-    for name, value in numbers.items():
-        table.add_row(name, value)
-    console.print(table)
+    print_metrics(result.metrics, console, further)
     print_usage(result.usage, console)
     print_slow_ranks(result.own_step_seconds, console)
     console.print(f"files: {result.folder}", soft_wrap=True)  # whole, so that it can be copied
+
+
+def print_metrics(
+    metrics: Mapping[str, Any], console: Console | None = None, further: Mapping[str, str] | None = None
+) -> None:
+    """The classification report where there are classes, then every single number, and what else there is to say."""
+    console = console or _console()
+    per_class = {name: value for name, value in metrics.items() if _is_per_class(value)}
+    if per_class:
+        console.print(_class_table(per_class))
+    for name, value in metrics.items():
+        if isinstance(value, Mapping) and not is_curve(value) and not _is_per_class(value):
+            console.print(_matrix_table(name, value))
+    numbers = {name.replace("_", " "): f"{value:.4f}" for name, value in scalars(metrics).items()}
+    table = Table(show_header=False)
+    for name, value in {**numbers, **(further or {})}.items():
+        table.add_row(name, value)
+    console.print(table)
 
 
 def print_usage(ranks: Sequence[Usage], console: Console | None = None) -> None:

@@ -1,16 +1,19 @@
 """Task: what can be trained. A model, its data, and a loss given as a sum and a count."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from samestep.errors import UserError
 from samestep.layout import ModelShape
+from samestep.tasks.prediction import Model, Prediction, ToPredict, from_scores, predict_each
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import Metric
+
+    from samestep.tasks.transformers_model import Pretrained
 
 
 class Batch(NamedTuple):
@@ -46,6 +49,9 @@ class Task(ABC):
 
     Every rank builds the task for itself, so everything here must be a function of the arguments alone.
     """
+
+    predicts_from: ClassVar[str | None] = None  # what `predict` reads, in words; None: held-out samples alone
+    writes_text: ClassVar[bool] = False  # whether `predict` goes on with a text
 
     @abstractmethod
     def model(self) -> "nn.Module":
@@ -86,6 +92,14 @@ class Task(ABC):
         """Names for the rows of per-class metrics, where there are classes."""
         return None
 
+    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+        """What the model makes of each sample: of the file's, where `predicts_from` says so, or the held-out ones."""
+        yield from predict_each(self, model, self.eval_set() or (), wanted.batch)
+
+    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
+        """A mapping for each sample of a batch, of values that JSON can hold."""
+        return from_scores(self, output, batch)
+
     def shape(self) -> ModelShape:
         """The model's sizes that a layout must divide, known without building it."""
         return ModelShape()
@@ -93,6 +107,10 @@ class Task(ABC):
     def work(self) -> Work:
         """What a sample costs; from it tokens a second and the use of the device are reported."""
         return Work()
+
+    def pretrained(self) -> "Pretrained | None":
+        """The configuration and the tokenizer of a transformers model; None where the model is another one."""
+        return None
 
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, before any process starts."""

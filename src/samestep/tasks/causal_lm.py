@@ -1,6 +1,7 @@
 """Language modelling: a decoder learns to predict each token from those before it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ from samestep.data.byte_pairs import StreamTokenizer
 from samestep.data.running_text import RunningText
 from samestep.errors import UserError
 from samestep.layout import ModelShape
-from samestep.tasks import decoder_model, language_data
+from samestep.tasks import decoder_model, language_data, transformers_model
 from samestep.tasks.base import Batch, Task, Work
 from samestep.tasks.decoder_model import DecoderModel
 from samestep.tasks.language_data import LanguageData
+from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, predict_each
+from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 
 class CausalLM(Task):
     """Predict the next token. Everything is read and tokenised once, at the first use."""
+
+    predicts_from = "a text file, with a text in each line"
+    writes_text = True
 
     def __init__(self, *, data: LanguageData, model: DecoderModel) -> None:
         self._data = data
@@ -67,6 +73,45 @@ class CausalLM(Task):
         losses = _cross_entropy(output, batch.targets, "none").reshape(batch.targets.shape)  # [batch, length]
         return losses.double().sum(dim=1), (batch.targets != IGNORED).sum(dim=1)
 
+    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+        """The loss of each held-out block, or of each line of a file; and how the model goes on with the line."""
+        if wanted.file is None:
+            yield from super().predict(model, wanted)
+            return
+        for text in lines_of(wanted.file):
+            found = {"text": text, **self._loss_of(text, model, wanted.batch)}
+            if wanted.new_tokens:
+                found["continuation"] = self._continued(text, model, wanted.new_tokens)
+            yield found
+
+    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
+        """The mean loss of each block's tokens in nats, and how many they are."""
+        sums, counts = self.scores(output, batch)
+        return [_mean(total, count) for total, count in zip(sums.tolist(), counts.tolist(), strict=True)]
+
+    def _loss_of(self, text: str, model: Model, batch: int) -> Prediction:
+        """The mean loss over a text's tokens but the first, in blocks as in training."""
+        parts = list(predict_each(self, model, self._blocks([text]), batch)) if text else []
+        counts = [part["tokens"] for part in parts]
+        sums = [part["loss"] * part["tokens"] for part in parts if part["tokens"]]
+        return _mean(sum(sums), sum(counts))
+
+    def _continued(self, text: str, model: Model, most: int) -> str:
+        """The likeliest token behind the text, and behind that, until the end of a document or `most` of them."""
+        import torch
+
+        ids = self._tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+        known = ids or ([] if self._end is None else [self._end])  # a document stands behind another's end
+        written: list[int] = []
+        while known and len(written) < most:
+            seen = [*known, *written][-self._data.length :]
+            logits = getattr(output := model({"input_ids": torch.tensor([seen])}), "logits", output)
+            following = int(logits[0, -1].argmax())
+            if following == self._end:
+                break
+            written.append(following)
+        return self._tokenizer.tokenizer.decode(written)
+
     def shape(self) -> ModelShape:
         config = self._config
         return ModelShape(
@@ -79,6 +124,17 @@ class CausalLM(Task):
     def work(self) -> Work:
         length = self._data.length
         return Work(tokens=length, flops=decoder_model.flops(self._model, self._config, length))
+
+    def pretrained(self) -> Pretrained:
+        from transformers import AutoModelForCausalLM
+
+        config = deepcopy(self._config)
+        config.use_cache = True  # for writing text, for which the folder is meant
+        folder = decoder_model.folder_of(self._model) if self._data.tokenizer is None else None
+        tokenizer = transformers_model.tokenizer_of(
+            self._tokenizer.tokenizer, folder, padding=self._padding, end=self._end, length=self._data.length
+        )
+        return Pretrained(auto_class=AutoModelForCausalLM, config=config, tokenizer=tokenizer)
 
     @cached_property
     def _text(self) -> RunningText:
@@ -134,6 +190,10 @@ class CausalLM(Task):
         return decoder_model.configure(
             self._model, vocabulary=self._vocabulary, end=self._end, length=self._data.length
         )
+
+
+def _mean(total: float, count: int) -> Prediction:
+    return {"loss": total / count if count else None, "tokens": count}
 
 
 def _cross_entropy(output: Any, targets: "Tensor", reduction: str) -> "Tensor":

@@ -1,15 +1,17 @@
 """Image classification: a network that tells classes of images apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from samestep.data import image_folder
 from samestep.tasks import image_data, image_model
 from samestep.tasks.base import Batch, Task
 from samestep.tasks.image_data import ImageData, ImageSet, Pictures
 from samestep.tasks.image_model import ImageModel
+from samestep.tasks.prediction import Model, Prediction, ToPredict, of_classes, predict_each
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 class ImageClassification(Task):
     """Classify images. Everything is read once, at the first use."""
+
+    predicts_from = "an image, or a folder with images"
 
     def __init__(self, *, data: ImageData, model: ImageModel) -> None:
         self._data = data
@@ -67,6 +71,19 @@ class ImageClassification(Task):
 
     def class_names(self) -> Sequence[str]:
         return self._pictures.names
+
+    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+        """The class of each held-out image, or of each of a folder."""
+        if wanted.file is None:
+            yield from super().predict(model, wanted)
+            return
+        files = image_folder.files_of(wanted.file, "--input")
+        samples = image_data.like(self._pictures.train, files, self._data)
+        for file, found in zip(files, predict_each(self, model, samples, wanted.batch), strict=True):
+            yield {"file": str(file), **found}
+
+    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
+        return of_classes(*self.scores(output, batch), self.class_names())
 
     @property
     def _size(self) -> tuple[int, int]:

@@ -1,7 +1,9 @@
 """The data of an image classification: which images, how they are split, and how they become one size."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass as plain_dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from samestep.data import images
+from samestep.data import image_folder, images
 from samestep.data.images import ImageSource, LabelledImages
 from samestep.data.pillow import coloured, resized
 from samestep.data.split import check_split, limited, split
@@ -18,6 +20,7 @@ from samestep.errors import UserError
 from samestep.recipe import STRICT, Positive, Real, Whole
 from samestep.tasks.sections import refuse_together
 
+UNKNOWN = -1  # the class of an image that is to be classified
 _HELD_OUT = 0.1  # where neither the job nor the source says what is held out
 
 
@@ -86,6 +89,19 @@ def read(data: ImageData) -> Pictures:
     sides = [None if side is None else _image_set(side, color, data.size, shape) for side in (train, held_out)]
     assert sides[0] is not None
     return Pictures(names=source.names, train=sides[0], held_out=sides[1])
+
+
+def like(known: ImageSet, files: Sequence[Path], data: ImageData) -> ImageSet:
+    """Images of files in the size and colours of known ones. Raises UserError where they have another size."""
+    channels, height, width = known.pixels.shape[1:]
+    images = LabelledImages(pixels=[image_folder.decoded(file) for file in files], labels=[UNKNOWN] * len(files))
+    for file, pixels in zip(files, images.pixels, strict=True):
+        if data.size is None and pixels.shape[:2] != (height, width):
+            raise UserError(
+                f"{file} is {pixels.shape[1]} x {pixels.shape[0]}, and the model's images are {width} x {height}; "
+                "resize it, or train with recipe.data.size"
+            )
+    return _image_set(images, "grey" if channels == 1 else "rgb", data.size, (height, width))
 
 
 def _sides(data: ImageData, source: ImageSource) -> tuple[LabelledImages, LabelledImages | None]:

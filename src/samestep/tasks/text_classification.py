@@ -1,6 +1,6 @@
 """Text classification: an encoder that tells classes of texts apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +9,12 @@ import numpy as np
 from samestep.data.tokenizer import TRAINED_PADDING, TextTokenizer, train
 from samestep.data.tokens import TokenisedTexts
 from samestep.layout import ModelShape
-from samestep.tasks import text_data, text_model
+from samestep.tasks import text_data, text_model, transformers_model
 from samestep.tasks.base import Batch, Task
-from samestep.tasks.text_data import Corpus, TextData
+from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, of_classes, predict_each
+from samestep.tasks.text_data import Corpus, NumberedTexts, TextData
 from samestep.tasks.text_model import TextModel
+from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,8 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+_UNKNOWN = -1  # the class of a text that is to be classified
+
+
 class TextClassification(Task):
     """Classify texts. Everything is read and tokenised once, at the first use."""
+
+    predicts_from = "a text file, of which each line is classified"
 
     def __init__(self, *, data: TextData, model: TextModel) -> None:
         self._data = data
@@ -75,6 +82,20 @@ class TextClassification(Task):
     def class_names(self) -> Sequence[str]:
         return self._corpus.classes.names
 
+    def predict(self, model: Model, wanted: ToPredict) -> Iterator[Prediction]:
+        """The class of each held-out text, or of each line of a file."""
+        if wanted.file is None:
+            yield from super().predict(model, wanted)
+            return
+        texts = lines_of(wanted.file)
+        numbered = NumberedTexts(texts=texts, classes=[_UNKNOWN] * len(texts))
+        samples = text_data.tokenised(numbered, self._tokenizer, self._data.max_length)
+        for text, found in zip(texts, predict_each(self, model, samples, wanted.batch), strict=True):
+            yield {"text": text, **found}
+
+    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
+        return of_classes(*self.scores(output, batch), self.class_names())
+
     def shape(self) -> ModelShape:
         """Heads and layers of the model, and the longest sequence that the data gives it."""
         config = self._config
@@ -84,6 +105,15 @@ class TextClassification(Task):
             layers=config.num_hidden_layers,
             sequence_length=self._data.max_length,
         )
+
+    def pretrained(self) -> Pretrained:
+        from transformers import AutoModelForSequenceClassification
+
+        folder = text_model.folder_of(self._model) if self._data.tokenizer is None else None
+        tokenizer = transformers_model.tokenizer_of(
+            self._tokenizer.tokenizer, folder, padding=self._padding, end=None, length=self._data.max_length
+        )
+        return Pretrained(auto_class=AutoModelForSequenceClassification, config=self._config, tokenizer=tokenizer)
 
     @cached_property
     def _corpus(self) -> Corpus:

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +13,10 @@ from samestep.errors import UserError
 from samestep.validation import closest
 
 if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 FOLDER = "recipe.model.folder"
 
@@ -24,6 +28,67 @@ _SIZE_KEYS = {
     "key_value_heads": ("num_key_value_heads",),
     "feed_forward": ("intermediate_size", "hidden_dim", "n_inner", "d_inner"),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """What stands beside a model's weights in a folder that transformers' `from_pretrained` loads."""
+
+    auto_class: Any  # such as AutoModelForCausalLM
+    config: "PreTrainedConfig"
+    tokenizer: "PreTrainedTokenizerBase"
+
+    def tensors(self) -> "list[tuple[list[str], torch.Size]]":
+        """Every tensor of the model's state dict: all names that it has, the one that others are tied to first."""
+        found: dict[int, tuple[list[str], torch.Size]] = {}
+        for name, value in self._model().state_dict(keep_vars=True).items():
+            found.setdefault(id(value), ([], value.shape))[0].append(name)
+        return list(found.values())
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and the tokenizer's files."""
+        config = deepcopy(self.config)
+        config.architectures = [type(self._model()).__name__]
+        config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _model(self) -> "nn.Module":
+        import torch
+
+        with torch.device("meta"):
+            return self.auto_class.from_config(self.config)
+
+
+# What transformers calls special tokens, and the names under which tokenizers usually have them.
+_SPECIAL_TOKENS = {
+    "unk_token": ("[UNK]", "<unk>"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+    "mask_token": ("[MASK]", "<mask>"),
+}
+
+
+def tokenizer_of(
+    tokenizer: "Tokenizer", folder: Path | None, *, padding: int | None, end: int | None, length: int
+) -> "PreTrainedTokenizerBase":
+    """A tokenizer as transformers has them: a folder's as it is, or else these rules with their special tokens."""
+    from tokenizers import Tokenizer as Rules
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if folder is not None:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    rules = Rules.from_str(tokenizer.to_str())
+    rules.no_truncation()
+    rules.no_padding()
+    names = {
+        kind: name for kind, known in _SPECIAL_TOKENS.items() for name in known if rules.token_to_id(name) is not None
+    }
+    for kind, number in (("pad_token", padding), ("eos_token", end)):
+        if number is not None and (name := rules.id_to_token(number)) is not None:
+            names[kind] = name
+    # Its default gives kinds of tokens as well, which most models don't take.
+    inputs = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=rules, model_max_length=length, model_input_names=inputs, **names)
 
 
 def folder_of(folder: str | None) -> Path | None:

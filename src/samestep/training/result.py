@@ -174,5 +174,9 @@ def _write_json(file: Path, values: Any) -> None:
 def _write_weights(file: Path, state: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
+    # safetensors writes a file for this user alone and renames it; this one gets what any new file has.
+    file.touch()
+    mode = file.stat().st_mode
     # safetensors refuses two names for one tensor; tied weights are written under each of theirs.
     save_file({name: value.clone().contiguous() for name, value in state.items()}, file)
+    file.chmod(mode)

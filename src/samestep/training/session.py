@@ -21,7 +21,16 @@ from samestep.cluster.world import World, join
 from samestep.comm.mesh import build_mesh, new_group
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
-from samestep.engines.base import Checkpointed, Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
+from samestep.engines.base import (
+    Checkpointed,
+    Engine,
+    Loss,
+    OptimizerOf,
+    Preparation,
+    ScheduleOf,
+    StepReport,
+    Trainer,
+)
 from samestep.engines.precision import parameter_dtype
 from samestep.engines.resolve import check, resolve
 from samestep.errors import LayoutError, UserError
@@ -134,14 +143,16 @@ class Session:
             details = replace(details, example=to_device(details.example, self.world.device, self._dtype))
         self._trainer = self.engine.prepare(
             model,
-            layout=self.layout,
-            mesh=self.mesh,
-            device=self.world.device,
-            precision=self._precision,
-            clip=self._clip,
-            optimizer_of=optimizer_of,
-            schedule_of=schedule_of,
-            details=details,
+            Preparation(
+                layout=self.layout,
+                mesh=self.mesh,
+                device=self.world.device,
+                precision=self._precision,
+                clip=self._clip,
+                optimizer_of=optimizer_of,
+                schedule_of=schedule_of,
+                details=details,
+            ),
         )
         # For randomness of the model's own, which no layout makes the same: data ranks hold other samples, so they
         # draw other numbers. Dropout takes none of these.

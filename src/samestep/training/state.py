@@ -50,7 +50,7 @@ def save_state(
 
 def load_state(trainer: Checkpointed, loader: Loader, world: World, layout: Layout) -> None:
     """Become what was saved, under this layout. Raises CheckpointError where the checkpoint is another model's."""
-    loader.check(trainer.entries())
+    loader.check(trainer.entries(), trainer.tied())
     random: dict[str, Piece] = {}
     states = _random_states(world)
     # Ranks of another layout hold other samples, so there is no state of theirs; they draw new random numbers.

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep import environment
-from samestep.cluster.start import fork_server
+from samestep.cluster.start import fork_server, one_host
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
 
 # A rank whose peer died sees its connection break within milliseconds. It waits this long (seconds) before it
@@ -49,6 +49,7 @@ def start(
     """
     _check_main_guard()
     fork_server.preload()
+    one_host.register()
     call = _pickled(function, arguments)
     with tempfile.TemporaryDirectory(prefix="samestep-") as folder, _signal_handlers_kept(), _silent_agent():
         config = LaunchConfig(
@@ -56,9 +57,7 @@ def start(
             max_nodes=1,
             nproc_per_node=processes,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # a free port, so that jobs side by side don't meet
-            local_addr="localhost",
+            rdzv_backend=one_host.BACKEND,
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),

@@ -168,16 +168,19 @@ def completed(given: Mapping[str, Any], asked: Asked, *, on_cpu: bool) -> Config
     steps = -(-share // (micro or share))
     each = micro if batch is None and micro else -(-share // steps)
     config |= dict(zip(_SIZES, (each * steps * asked.ranks, each, steps), strict=True))
-    if clip_of(given) is None and asked.clip is not None:
-        config["gradient_clipping"] = asked.clip
+    if clip_of(given) is None:
+        # Left out, it would be 1.0 in DeepSpeed 0.19, and no clipping in versions before mid 2026.
+        config["gradient_clipping"] = asked.clip or 0.0
     if precision_of(given) is None and asked.precision in ("bf16", "fp16"):
         config[asked.precision] = {**config.get(asked.precision, {}), "enabled": True}
     for name, takes in (("optimizer", takes_optimizer), ("scheduler", takes_schedule)):
         if not takes(given):
             config.pop(name, None)
     if on_cpu and config.get("optimizer", {}).get("type") in _ADAM:
-        # PyTorch's own, with the same numbers: DeepSpeed's would be compiled now.
-        config["optimizer"]["params"] = {"torch_adam": True, **config["optimizer"].get("params", {})}
+        # PyTorch's own, with the same numbers: DeepSpeed's would be compiled now. Without a word it decays nothing.
+        params = config["optimizer"].get("params", {})
+        instead = {} if params.get("torch_adam") else {"weight_decay": 0.0}
+        config["optimizer"]["params"] = {"torch_adam": True, **instead, **params}
     # PyTorch's optimizers under ZeRO, which DeepSpeed refuses unless it is told so.
     return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **config}
 

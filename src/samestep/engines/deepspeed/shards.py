@@ -15,7 +15,7 @@ def whole_parameters(model: nn.Module, package: Any, dtype: torch.dtype) -> Iter
     """Every parameter, whole and in `dtype`; every rank must ask."""
     for name, parameter in model.named_parameters():
         with without_deprecations():
-            value = _whole(parameter, package, dtype)
+            value = whole(parameter, package, dtype)
         yield name, value
 
 
@@ -23,12 +23,13 @@ def whole_state(model: nn.Module, package: Any, dtype: torch.dtype) -> dict[str,
     """The whole model's state dict on the CPU of every rank; every rank must ask."""
     with without_deprecations():
         return {
-            name: (_whole(value, package, dtype) if isinstance(value, nn.Parameter) else value.detach()).cpu().clone()
+            name: (whole(value, package, dtype) if isinstance(value, nn.Parameter) else value.detach()).cpu().clone()
             for name, value in model.state_dict(keep_vars=True).items()
         }
 
 
-def _whole(parameter: nn.Parameter, package: Any, dtype: torch.dtype) -> Tensor:
+def whole(parameter: Tensor, package: Any, dtype: torch.dtype) -> Tensor:
+    """A parameter that DeepSpeed may have sharded; every rank that has a shard must ask."""
     if parameter.dtype != dtype and parameter.requires_grad and hasattr(parameter, "_hp_mapping"):
         # ZeRO keeps float32 numbers beside those that forward computes with.
         exact = package.utils.safe_get_full_fp32_param(parameter)
@@ -42,17 +43,18 @@ def _whole(parameter: nn.Parameter, package: Any, dtype: torch.dtype) -> Tensor:
         return parameter.detach().clone().to(dtype)
 
 
-def holdings(model: nn.Module, engine: Any, layout: Layout, *, offloads_optimizer: bool) -> Holdings:
+def holdings(engine: Any, layout: Layout) -> Holdings:
     """What this rank holds between two steps; DeepSpeed lets go of the gradients in each."""
     counted: set[int] = set()
+    model: nn.Module = engine.module
     parameters = _once((getattr(p, "ds_tensor", p).detach() for p in model.parameters()), counted)
     gradients = _once((p.grad for p in model.parameters() if p.grad is not None), counted)
     state = _once(_optimizer_tensors(engine), counted)
     host: list[Tensor] = []
-    if offloads_optimizer:
+    if engine.zero_use_cpu_optimizer():
         host, state = [*gradients, *state], []
         gradients = []
-    if layout.offloads("parameters"):
+    if layout.offloads_parameters:
         host, parameters = [*host, *parameters], []
     return Holdings(parameters=parameters, gradients=gradients, optimizer_state=state, host=host)
 

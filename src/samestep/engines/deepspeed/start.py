@@ -60,6 +60,7 @@ def deepspeed(device: torch.device) -> Any:
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
         groups._release_process_group_references()  # of a job in this process that is over
         communication.cdb = None
+    groups.mpu = None  # the grid of a pipeline, which its engine leaves to all that come after it in this process
     return package
 
 

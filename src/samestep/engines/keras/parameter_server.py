@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep import environment
-from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
-from samestep.engines.base import Abilities, Engine, Loss, OptimizerOf, ScheduleOf, StepReport, Trainer
+from samestep.engines.base import Abilities, Engine, Loss, Preparation, StepReport, Trainer
 from samestep.engines.keras import cluster, convert, losses
 from samestep.engines.keras.copy import Copy, stand_in
 from samestep.engines.keras.start import PACKAGES, start
@@ -21,7 +20,6 @@ from samestep.engines.keras.trainer import fill_up
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
-from samestep.parallel.spread import Details
 from samestep.tasks.base import Task
 
 CHIEF, WORKER, SERVER = "chief", "worker", "ps"  # as TensorFlow calls them
@@ -60,34 +58,22 @@ class ParameterServer(Engine):
         losses.counterpart(task.loss)
         convert.check(task.model())
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> "ParameterServerTrainer":
-        check_loop(self.name, details)
-        tools = start(precision, device)
+    def prepare(self, model: nn.Module, how: Preparation) -> "ParameterServerTrainer":
+        check_loop(self.name, how.details)
+        tools = start(how.precision, how.device)
         strategy = _join(tools.tf)
-        common: dict[str, Any] = {"tools": tools, "optimizer_of": optimizer_of}
+        common: dict[str, Any] = {"tools": tools, "optimizer_of": how.optimizer_of}
         alone = tools.tf.distribute.get_strategy()
-        here = Copy(model, details.example, strategy=alone, trains=False, **common)
-        there = Copy(model, details.example, strategy=strategy, **common) if strategy is not None else None
+        here = Copy(model, how.details.example, strategy=alone, trains=False, **common)
+        there = Copy(model, how.details.example, strategy=strategy, **common) if strategy is not None else None
         return ParameterServerTrainer(
             here,
             there,
-            schedule=schedule_of(here.groups.optimizer),
-            clip=clip,
-            roles=roles(layout.size),
-            micro_batch=details.micro_batch,
-            device=device,
+            schedule=how.schedule_of(here.groups.optimizer),
+            clip=how.clip,
+            roles=roles(how.layout.size),
+            micro_batch=how.details.micro_batch,
+            device=how.device,
         )
 
 

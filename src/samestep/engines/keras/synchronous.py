@@ -10,8 +10,7 @@ from torch import nn
 
 from samestep import environment
 from samestep.cluster.device import accelerators
-from samestep.comm.mesh import Mesh
-from samestep.engines.base import Abilities, Engine, OptimizerOf, ScheduleOf
+from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.keras import cluster, convert, losses
 from samestep.engines.keras.copy import Copy
 from samestep.engines.keras.layers import Tools
@@ -30,28 +29,16 @@ class KerasEngine(Engine):
         losses.counterpart(task.loss)
         convert.check(task.model())
 
-    def prepare(
-        self,
-        model: nn.Module,
-        *,
-        layout: Layout,
-        mesh: Mesh,
-        device: torch.device,
-        precision: str,
-        clip: float | None,
-        optimizer_of: OptimizerOf,
-        schedule_of: ScheduleOf,
-        details: Details,
-    ) -> KerasTrainer:
-        check_loop(self.name, details)
-        tools, strategy = self._start(precision, device)
-        copy = Copy(model, details.example, tools=tools, strategy=strategy, optimizer_of=optimizer_of)
+    def prepare(self, model: nn.Module, how: Preparation) -> KerasTrainer:
+        check_loop(self.name, how.details)
+        tools, strategy = self._start(how.precision, how.device)
+        copy = Copy(model, how.details.example, tools=tools, strategy=strategy, optimizer_of=how.optimizer_of)
         return KerasTrainer(
             copy,
-            schedule=schedule_of(copy.groups.optimizer),
-            clip=clip,
-            ranks=mesh.data_place.of,
-            device=device,
+            schedule=how.schedule_of(copy.groups.optimizer),
+            clip=how.clip,
+            ranks=how.mesh.data_place.of,
+            device=how.device,
         )
 
     @abstractmethod

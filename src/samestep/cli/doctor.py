@@ -1,0 +1,85 @@
+"""Tell what works on this machine, or what went wrong in a run, and what would help."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep import environment
+from samestep.cli import output_files
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from samestep.doctor.finding import Asked
+
+_LIMIT = 60.0
+_OF_THE_MACHINE = ("hosts", "hostfile", "port", "folder", "time_limit")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_folder", nargs="?", type=Path, metavar="RUN_FOLDER", help="read the files of this run, not the machine"
+    )
+    parser.add_argument("--hosts", metavar="A,B", help="other hosts to reach, such as worker-1,10.0.0.7:2222")
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="the same from a file, one host a line")
+    parser.add_argument("--port", type=int, help="a port that should be free")
+    parser.add_argument("--folder", type=Path, help="where runs go (default: runs)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="S",
+        help=f"of all checks, and of a trial of ranks (default: {_LIMIT:g} s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to a file")
+
+
+def run(options: argparse.Namespace) -> int:
+    output_files.check("--json", options.json)
+    if options.run_folder is not None:
+        given = [name for name in _OF_THE_MACHINE if getattr(options, name) is not None]
+        if given:
+            flag = "--" + given[0].replace("_", "-")
+            raise UserError(f"{flag} is for the machine, and a run's folder is read alone; leave one of them out")
+
+        from samestep.doctor.run.read import read
+
+        findings, title = list(read(options.run_folder)), f"the run in {options.run_folder}"
+    else:
+        asked, limit = _asked(options), _limit(options)
+        if environment.ranks() is not None:
+            raise UserError("the doctor starts its own processes; start it without a launcher")
+
+        from samestep.doctor.examine import examine
+
+        findings, title = list(examine(asked, limit=limit)), "this machine"
+
+    from samestep.doctor.table import print_findings
+
+    if options.json is not None:
+        values = [finding.to_json() for finding in findings]
+        options.json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print_findings(findings, title)
+    return 1 if any(finding.verdict == "problem" for finding in findings) else 0
+
+
+def _asked(options: argparse.Namespace) -> "Asked":
+    from samestep.doctor.finding import Asked
+    from samestep.doctor.host_list import parse_hosts, read_hostfile
+
+    if options.hosts is not None and options.hostfile is not None:
+        raise UserError("--hosts and --hostfile both name hosts; leave one of them out")
+    if options.port is not None and not 0 < options.port < 65536:
+        raise UserError(f"--port is {options.port}; it should be from 1 to 65535")
+    hosts = ()
+    if options.hosts is not None:
+        hosts = parse_hosts(options.hosts)
+    elif options.hostfile is not None:
+        hosts = read_hostfile(options.hostfile)
+    return Asked(hosts=hosts, port=options.port, folder=options.folder or Path("runs"))
+
+
+def _limit(options: argparse.Namespace) -> float:
+    limit = _LIMIT if options.time_limit is None else options.time_limit
+    if not 0 < limit < float("inf"):
+        raise UserError(f"--time-limit is {limit:g}; it should be more than 0 seconds")
+    return limit

@@ -1,0 +1,70 @@
+"""Write what a checkpoint's model makes of a user's samples, or of the held-out ones, as JSON lines."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from samestep.cli import job_options, output_files
+from samestep.cli.evaluate import NOT_HERE, add_checkpoint
+from samestep.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    job_options.add_arguments(parser, without=NOT_HERE)
+    add_checkpoint(parser)
+    parser.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="texts, one a line; or an image, or a folder with images (default: the held-out samples)",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=0, metavar="N", help="language models: go on with each text by so many"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    loaded = job_options.load(options)
+    if options.print_config:
+        return job_options.print_config(loaded)
+    output_files.check("--output", options.output)
+    if options.input is not None and not options.input.exists():
+        raise UserError(f"--input {options.input}: there is no such file or folder")
+    files = (options.input, options.output)
+    if all(file is not None and file.exists() for file in files) and options.output.samefile(options.input):
+        raise UserError(f"--output is {options.output}, which is read; write to another file")
+    if options.new_tokens < 0:
+        raise UserError(f"--new-tokens is {options.new_tokens}; it should be 0 or more")
+
+    from samestep.inference import predict_job
+
+    # The first one is asked for before the file is opened: a mistake leaves what stands there as it is.
+    found = predict_job(loaded.job, options.checkpoint, options.input, options.new_tokens)
+    # The first one is asked for before the file is opened: a mistake leaves what stands there as it is.
+    first = list(islice(found, 1))
+    if options.output is None:
+        try:
+            _write(chain(first, found), sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:  # who reads has enough, such as `head`; what is left to be flushed goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    with options.output.open("w", encoding="utf-8") as stream:
+        count = _write(chain(first, found), stream)
+    print(f"{options.output}: {count:,} predictions")
+    return 0
+
+
+def _write(predictions: Iterable[Mapping[str, Any]], stream: TextIO) -> int:
+    """Write a line each, and return how many they are."""
+    count = 0
+    for prediction in predictions:
+        stream.write(json.dumps(prediction, ensure_ascii=False) + "\n")
+        count += 1
+    return count

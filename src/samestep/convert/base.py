@@ -1,0 +1,87 @@
+"""Weights: a model's tensors in whatever file, read one at a time; and Format: what reads and writes such files."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.parallel.parts import Entry
+from samestep.tasks.transformers_model import Pretrained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model's parameters and buffers by name. A tensor is read, whole and on the CPU, when it is asked for."""
+
+    entries: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor -> its name in `entries`
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # of the training, where the source tells it
+    pretrained_folder: Path | None = None  # a folder with the model's config.json and tokenizer
+
+    @property
+    def bytes(self) -> int:
+        return sum(bytes_of(entry) for entry in self.entries.values())
+
+    def names(self) -> dict[str, str]:
+        """Every name of every tensor -> the name under which it is read."""
+        return {**{name: name for name in self.entries}, **self.tied}
+
+    def cast(self, dtype: torch.dtype) -> "Weights":
+        """The same in another type; tensors of whole numbers stay as they are."""
+        entries = {
+            name: replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry
+            for name, entry in self.entries.items()
+        }
+        return replace(self, entries=entries, read=partial(_read_as, self.read, entries))
+
+    def watched(self, advance: Callable[[int], None]) -> "Weights":
+        """The same, with `advance` told the bytes of each tensor that was read."""
+        return replace(self, read=partial(_read_and_tell, self.read, advance))
+
+
+def _read_as(read: Callable[[str], Tensor], entries: Mapping[str, Entry], name: str) -> Tensor:
+    return read(name).to(entries[name].dtype)
+
+
+def _read_and_tell(read: Callable[[str], Tensor], advance: Callable[[int], None], name: str) -> Tensor:
+    value = read(name)
+    advance(value.nbytes)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a user asks of the files that are written."""
+
+    shard_bytes: int  # the most in one file, where a format has several
+    pretrained: Callable[[Weights], Pretrained | None]  # what stands beside the weights in a Hugging Face folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A way in which tools keep a model's weights."""
+
+    title: str
+    is_folder: bool  # what is written: a folder, or a file (and perhaps others beside it)
+    recognises: Callable[
+        [Path], bool
+    ]  # whether a path holds this; raises CheckpointError for what can't be looked at
+    fits: Callable[[Path], bool]  # whether the name of a new path asks for it
+    open: Callable[[Path], AbstractContextManager[Weights]]
+    # Writes into an empty folder: the folder's files, or the file of this name. Raises CheckpointError, OSError.
+    write: Callable[[Path, str, Weights, Asked], None]
+
+
+def bytes_of(entry: Entry) -> int:
+    return entry.shape.numel() * entry.dtype.itemsize
+
+
+def never(_: Path) -> bool:
+    """Of formats that no name asks for."""
+    return False

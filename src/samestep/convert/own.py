@@ -1,0 +1,63 @@
+"""samestep's own checkpoints: their weights, and a checkpoint at step 0 of weights from elsewhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from samestep.checkpoint.find import candidates
+from samestep.checkpoint.folder import step_of
+from samestep.checkpoint.info import Info, read_info
+from samestep.checkpoint.stream import Tensors, write_weights
+from samestep.checkpoint.sums import fault_of
+from samestep.convert.base import Asked, Weights
+from samestep.errors import CheckpointError
+from samestep.parallel.pieces import MODEL
+from samestep.versions import versions
+
+
+def recognises(path: Path) -> bool:
+    return bool(candidates(path))
+
+
+def fits(path: Path) -> bool:
+    return step_of(path) is not None
+
+
+@contextmanager
+def open_(path: Path) -> Iterator[Weights]:
+    """The weights of a checkpoint, or of the newest one of a folder or a run. Raises CheckpointError if damaged."""
+    found = candidates(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint of samestep; the folder of one, or a run's, would do")
+    info = read_info(found[0])
+    if fault := fault_of(found[0], info.files):
+        raise CheckpointError(f"checkpoint {found[0]} is damaged: {fault}")
+    tensors = Tensors(found[0])
+    names = [name.removeprefix(MODEL) for name in tensors.entries if name.startswith(MODEL)]
+    yield Weights(
+        entries={name: tensors.entries[MODEL + name] for name in names},
+        read=lambda name: tensors.read(MODEL + name),
+        tied=info.tied,
+        recipe=info.recipe,
+    )
+
+
+def write(into: Path, name: str, weights: Weights, _: Asked) -> None:
+    """A checkpoint of the weights alone, before the first step; a training from it begins with a new optimizer."""
+    if step_of(Path(name)) not in (None, 0):
+        raise CheckpointError(
+            f"{name} is the name of a later step, and converted weights are at step 0; step-0 would do"
+        )
+    info = Info(
+        step=0,
+        epoch=None,
+        layout="",
+        processes=0,
+        engine="",
+        recipe={},
+        tied=weights.tied,
+        versions=versions(),
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    write_weights(into, weights.entries, weights.read, info)

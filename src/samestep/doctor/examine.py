@@ -1,0 +1,75 @@
+"""All checks of a machine, in the order in which they are shown: one line a check."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+from samestep.comparison.process import signals_raise
+from samestep.doctor import clock, cores, disk, hosts, limits, memory, packages, ports, trial
+from samestep.doctor.finding import Asked, Check, Finding, problem, warning
+
+CHECKS: Mapping[str, Check] = {
+    "PyTorch": packages.torch_build,
+    "packages": packages.packages,
+    "engines": packages.engines,
+    "cores": cores.cores,
+    "threads": cores.threads,
+    "NUMA": cores.numa,
+    "memory": memory.memory,
+    "swap": memory.swap,
+    "shared memory": memory.shared_memory,
+    "open files": limits.open_files,
+    "locked memory": limits.locked_memory,
+    "disks": disk.disks,
+    "clock": clock.clock,
+    "loopback": ports.loopback,
+    "port": ports.port,
+    "own name": hosts.own_name,
+}
+
+
+def examine(asked: Asked, *, limit: float) -> Iterator[Finding]:
+    """Every check and every host at the same time, then the collectives; both take `limit` seconds at most.
+
+    A check may hang, on a name server or a network disk that does not answer. It is then left behind and named.
+    """
+    running = {name: _Running(partial(check, asked)) for name, check in CHECKS.items()}
+    running |= {f"host {host}": _Running(partial(hosts.reached, host)) for host in asked.hosts}
+    until = time.monotonic() + limit
+    for name, check in running.items():
+        yield from check.findings(name, until)
+    with signals_raise():
+        for each in trial.trials():
+            yield from trial.collectives(each, limit)
+
+
+class _Running(threading.Thread):
+    """A check in a thread of its own, which does not keep the process from ending."""
+
+    def __init__(self, check: Callable[[], Iterable[Finding]]) -> None:
+        super().__init__(daemon=True)
+        self._check = check
+        self._found: list[Finding] = []
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found.extend(self._check())
+        except Exception as error:
+            self._error = error
+
+    def findings(self, name: str, until: float) -> Iterable[Finding]:
+        """What it has found by then, and what kept it."""
+        self.join(max(0.0, until - time.monotonic()))
+        yield from list(self._found)
+        if self._error is not None:
+            text = f"could not be looked at: {type(self._error).__name__}: {self._error}"
+            yield warning(name, text, "look at it by hand, and report this as a fault of samestep")
+        elif self.is_alive():
+            yield problem(
+                name,
+                "no answer within the time limit",
+                "a name server, a network disk or a host that does not answer: look at it by hand",
+            )

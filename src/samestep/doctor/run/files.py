@@ -1,0 +1,122 @@
+"""The files of a run, read as they are: cut lines, missing files and values that are no numbers are no surprise."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.training.result import REPORT_FILE
+
+METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE = "metrics.jsonl", "evaluations.jsonl", "faults.jsonl"
+CHECKPOINTS = "checkpoints"
+_KNOWN = (METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE, REPORT_FILE, CHECKPOINTS)
+
+_ALIVE = 60.0  # seconds since the last step in which a run may still be going on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """A file of one JSON object a line."""
+
+    there: bool
+    values: Sequence[Mapping[str, Any]]
+    unreadable: Sequence[int]  # the numbers of the other lines, from 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    folder: Path
+    steps: Lines
+    evaluations: Lines
+    faults: Lines
+    report: Mapping[str, Any] | None  # None: it isn't there, so the run did not come to its end
+    report_error: str | None  # why it can't be read
+    unfinished_checkpoints: Sequence[str]
+    samples: Mapping[int, Sequence[int]]  # of steps whose values were not finite
+    seconds_ago: float | None  # since the last step was written
+
+    @property
+    def finished(self) -> bool:
+        return self.report is not None or self.report_error is not None
+
+    @property
+    def may_be_running(self) -> bool:
+        """Whether the next line is still to be expected: not many times longer ago than steps take."""
+        if self.finished or self.seconds_ago is None:
+            return False
+        longest = max(self.numbers("step_seconds"), default=0.0)
+        return self.seconds_ago < max(_ALIVE, 3 * longest)
+
+    def numbers(self, name: str) -> list[float]:
+        """A value of every step that has it, as far as it is finite."""
+        found = [number(line.get(name)) for line in self.steps.values]
+        return [value for value in found if math.isfinite(value)]
+
+
+def number(value: Any) -> float:
+    """A value of a file as a number; NaN where it is null, missing or something else."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read a run's folder. Raises UserError where there is none."""
+    if not folder.exists():
+        raise UserError(f"{folder}: there is no such folder; a run's folder, such as runs/reviews, would do")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file; the run's folder, {folder.parent}, would do")
+    if not any((folder / name).exists() for name in _KNOWN):
+        raise UserError(f"{folder} holds no run: none of {', '.join(_KNOWN)} is there")
+    report, error = _report(folder / REPORT_FILE)
+    metrics = folder / METRICS_FILE
+    return RunFiles(
+        folder=folder,
+        steps=_lines(metrics),
+        evaluations=_lines(folder / EVALUATIONS_FILE),
+        faults=_lines(folder / FAULTS_FILE),
+        report=report,
+        report_error=error,
+        samples=_samples(folder),
+        unfinished_checkpoints=sorted(path.name for path in (folder / CHECKPOINTS).glob("step-*.saving")),
+        seconds_ago=max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
+    )
+
+
+def _lines(file: Path) -> Lines:
+    if not file.is_file():
+        return Lines(there=False, values=[], unreadable=[])
+    values, unreadable = [], []
+    for place, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        value = _json(text)
+        if isinstance(value, dict):
+            values.append(value)
+        elif text.strip():
+            unreadable.append(place)
+    return Lines(there=True, values=values, unreadable=unreadable)
+
+
+def _samples(folder: Path) -> dict[int, Sequence[int]]:
+    """Which samples stood in steps whose values were not finite, from the files that the supervision writes."""
+    found = {}
+    for file in folder.glob("nonfinite-step-*.json"):
+        value = _json(file.read_text(encoding="utf-8", errors="replace"))
+        if isinstance(value, dict) and isinstance(value.get("step"), int) and isinstance(value.get("samples"), list):
+            found[value["step"]] = value["samples"]
+    return found
+
+
+def _report(file: Path) -> tuple[Mapping[str, Any] | None, str | None]:
+    if not file.is_file():
+        return None, None
+    value = _json(file.read_text(encoding="utf-8", errors="replace"))
+    return (value, None) if isinstance(value, dict) else (None, "it is cut, or something else wrote it")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

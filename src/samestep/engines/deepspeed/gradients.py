@@ -1,0 +1,159 @@
+"""The gradients of a step on a DeepSpeed engine, which must be multiplied once the count of terms is known."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.comm.mesh import Mesh
+from samestep.engines.deepspeed.reached import digest, reached
+from samestep.errors import UserError
+from samestep.parallel.used import UsedByReplicas
+
+
+def gradients_of(engine: Any, mesh: Mesh) -> "Gradients":
+    """The way to the gradients of an engine, by its ZeRO stage."""
+    return ShardedGradients(engine, mesh) if engine.zero_optimization() else WholeGradients(engine, mesh)
+
+
+class Gradients(ABC):
+    """Where a stage keeps the step's gradient, which must be multiplied once the count of terms is known.
+
+    Backward starts before the ranks have counted their terms (unmasked tokens, say), so it leaves sum / samples.
+    """
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss, times the scale for fp16 where DeepSpeed's backward leaves that to others."""
+        return loss
+
+    def check_before_backward(self, loss: Tensor, *, last: bool) -> None:
+        """Raise UserError, on every rank, for a backward in which the ranks would wait for each other for ever.
+
+        `last`: the step's last one on this rank.
+        """
+        return
+
+    def check_before_reducing(self) -> None:
+        """The same where the gradients of all backwards are exchanged at once, after the last."""
+        return
+
+    def unused(self) -> int:
+        """How many parameters this rank's backward left without the gradient that they must have in every step."""
+        return 0
+
+    @abstractmethod
+    def settle(self, factor: float) -> None:
+        """Multiply the gradient, after the last backward and before the step. Raises UserError for what can't be."""
+
+    @abstractmethod
+    def norm_after_step(self) -> float | Tensor:
+        """The whole gradient's norm as it was before clipping."""
+
+
+class WholeGradients(Gradients):
+    """Stage 0: every rank has the whole gradient of what it computes with, in the parameters."""
+
+    def __init__(self, engine: Any, mesh: Mesh) -> None:
+        self._engine = engine
+        self._mesh = mesh
+        self._used = UsedByReplicas(engine.module, mesh.data_group)
+        self._norm = torch.zeros(())
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        # DeepSpeed's engine scales for ZeRO alone (0.19), yet its optimizer for stage 0 divides by the scale as well.
+        scale = _loss_scale(self._engine)
+        return loss if scale == 1 else loss.float() * scale
+
+    def settle(self, factor: float) -> None:
+        self._used.settle()
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        if factor != 1:
+            torch._foreach_mul_(gradients, factor)
+        norms = torch._foreach_norm([gradient.float() for gradient in gradients])
+        squares = torch.stack(norms).double().square().sum()
+        if self._mesh.size("pipeline") > 1:
+            dist.all_reduce(squares, group=self._mesh.group("pipeline"))
+        self._norm = squares.sqrt() / _loss_scale(self._engine)
+
+    def norm_after_step(self) -> Tensor:
+        return self._norm
+
+
+class ShardedGradients(Gradients):
+    """Stages 1 to 3: DeepSpeed keeps shards of it, and divides them by the scale of the loss when it steps.
+
+    That scale is one over the factor then, times the one that fp16 was scaled by.
+    """
+
+    def __init__(self, engine: Any, mesh: Mesh) -> None:
+        self._engine = engine
+        self._mesh = mesh
+        named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
+        self._seen: set[int] = set()
+        self._expected: set[int] = set()
+        for number, (_, parameter) in enumerate(named):
+            parameter.register_hook(self._note(number))
+
+    def _note(self, number: int) -> Any:
+        def note(gradient: Tensor) -> None:
+            self._seen.add(number)
+
+        return note
+
+    def check_before_backward(self, loss: Tensor, *, last: bool) -> None:
+        # A rank's samples may choose which layers run. ZeRO sends the gradients that there are: from stage 2 on in
+        # each backward, and in stage 1 in the last.
+        if self._mesh.data_place.of == 1:
+            return
+        found = reached(loss)
+        everything = set(self._numbers.values())
+        self._expected |= everything if found is None else {self._numbers[p] for p in found if p in self._numbers}
+        if last or self._engine.zero_optimization_stage() > 1:
+            self._check_alike(self._expected)
+            self._expected = set()
+
+    def check_before_reducing(self) -> None:
+        if self._mesh.data_place.of > 1:
+            self._check_alike(self._seen)
+
+    def _check_alike(self, numbers: set[int]) -> None:
+        """Raise UserError on every rank where the ranks are about to send gradients of different parameters."""
+        device = next(self._engine.module.parameters()).device
+        found = digest(sorted(numbers)).to(device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.data_group)
+        if found.sum() == 0:
+            return
+        ranks: list[Any] = [None] * self._mesh.data_place.of
+        dist.all_gather_object(ranks, [self._names[number] for number in numbers], group=self._mesh.data_group)
+        apart = sorted(set[str]().union(*ranks) - set[str](ranks[0]).intersection(*ranks))
+        raise UserError(
+            f"engine deepspeed: in a step some ranks' samples used parameters that others' did not "
+            f"({', '.join(apart[:3])}{', ...' if apart[3:] else ''}), for whose gradients ZeRO would wait for ever; "
+            "layout dp, or a model that uses all its parameters in every step, would do"
+        )
+
+    def unused(self) -> int:
+        """How many parameters this rank's backward did not reach in this step."""
+        missing = len(self._names) - len(self._seen)
+        self._seen.clear()
+        return missing
+
+    def settle(self, factor: float) -> None:
+        optimizer = self._engine.optimizer
+        scale = _loss_scale(self._engine)
+        if factor != 1 or scale != 1:
+            optimizer.override_loss_scale(scale / factor)
+
+    def norm_after_step(self) -> float | Tensor:
+        self._engine.optimizer.custom_loss_scaler = False
+        return self._engine.get_global_grad_norm()
+
+
+def _loss_scale(engine: Any) -> float:
+    """What DeepSpeed multiplied the loss by, so that small gradients don't vanish in fp16."""
+    scale = engine._get_optimizer_loss_scale()
+    return 1.0 if scale is None else float(scale)

@@ -1,0 +1,156 @@
+"""`samestep evaluate` and `samestep predict`: what a checkpoint's model is worth and says, in one process."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep import environment
+from samestep.api import check_job
+from samestep.checkpoint.recipes import differences
+from samestep.cluster.world import join
+from samestep.convert.base import Weights
+from samestep.convert.conversion import format_of
+from samestep.convert.formats import FORMATS
+from samestep.data.loader import to_device
+from samestep.engines.base import Checkpointed
+from samestep.engines.precision import parameter_dtype
+from samestep.errors import CheckpointError, UserError
+from samestep.job import Job, Run
+from samestep.jobfile import plain
+from samestep.layout import Layout
+from samestep.parallel.pieces import MODEL, Piece
+from samestep.recipe import Recipe
+from samestep.tasks.base import Task
+from samestep.tasks.prediction import Prediction, ToPredict
+from samestep.tasks.resolve import resolve as resolve_task
+from samestep.training.fit import Training, build_model
+from samestep.training.progress import Bar
+from samestep.validation import checked
+
+# What of a recipe decides what a model says; the rest is how it learned.
+_DECIDES = ("task", "data", "model", "args", "precision")
+
+
+def evaluate(recipe: Recipe, checkpoint: str | Path, **run: Any) -> dict[str, Any]:
+    """The task's metrics over its held-out samples, of a checkpoint's model, in this process.
+
+    `checkpoint` is one of samestep's, a run's folder (its newest is taken), or weights of any format that
+    `samestep checkpoint convert` reads. `run` takes device, threads and workers. Raises UserError.
+    """
+    return evaluate_job(Job(recipe=recipe, run=checked(Run, run, prefix=("run",))), Path(checkpoint))
+
+
+def load_model(recipe: Recipe, checkpoint: str | Path) -> nn.Module:
+    """The recipe's model with a checkpoint's weights, on the CPU, in evaluation mode. `checkpoint` as in `evaluate`.
+
+    Raises UserError where the checkpoint is damaged, or another model's.
+    """
+    model = build_model(resolve_task(recipe), recipe.seed).model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    every_name = model.named_parameters(remove_duplicate=False)
+    tied = {name: names[id(parameter)] for name, parameter in every_name if names[id(parameter)] != name}
+    memory = {name: value for name, value in model.state_dict().items() if name not in tied}
+    with _weights(Path(checkpoint)) as weights:
+        _fill(memory, tied, weights, Path(checkpoint))
+    return model.eval()
+
+
+def evaluate_job(job: Job, checkpoint: Path) -> dict[str, Any]:
+    """The metrics of a job's held-out samples, of a checkpoint's model. Raises UserError."""
+    job = _alone(job)
+    task = check_job(job)
+    _check_held_out(task, "")
+    with _model(job, task, checkpoint) as training, Bar("evaluate", 1) as bar:
+        return training.evaluate(bar)
+
+
+def predict_job(job: Job, checkpoint: Path, file: Path | None, new_tokens: int = 0) -> Iterator[Prediction]:
+    """What a checkpoint's model makes of each sample of a file, or of the held-out ones. Raises UserError."""
+    job = _alone(job)
+    task = check_job(job)
+    if file is None:
+        _check_held_out(task, "--input would do")
+    elif task.predicts_from is None:
+        raise UserError(
+            f"--input {file}: task {type(task).__name__} predicts its held-out samples alone; leave --input out, or "
+            "give the task a `predict` of its own"
+        )
+    if new_tokens and not task.writes_text:
+        raise UserError(f"--new-tokens is {new_tokens}, and task {type(task).__name__} writes no text; leave it out")
+    wanted = ToPredict(file=file, batch=job.recipe.evaluation.batch, new_tokens=new_tokens)
+    with _model(job, task, checkpoint) as training:
+        trainer, device = training.session.trainer, training.session.world.device
+        dtype = parameter_dtype(job.recipe.precision)
+        yield from task.predict(lambda inputs: trainer.predict(to_device(inputs, device, dtype)), wanted)
+
+
+def _alone(job: Job) -> Job:
+    """The job as one process does it, whatever layout trains it."""
+    ranks = environment.ranks()
+    if ranks is not None and ranks.world_size > 1:
+        raise UserError("this command works in one process; start it without a launcher")
+    run = job.run
+    return replace(job, run=Run(device=run.device, threads=run.threads, workers=run.workers))
+
+
+def _check_held_out(task: Task, would_do: str) -> None:
+    samples = task.eval_set()
+    if samples is None or len(samples) == 0:
+        raise UserError(
+            f"task {type(task).__name__} has no held-out samples; {would_do or 'recipe.data.held_out would do'}"
+        )
+
+
+@contextmanager
+def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
+    """The job's model with a checkpoint's weights, where training and evaluation have it."""
+    with _weights(checkpoint) as weights, join(alone=True, device=job.run.device, threads=job.run.threads) as world:
+        training = Training(job, task, world, Layout())
+        recipe = plain(job.recipe)
+        if not isinstance(job.recipe.task, str):
+            recipe["task"] = type(job.recipe.task).__name__
+        for line in differences(weights.recipe, recipe):
+            if line.split()[0].split(".")[1] in _DECIDES:
+                training.session.warn(f"the checkpoint was trained otherwise: {line}")
+        trainer = training.session.trainer
+        assert isinstance(trainer, Checkpointed)  # the native engine's is
+
+        def read(pieces: Mapping[str, Piece]) -> None:
+            memory = {name.removeprefix(MODEL): box.values for name, piece in pieces.items() for box in piece.boxes}
+            _fill(memory, trainer.tied(), weights, checkpoint)
+
+        trainer.restore(0, {}, read, {})
+        yield training
+
+
+@contextmanager
+def _weights(checkpoint: Path) -> Iterator[Weights]:
+    with FORMATS[format_of(checkpoint)].open(checkpoint) as weights:
+        yield weights
+
+
+def _fill(memory: Mapping[str, Tensor], tied: Mapping[str, str], weights: Weights, path: Path) -> None:
+    """Read weights into a model's memory. A parameter with several names may stand under any of them.
+
+    Raises CheckpointError where they are another model's.
+    """
+    known = weights.names()
+    names = {name: other for other, name in tied.items() if other in known}
+    names |= {name: name for name in memory if name in known}
+    for name, value in memory.items():
+        if name not in names:
+            raise CheckpointError(f"{path} has no {name}, and the job's model has")
+        entry = weights.entries[known[names[name]]]
+        if entry.shape != value.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(entry.shape)}, and in the job's model {list(value.shape)}"
+            )
+    for name in known:
+        if name not in memory and name not in tied:
+            raise CheckpointError(f"{path} holds {name}, and the job's model has none")
+    for name, value in memory.items():
+        value.copy_(weights.read(known[names[name]]))

@@ -1,0 +1,67 @@
+"""Prediction: what a model makes of a user's samples, or of held-out ones; a mapping of plain values each."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from samestep.tasks.base import Batch, Samples, Task
+
+# Calls the model in evaluation mode: a batch's inputs -> its output, both as in training.
+Model = Callable[[Any], Any]
+Prediction = Mapping[str, Any]  # what JSON can hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToPredict:
+    """What a user wants predicted."""
+
+    file: Path | None  # a file or folder, as the task's `predicts_from` says; None: the held-out samples
+    batch: int  # samples of one forward
+    new_tokens: int = 0  # for tasks that write text: how much of it at most
+
+
+def predict_each(task: "Task", model: Model, samples: "Samples", batch: int) -> Iterator[Prediction]:
+    """The predictions for samples, in their order."""
+    from samestep.tasks.base import Batch
+
+    for start in range(0, len(samples), batch):
+        some = [samples[index] for index in range(start, min(start + batch, len(samples)))]
+        collated = Batch(*task.collate(some))
+        yield from task.predictions(model(collated.inputs), collated)
+
+
+def from_scores(task: "Task", output: Any, batch: "Batch") -> list[Prediction]:
+    """What the metrics would see of each sample: its prediction and its target, as numbers or lists of them."""
+    predictions, targets = task.scores(output, batch)
+    pairs = zip(predictions.tolist(), targets.tolist(), strict=True)
+    return [{"prediction": prediction, "target": target} for prediction, target in pairs]
+
+
+def of_classes(probabilities: "Tensor", targets: "Tensor", names: Sequence[str]) -> list[Prediction]:
+    """The likeliest class of each sample, its probability, and the true class where it is known (not below 0)."""
+    best = probabilities.max(dim=1)  # of [samples, classes]
+    return [
+        {"class": names[number], "probability": probability} | ({"target": names[target]} if target >= 0 else {})
+        for number, probability, target in zip(
+            best.indices.tolist(), best.values.tolist(), targets.tolist(), strict=True
+        )
+    ]
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a text file. Raises UserError where it can't be read, or has none."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--input {file}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"--input {file} can't be read: {error.strerror}; a text file would do") from None
+    if not lines:
+        raise UserError(f"--input {file} is empty; a text in each line would do")
+    return lines

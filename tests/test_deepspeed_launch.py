@@ -1,0 +1,49 @@
+"""Ranks that DeepSpeed's own launcher starts."""
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep import environment
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'"
+)
+
+JOB = """
+recipe:
+  task: regression
+  args: {{samples: 64, held_out: 16, features: 5}}
+  batch: 13
+  steps: 3
+run: {{layout: zero1x2, engine: deepspeed, device: cpu, folder: {folder}}}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def test_ranks_of_the_deepspeed_command_train(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB.format(folder=tmp_path / "run"), encoding="utf-8")
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", f"--master_port={free_port()}"]
+    command += ["--no_local_rank", "--module", "samestep", "train", str(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))
+    assert (report["layout"], report["steps"]) == ("zero1x2", 3)
+
+
+def test_a_host_has_as_many_ranks_as_the_deepspeed_command_says() -> None:
+    started = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    ranks = environment.ranks(started)
+    assert ranks is not None
+    assert (ranks.rank, ranks.local_rank, ranks.local_world_size) == (5, 1, 4)

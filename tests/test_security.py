@@ -1,0 +1,198 @@
+"""Who can reach a job's ranks, which files are for whom, and that nothing is run that only should be read."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from samestep import environment
+from samestep.cluster import network
+from samestep.cluster.world import join
+
+TESTS = Path(__file__).parent
+LOOPBACKS = ("127.", "::1", "::ffff:127.")
+
+JOB = """
+recipe:
+  task: {tests}/small_tasks.py:Failing
+  args: {{way: slow, marker: {marker}}}
+  batch: 16
+  steps: 50
+run: {{layout: {layout}, engine: {engine}, device: cpu, folder: {folder}}}
+"""
+
+
+@contextmanager
+def running(tmp_path: Path, start: list[str], layout: str, engine: str) -> Iterator[psutil.Process]:
+    """A job whose ranks train."""
+    job, marker = tmp_path / "job.yaml", tmp_path / "marker"
+    text = JOB.format(tests=TESTS, marker=marker, layout=layout, engine=engine, folder=tmp_path / "run")
+    job.write_text(text, encoding="utf-8")
+    variables = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")}
+    process = psutil.Popen(
+        [*start, "-m", "samestep", "train", str(job)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=variables,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not marker.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+                pytest.fail(f"the job did not get to its third step: {process.communicate()}")
+            time.sleep(0.05)
+        yield process
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
+def listening(process: psutil.Process) -> list[tuple[str, str]]:
+    """The address of each socket that listens in a process and its descendants, with who holds it."""
+    found = []
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            sockets = each.net_connections(kind="inet")
+            name = f"{each.pid} {' '.join(each.cmdline())[-60:]}"
+        except psutil.NoSuchProcess:
+            continue
+        found += [(each.laddr.ip, name) for each in sockets if each.status == psutil.CONN_LISTEN]
+    return found
+
+
+def elsewhere(sockets: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Of listening sockets those that other hosts reach."""
+    return [each for each in sockets if not each[0].startswith(LOOPBACKS)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine"),
+    [("dp2", "native"), ("dp2", "horovod"), pytest.param("dp2 fsdp2", "native", marks=pytest.mark.slow)],
+)
+def test_ranks_of_one_host_listen_on_its_loopback_alone(tmp_path: Path, layout: str, engine: str) -> None:
+    if engine != "native":
+        pytest.importorskip(engine)
+    with running(tmp_path, [sys.executable], layout, engine) as process:
+        sockets = listening(process)
+    assert len(sockets) >= 3  # the store, and each rank's own
+    assert elsewhere(sockets) == []
+
+
+def test_a_socket_for_every_address_is_found() -> None:
+    with socket.create_server(("0.0.0.0", 0)):
+        assert len(elsewhere(listening(psutil.Process()))) == 1
+
+
+def test_a_process_that_works_alone_listens_on_the_loopback_alone() -> None:
+    before = len(listening(psutil.Process()))
+    with join(alone=True, device="cpu"):
+        sockets = listening(psutil.Process())
+        assert len(sockets) > before
+        assert elsewhere(sockets) == []
+        assert os.environ["GLOO_SOCKET_IFNAME"] == network.loopback_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_the_interface_that_a_user_chose_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {
+        name: address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    }
+    if not there:
+        pytest.skip("this host has no address but its loopback's")
+    interface, address = next(iter(there.items()))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    with join(alone=True, device="cpu"):
+        assert [each for each, _ in elsewhere(listening(psutil.Process()))] == [address]
+
+
+def test_only_a_launcher_that_says_so_puts_all_ranks_on_one_host() -> None:
+    several = {"RANK": "0", "WORLD_SIZE": "4"}
+    for variables, one_host in (
+        ({"LOCAL_WORLD_SIZE": "4"}, True),
+        ({"LOCAL_WORLD_SIZE": "2"}, False),
+        ({}, False),
+    ):
+        ranks = environment.ranks({**several, **variables})
+        assert ranks is not None
+        assert ranks.one_host is one_host
+
+
+def test_ranks_of_several_hosts_are_left_the_interface_of_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A rank alone of a job whose launcher doesn't say how many share its host.
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with join(device="cpu"):
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_store_serves_at_one_address() -> None:
+    before = listening(psutil.Process())
+    store = network.store_at("127.0.0.1")
+    sockets = listening(psutil.Process())
+    assert len(sockets) == len(before) + 1
+    assert elsewhere(sockets) == []
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((address.address, store.port), timeout=5)
+
+
+def test_the_address_towards_a_host_is_one_of_this_host() -> None:
+    assert network.address_towards("127.0.0.1") == "127.0.0.1"
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                assert network.address_towards(address.address) == address.address
+
+
+def test_files_have_the_permissions_that_the_user_asked_for(tmp_path: Path) -> None:
+    job = TESTS.parent / "examples" / "regression.yaml"
+    run, found, picture = tmp_path / "run", tmp_path / "found.json", tmp_path / "layout.svg"
+    # One process that does it all: each start of Python loads PyTorch anew.
+    program = f"""
+import sys
+from samestep.cli.main import main
+def run(*words):
+    assert main(list(words)) == 0
+if __name__ == "__main__":
+    run("train", {str(job)!r}, "--layout", "dp2", "--device", "cpu", "--folder", {str(run)!r},
+        "--set", "recipe.steps=3", "--set", "recipe.epochs=null")
+    run("layout", "dp2", "--svg", {str(picture)!r})
+    run("doctor", {str(run)!r}, "--json", {str(found)!r})
+"""
+    script = tmp_path / "script.py"
+    script.write_text(program, encoding="utf-8")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, umask=0o027)
+    assert done.returncode == 0, done.stderr
+    script.unlink()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"metrics.jsonl", "report.json", "model.safetensors", "layout.svg"}
+    modes = {path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode) for path in files}
+    assert set(modes.values()) == {0o640}, modes
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert run in folders
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o750}
