@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_tasks import Slow
+
+import samestep
 
 TESTS = Path(__file__).parent
 JOB = """
@@ -37,7 +40,7 @@ def command(
     place: Path, name: str, *, layout: str = "dp2", seconds: float = 0, more: str = "", start: Sequence[str] = ()
 ) -> list[str]:
     job = place / f"{name}.yaml"
-    folder = place / ("run" if name != "undisturbed" else name)
+    folder = place / "run"
     text = JOB.format(tests=TESTS, steps=STEPS, layout=layout, folder=folder, seconds=seconds, more=more)
     job.write_text(text, encoding="utf-8")
     return [sys.executable, *start, "-m", "samestep", "train", str(job)]
@@ -80,10 +83,9 @@ def finished(words: Sequence[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    place = tmp_path_factory.mktemp("place")
-    finished(command(place, "undisturbed", layout="single"))
-    return [step["loss"] for step in steps_of(place / "undisturbed")]
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, ...]:
+    recipe = samestep.Recipe(task=Slow(seconds=0), batch=16, steps=STEPS, precision="fp64")
+    return samestep.train(recipe, folder=tmp_path_factory.mktemp("undisturbed"), tensorboard=False).losses
 
 
 @pytest.mark.timeout(150)
@@ -93,13 +95,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         pytest.param(signal.SIGTERM, False, "dp2", (), 143, id="SIGTERM", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, True, "dp2", (), 143, id="SIGTERM to every process"),
         pytest.param(signal.SIGINT, True, "dp2", (), 130, id="Ctrl-C", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, False, "single", (), 143, id="SIGTERM to one process"),
+        pytest.param(signal.SIGTERM, False, "single", (), 143, id="SIGTERM to one process", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, "dp2", TORCHRUN, None, id="SIGTERM to torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
     tmp_path: Path,
-    undisturbed: list[float],
+    undisturbed: tuple[float, ...],
     number: signal.Signals,
     to_the_group: bool,
     layout: str,
@@ -121,6 +123,7 @@ def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
     assert [step["loss"] for step in steps_of(folder)] == pytest.approx(undisturbed, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     words = command(tmp_path, "first", more="inject: {rank: 0, step: 5, fault: hang}")
