@@ -9,6 +9,7 @@ from samestep.recipe import Recipe
 from samestep.validation import shown
 
 _SCRIPT = "the script says it"
+_LAUNCHER = "the tool's launcher says it"
 
 # Every key of a job that a writer may leave out. A key that is in no writer and not here fails the tests.
 REASONS = {
@@ -38,8 +39,16 @@ REASONS = {
     "run.tensor_plan": "the tool's own plan is taken",
     "run.folder": _SCRIPT,
     "run.offload_folder": "nothing is offloaded to it",
+    "run.checkpoint": "the script saves and loads",
     "run.tensorboard": "the script says it",
     "run.rank_lines": "only samestep prints them",
+    "run.max_restarts": _LAUNCHER,
+    "run.hang_limit": "only samestep watches its ranks",
+    "run.notice": "only samestep's ranks take a signal as notice",
+    "run.on_nonfinite": "the script looks at its losses",
+    "run.elastic": _LAUNCHER,
+    "run.min_processes": _LAUNCHER,
+    "run.inject": "only samestep commits faults",
 }
 
 
