@@ -15,7 +15,7 @@ SAVED_AT, STEPS = 3, 6
 LAYOUTS = ("single", "dp2", "dp3", "zero1x2", "fsdp2", "tp2", "pp2", "pp2 dp2 tp2")
 # Each of them under another way to hold parameters and optimizer state.
 MORE = ("zero2x2", "cp2", "fsdp2 offload=parameters-disk", "zero1x2 offload=optimizer", "tp2 sequence=split")
-FROM = ("single", "fsdp2", "pp2 dp2 tp2")
+FROM = ("single", "pp2 dp2 tp2")
 
 
 def recipe() -> samestep.Recipe:
@@ -67,7 +67,7 @@ def test_every_layout_goes_on_from_what_another_saved(tmp_path: Path) -> None:
 
 
 def test_what_every_layout_saved_one_process_and_shards_go_on_from(tmp_path: Path) -> None:
-    check(tmp_path, tuple(each for each in LAYOUTS if each not in FROM) + MORE, ("single", "fsdp2"))
+    check(tmp_path, (*(each for each in LAYOUTS if each not in FROM), MORE[0]), ("single", "fsdp2"))
 
 
 @pytest.mark.slow

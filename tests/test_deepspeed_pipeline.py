@@ -90,6 +90,7 @@ def test_two_stages_take_the_step_of_one_process(tmp_path: Path) -> None:
     assert same(prove(cases), list(cases)) == {}
 
 
+@pytest.mark.slow
 def test_four_ranks_take_the_step_of_one_process() -> None:
     words = recipe(Words(), batch=13)
     cases: dict[str, Any] = {
