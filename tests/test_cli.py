@@ -68,7 +68,7 @@ class StartedError(Exception):
 
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*arguments: Any) -> None:
+    def start(*arguments: Any, **options: Any) -> None:
         raise StartedError
 
     monkeypatch.setattr("samestep.cluster.start.local.start", start)
