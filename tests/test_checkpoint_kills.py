@@ -16,6 +16,7 @@ import samestep
 from samestep.checkpoint.info import read_info
 from samestep.checkpoint.metadata import read_metadata
 from samestep.checkpoint.sums import fault_of
+from samestep.cluster.start import fork_server
 
 TESTS = Path(__file__).parent
 
@@ -47,6 +48,7 @@ def check_complete(folder: Path) -> list[int]:
 
 
 def kill_and_go_on(tmp_path: Path, times: int) -> None:
+    fork_server.preload()  # else every start imports PyTorch anew
     forks = multiprocessing.get_context("forkserver")
     folder = tmp_path / "run" / "checkpoints"
     moments = random.Random(7)
@@ -82,6 +84,7 @@ def test_kills_while_it_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_fifty_kills_while_it_saves(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, 50)
 
