@@ -23,10 +23,14 @@ def _seconds(value: Any) -> Any:
     """A time as seconds: 90, or text such as 90s, 1.5m, 2h."""
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", value.strip())
-    if found is None:
+    if re.fullmatch(r"\d+(?:\.\d+)?\s*[smh]", value.strip()) is None:
         raise PydanticCustomError("duration_wanted", "Input should be seconds, or a time such as 30s, 10m or 2h")
-    return float(found[1]) * _UNITS[found[2]]
+    return seconds_of(value.strip())
+
+
+def seconds_of(time: str) -> float:
+    """The seconds of a time such as 90s, 1.5m or 2h, which was checked to be one."""
+    return float(time[:-1]) * _UNITS[time[-1]]
 
 
 Duration = Annotated[Real, Gt(0), BeforeValidator(_seconds)]

@@ -18,13 +18,11 @@ from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import new_group
 from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
-from samestep.job import Checkpointing, Job
+from samestep.job import Checkpointing, Job, seconds_of
 from samestep.jobfile import plain
 from samestep.training.evaluation import scalars
 from samestep.training.session import Session
 from samestep.training.state import load_state, save_state
-
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 class Checkpoints:
@@ -195,7 +193,7 @@ class _Every:
         self._steps = settings.every if isinstance(settings.every, int) else None
         self._seconds: float | None = None
         if isinstance(settings.every, str):
-            self._seconds = float(settings.every[:-1]) * _UNITS[settings.every[-1]]
+            self._seconds = seconds_of(settings.every)
         self._began: tuple[int, float] | None = None  # a step, and when it was done
         self._next: int | None = None
         self._look: int | None = None
