@@ -1,5 +1,6 @@
 """Find the checkpoint to go on from: the newest whose files are as they were written."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], Non
 
     Every rank must ask. Raises CheckpointError where there are checkpoints and all are damaged.
     """
-    found: list[Any] = [candidates(place)]
+    # By their place in the folder, which each host may have at a path of its own.
+    found: list[Any] = [[os.path.relpath(path, place) for path in candidates(place)]]
     dist.broadcast_object_list(found, src=0, group=group)
-    paths: list[Path] = found[0]
+    paths = [place / path for path in found[0]]
     fault = ""
     for path in paths:
         loader, fault = _opened(path, group)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from samestep.checkpoint import folder as folders
 from samestep.checkpoint.info import INFO_FILE, FileSum, Info
 from samestep.checkpoint.metadata import METADATA_FILE
+from samestep.checkpoint.neighbours import Neighbours
 from samestep.checkpoint.plans import SavePlanner
 from samestep.checkpoint.sums import sums_of
 from samestep.errors import CheckpointError
@@ -38,6 +39,7 @@ class Saver:
     `asynchronous`: the caller waits for the copy alone, and for the checkpoint before where that is still written.
     `group` is of all ranks, on the CPU, and for this alone: its messages must not mix with the training's.
     `durable`: on the disk to stay, with checksums; else in memory, for as long as the host has power.
+    `neighbours`: of hosts that have a folder each, in which each keeps another's files as well.
     """
 
     def __init__(
@@ -47,13 +49,16 @@ class Saver:
         *,
         asynchronous: bool,
         durable: bool = True,
+        neighbours: Neighbours | None = None,
         saved: Saved | None = None,
     ) -> None:
         self._folder = folder
+        self._neighbours = neighbours
         self._saved = saved
         self._durable = durable
         self._group = group
         self._rank = dist.get_rank()
+        self._leads = neighbours.leads if neighbours is not None else self._rank == 0
         self._asynchronous = asynchronous
         self._writing: Future[None] | None = None
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
@@ -63,11 +68,11 @@ class Saver:
         """Make the folder and clear it of what a run before left half done. Raises CheckpointError."""
 
         def prepare() -> None:
-            if self._rank == 0:
+            if self._leads:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 folders.remove_unfinished(self._folder)
 
-        self._together(prepare, self._folder)
+        self.together(prepare, self._folder)
 
     def save(self, pieces: Mapping[str, Piece], info: Info) -> None:
         """Save a checkpoint. Raises CheckpointError where this one, or the one before, can't be written."""
@@ -122,7 +127,11 @@ class Saver:
         except CheckpointException as error:
             raise _as_error(unfinished, dict(error.failures)) from None
         sums = self._gathered_sums(unfinished) if self._durable else {}
-        self._together(lambda: self._complete(unfinished, replace(info, files=sums)), unfinished)
+        info = replace(info, files=sums)
+        text = info.to_json()
+        if self._neighbours is not None:
+            text = self._neighbours.spread(unfinished, text, partial(self.together, where=unfinished))
+        self.together(lambda: self._complete(unfinished, text, info), unfinished)
 
     def _gathered_sums(self, unfinished: Path) -> dict[str, FileSum]:
         """The sums of all files, each made by the rank that wrote it."""
@@ -132,20 +141,20 @@ class Saver:
             names = [path.name for path in unfinished.iterdir() if path.name.startswith(f"__{self._rank}_")]
             mine.update(sums_of(unfinished, [*names, *([METADATA_FILE] if self._rank == 0 else [])]))
 
-        self._together(make, unfinished)
+        self.together(make, unfinished)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine, group=self._group)
         return {name: each for sums in gathered for name, each in sorted(sums.items())}
 
-    def _complete(self, unfinished: Path, info: Info) -> None:
-        if self._rank:
+    def _complete(self, unfinished: Path, text: str, info: Info) -> None:
+        if not self._leads:
             return
         if hidden := [name for name in info.files if not (unfinished / name).is_file()]:
             raise CheckpointError(
                 f"{unfinished / hidden[0]} was written by another rank and can't be seen by rank 0; a folder that "
                 "all hosts share would do"
             )
-        write_durably(unfinished / INFO_FILE, info.to_json())
+        write_durably(unfinished / INFO_FILE, text)
         if self._durable:
             _make_durable(unfinished)
         path = folders.make_complete(unfinished)
@@ -154,7 +163,7 @@ class Saver:
         if self._saved is not None:
             self._saved(path, info)
 
-    def _together(self, act: Callable[[], None], where: Path) -> None:
+    def together(self, act: Callable[[], None], where: Path) -> None:
         """Do something on every rank; where it fails on one, all ranks raise that one's error."""
         failures: list[Any] = [None] * dist.get_world_size()
         mine: BaseException | None = None

@@ -7,12 +7,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from samestep.checkpoint.find import IN_RUN, open_newest
 from samestep.checkpoint.folder import best_of, found_in, prune, steps_in
 from samestep.checkpoint.info import Info
-from samestep.checkpoint.load import Loader
 from samestep.checkpoint.recipes import changes
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import new_group
@@ -21,6 +19,7 @@ from samestep.errors import CheckpointError
 from samestep.job import Checkpointing, Job, seconds_of
 from samestep.jobfile import plain
 from samestep.training.evaluation import scalars
+from samestep.training.memory_copies import MemoryCopies
 from samestep.training.session import Session
 from samestep.training.state import load_state, save_state
 
@@ -48,7 +47,7 @@ class Checkpoints:
             self._folder, self._group, asynchronous=self._settings.asynchronous, saved=self._keep_some
         )
         self._every = _Every(self._settings)
-        self._memory = _InMemory(session, memory, self._settings.memory) if memory is not None else None
+        self._memory = MemoryCopies(session, memory, self._settings.memory) if memory is not None else None
 
     def __enter__(self) -> Self:
         return self
@@ -160,24 +159,6 @@ class Checkpoints:
         if settings.best is not None:
             best = best_of(found_in(self._folder), settings.best, lowest=settings.best_is == "lowest")
         prune(self._folder, keep=settings.keep, best=best.path if best is not None else None)
-
-
-class _InMemory:
-    """Copies in memory that outlives the ranks: the last one that is complete, and the one that is being made."""
-
-    def __init__(self, session: Session, place: Path, every: int | None) -> None:
-        assert every is not None  # the place was made for it
-        self.every = every
-        self._place = place
-        group = new_group(range(session.world.world_size), backend="gloo")
-        self.saver = Saver(place, group, asynchronous=True, durable=False, saved=lambda *_: prune(place, keep=1))
-
-    def newer(self, on_disk: Loader | None, group: ProcessGroup) -> Loader | None:
-        """The copy in memory where there is one and the disk has no newer state; what the disk has otherwise."""
-        found = open_newest(self._place, group, lambda _: None)
-        if found is None or (on_disk is not None and on_disk.info.step >= found.info.step):
-            return on_disk
-        return found
 
 
 class _Every:
