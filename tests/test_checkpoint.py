@@ -209,17 +209,25 @@ def test_what_a_killed_run_left_half_done_is_removed(saved: Path) -> None:
     assert steps_of(saved) == [4, 8, 10]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(params=[64])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Of so many KiB."""
     place = tmp_path / "small"
     place.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "tmpfs", place], capture_output=True, check=False
     )
     if done.returncode:
         pytest.skip("a small disk needs the right to mount one")
     yield place
     subprocess.run(["umount", "--lazy", place], check=True)
+
+
+# Where in a file the disk ends decides how PyTorch's writer tells it.
+@pytest.mark.parametrize("small_disk", [16, 40], indirect=True)
+def test_a_disk_that_is_too_small_for_the_first_is_told(small_disk: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"step-1\.saving can't be written into .*no space is left"):
+        train(tmp_path / "run", checkpoint={"every": 1, "folder": small_disk})
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

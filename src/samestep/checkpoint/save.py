@@ -29,6 +29,8 @@ from samestep.checkpoint.sums import sums_of
 from samestep.errors import CheckpointError
 from samestep.parallel.pieces import Box, Piece
 
+# Named in the errors of PyTorch's writer of files, which keep the system's to themselves.
+_WRITERS = ("PytorchStreamWriter", "inline_container")
 # Called on rank 0 with a checkpoint that has just become one.
 Saved = Callable[[Path, Info], None]
 
@@ -208,7 +210,7 @@ def _as_error(where: Path, failures: Mapping[int, Any]) -> CheckpointError:
     }
     reason = reasons.get(error.errno or 0, error.strerror) if isinstance(error, OSError) else repr(error)
     # What PyTorch's writer meets while a file is full, it tells as an error of its own.
-    if reason is None or "PytorchStreamWriter" in str(error):
+    if reason is None or any(name in str(error) for name in _WRITERS):
         reason = f"PyTorch could not write it, as when no space is left ({error})"
     return CheckpointError(f"checkpoint {where.name} can't be written into {where.parent} by rank {rank}: {reason}")
 
