@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from samestep.cluster.device import device_of
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.deepspeed import config as configuration
-from samestep.engines.deepspeed import optimizers, pipeline, rules
+from samestep.engines.deepspeed import disk, optimizers, pipeline, rules
 from samestep.engines.deepspeed.config import Asked
 from samestep.engines.deepspeed.order import SameOrder
 from samestep.engines.deepspeed.pipeline_trainer import PipelineTrainer
@@ -17,7 +18,7 @@ from samestep.engines.deepspeed.start import deepspeed, initialize, quietly
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer, trained
 from samestep.errors import UserError
 from samestep.job import Job
-from samestep.layout import Layout
+from samestep.layout import Layout, Offload
 from samestep.parallel.batch_norm import global_batch_norm
 from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.dropout import same_dropout
@@ -33,7 +34,7 @@ class DeepSpeed(Engine):
     abilities: ClassVar[Abilities] = Abilities(
         dimensions=frozenset({"pipeline", "replicate", "shard"}),
         precisions=frozenset({"fp32", "bf16", "fp16"}),
-        offload=frozenset({"none", "optimizer", "parameters"}),
+        offload=frozenset({"none", "optimizer", "optimizer-disk", "parameters", "parameters-disk"}),
         config="a ds_config.json",
         packages={"deepspeed": "pip install 'samestep[deepspeed]'"},
         scales_shards=True,
@@ -68,6 +69,8 @@ class DeepSpeed(Engine):
             )
         if stage and layout.replicate > 1:
             layout = replace(layout, replicate=1, shard=layout.replicate, zero=stage)
+        if disk.to_disk(given) or layout.offloads("optimizer-disk") or layout.offloads("parameters-disk"):
+            disk.build(device_of(0, job.run.device).type)
         run = replace(job.run, micro_batch=job.run.micro_batch or micro, layout=str(layout))
         return replace(job, recipe=recipe, run=run), layout
 
@@ -94,6 +97,9 @@ class DeepSpeed(Engine):
         global_batch_norm(model, how.mesh.data_group, now)
         package = deepspeed(how.device)
         _check_precision(config, package, how.device)
+        if disk.to_disk(config):
+            disk.load(how.device)
+        config, place = disk.placed(config, how.details.offload_folder, model, how.layout.data_ranks)
         stages = None
         if how.layout.pipeline > 1:
             stages = pipeline.cut(model, package=package, layout=how.layout, mesh=how.mesh, device=how.device)
@@ -120,7 +126,7 @@ class DeepSpeed(Engine):
                 "be weighed by a count that is known after backward; no data_types, or stage 2, would do"
             )
         common: dict[str, Any] = {"engine": engine, "package": package, "model": model, "now": now}
-        common |= {"layout": how.layout, "mesh": how.mesh, "device": how.device}
+        common |= {"layout": how.layout, "mesh": how.mesh, "device": how.device, "place": place}
         return DeepSpeedTrainer(order=order, **common) if stages is None else PipelineTrainer(stages=stages, **common)
 
 
@@ -133,9 +139,16 @@ def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None
         micro_batch=micro_batch,
         clip=None if recipe is None else recipe.clip,
         precision=None if recipe is None or recipe.precision == "fp32" else recipe.precision,
-        offload_optimizer="cpu" if layout.offloads("optimizer") else None,
-        offload_parameters="cpu" if layout.offloads("parameters") else None,
+        offload_optimizer=_device(layout, "optimizer", "optimizer-disk", "parameters-disk"),
+        offload_parameters=_device(layout, "parameters", "parameters-disk"),
     )
+
+
+def _device(layout: Layout, in_memory: Offload, *on_disk: Offload) -> str | None:
+    """What DeepSpeed calls the place to which a layout moves something."""
+    if any(layout.offloads(each) for each in on_disk):
+        return "nvme"
+    return "cpu" if layout.offloads(in_memory) else None
 
 
 def _check_precision(config: dict[str, Any], package: Any, device: torch.device) -> None:
