@@ -1,0 +1,78 @@
+"""DeepSpeed's offload to disk, where its extension can be built; and the message where it can't."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proving import prove, same
+from small_tasks import Points
+from torch import nn
+
+import samestep
+from samestep import environment
+from samestep.engines.deepspeed import disk
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'"
+)
+
+PROBE = (
+    "import sys; from deepspeed.ops.op_builder import AsyncIOBuilder; sys.exit(not AsyncIOBuilder().is_compatible())"
+)
+
+
+@cache
+def can_build() -> bool:
+    if shutil.which("ninja") is None or shutil.which("g++") is None:
+        return False
+    with environment.deepspeed_settings("cpu", 0):
+        return subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False).returncode == 0
+
+
+class Wide(Points):
+    """Enough parameters for a rank's shard to be a megabyte, under which DeepSpeed keeps it in memory."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(4, 513), nn.GELU(), nn.Linear(513, 1027), nn.GELU(), nn.Linear(1027, self.classes)
+        )
+
+
+def recipe(**values: Any) -> samestep.Recipe:
+    return samestep.Recipe(task=Wide(), batch=33, steps=3, clip=0.5, optimizer=samestep.AdamW(lr=1e-3), **values)
+
+
+def test_what_is_on_disk_takes_the_step_of_one_process(tmp_path: Path) -> None:
+    if not can_build():
+        pytest.skip("async_io can't be built: apt-get install libaio-dev, pip install ninja")
+    run = {"engine": "deepspeed", "offload_folder": tmp_path, "micro_batch": 9}
+    asked = recipe()
+    cases: dict[str, Any] = {
+        layout: (asked, layout, run) for layout in ("fsdp2 offload=optimizer-disk", "fsdp2 offload=parameters-disk")
+    }
+    assert same(prove(cases), list(cases)) == {}
+    whole = sum(parameter.numel() for parameter in Wide().model().parameters())
+    ranks = samestep.dry_run(asked, "fsdp2 offload=parameters-disk", device="cpu", **run)
+    # A float32 copy for the optimizer, its two averages, and the largest matrix as the model computes with it.
+    assert all(0.45 * 16 * whole < rank.disk < 0.55 * 16 * whole for rank in ranks)
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_the_extension_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disk, "_BUILD", "raise SystemExit('libaio is not there')")
+    disk.build.cache_clear()
+    with pytest.raises(samestep.UserError, match=r"can't be built here \(libaio is not there\); .* libaio-dev"):
+        samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=tmp_path)
+
+
+def test_a_build_that_waits_for_ever_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disk, "_BUILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(disk, "_LONGEST_BUILD", 0.5)
+    disk.build.cache_clear()
+    with pytest.raises(samestep.UserError, match=r"not built after 0.5 seconds; .* named lock"):
+        samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=tmp_path)
