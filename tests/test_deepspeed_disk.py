@@ -47,6 +47,7 @@ def recipe(**values: Any) -> samestep.Recipe:
     return samestep.Recipe(task=Wide(), batch=33, steps=3, clip=0.5, optimizer=samestep.AdamW(lr=1e-3), **values)
 
 
+@pytest.mark.slow
 def test_what_is_on_disk_takes_the_step_of_one_process(tmp_path: Path) -> None:
     if not can_build():
         pytest.skip("async_io can't be built: apt-get install libaio-dev, pip install ninja")
