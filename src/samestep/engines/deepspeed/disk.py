@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
 
 from samestep import environment
 from samestep.engines.deepspeed.config import Config
@@ -24,9 +23,21 @@ _LONGEST_BUILD = 600  # seconds
 
 
 def to_disk(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration moves something to disk."""
-    zero = config.get("zero_optimization", {})
-    return any((zero.get(name) or {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param"))
+    """Whether a configuration moves the optimizer's state to disk."""
+    return _device(config, "offload_optimizer") == "nvme"
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Raise UserError for a user's configuration that moves parameters to disk."""
+    if _device(given, "offload_param") == "nvme":
+        raise UserError(
+            "the DeepSpeed configuration has offload_param on nvme, from where DeepSpeed 0.19 takes parameters for "
+            'bf16 whatever they are; "device": "cpu", or engine native with offload=parameters-disk, would do'
+        )
+
+
+def _device(config: Mapping[str, Any], section: str) -> str | None:
+    return (config.get("zero_optimization", {}).get(section) or {}).get("device")
 
 
 @cache
@@ -62,25 +73,18 @@ def _missing(reason: str) -> UserError:
     )
 
 
-def placed(config: Config, folder: Path | None, model: nn.Module, ranks: int) -> tuple[Config, Any]:
-    """A configuration whose offloads to disk have a folder, and what keeps that folder until this rank ends.
+def placed(config: Config, folder: Path | None) -> tuple[Config, Any]:
+    """A configuration whose offload to disk has a folder, and what keeps that folder until this rank ends.
 
     A folder of the configuration's own stays as it is.
     """
-    zero = dict(config["zero_optimization"])
-    open_ones = [
-        name
-        for name in ("offload_optimizer", "offload_param")
-        if (section := zero.get(name) or {}).get("device") == "nvme" and not section.get("nvme_path")
-    ]
-    if not open_ones:
+    if not to_disk(config):
         return config, None
-    place = TemporaryDirectory(dir=folder, prefix="samestep-deepspeed-")
-    for name in open_ones:
-        zero[name] = {"nvme_path": place.name, **zero[name]}
-    if "offload_param" in open_ones:
-        # Its buffers are made for shards of 100 million numbers, and a billion numbers stay in memory unless it is
-        # told otherwise.
-        largest = max(parameter.numel() for parameter in model.parameters())
-        zero["offload_param"] = {"buffer_size": -(-largest // ranks), "max_in_cpu": 0, **zero["offload_param"]}
+    # With several parameters in a group it reads the gradient of one that doesn't begin at a multiple of 256 numbers
+    # from the wrong place, and takes another step (DeepSpeed 0.19). A group a parameter begins at 0.
+    zero = {**config["zero_optimization"], "sub_group_size": 1}
+    place = None
+    if not zero["offload_optimizer"].get("nvme_path"):
+        place = TemporaryDirectory(dir=folder, prefix="samestep-deepspeed-")
+        zero["offload_optimizer"] = {**zero["offload_optimizer"], "nvme_path": place.name}
     return {**config, "zero_optimization": zero}, place

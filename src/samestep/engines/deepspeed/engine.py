@@ -18,7 +18,7 @@ from samestep.engines.deepspeed.start import deepspeed, initialize, quietly
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer, trained
 from samestep.errors import UserError
 from samestep.job import Job
-from samestep.layout import Layout, Offload
+from samestep.layout import Layout
 from samestep.parallel.batch_norm import global_batch_norm
 from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.dropout import same_dropout
@@ -34,7 +34,7 @@ class DeepSpeed(Engine):
     abilities: ClassVar[Abilities] = Abilities(
         dimensions=frozenset({"pipeline", "replicate", "shard"}),
         precisions=frozenset({"fp32", "bf16", "fp16"}),
-        offload=frozenset({"none", "optimizer", "optimizer-disk", "parameters", "parameters-disk"}),
+        offload=frozenset({"none", "optimizer", "optimizer-disk", "parameters"}),
         config="a ds_config.json",
         packages={"deepspeed": "pip install 'samestep[deepspeed]'"},
         scales_shards=True,
@@ -69,7 +69,8 @@ class DeepSpeed(Engine):
             )
         if stage and layout.replicate > 1:
             layout = replace(layout, replicate=1, shard=layout.replicate, zero=stage)
-        if disk.to_disk(given) or layout.offloads("optimizer-disk") or layout.offloads("parameters-disk"):
+        disk.check(given)
+        if disk.to_disk(given) or layout.offloads("optimizer-disk"):
             disk.build(device_of(0, job.run.device).type)
         run = replace(job.run, micro_batch=job.run.micro_batch or micro, layout=str(layout))
         return replace(job, recipe=recipe, run=run), layout
@@ -99,7 +100,7 @@ class DeepSpeed(Engine):
         _check_precision(config, package, how.device)
         if disk.to_disk(config):
             disk.load(how.device)
-        config, place = disk.placed(config, how.details.offload_folder, model, how.layout.data_ranks)
+        config, place = disk.placed(config, how.details.offload_folder)
         stages = None
         if how.layout.pipeline > 1:
             stages = pipeline.cut(model, package=package, layout=how.layout, mesh=how.mesh, device=how.device)
@@ -132,6 +133,7 @@ class DeepSpeed(Engine):
 
 def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None = None) -> Asked:
     """What the job asks for where it is not left at its default."""
+    in_memory = "cpu" if layout.offloads("optimizer") else None
     return Asked(
         ranks=layout.data_ranks,
         stage=layout.zero or None,
@@ -139,16 +141,9 @@ def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None
         micro_batch=micro_batch,
         clip=None if recipe is None else recipe.clip,
         precision=None if recipe is None or recipe.precision == "fp32" else recipe.precision,
-        offload_optimizer=_device(layout, "optimizer", "optimizer-disk", "parameters-disk"),
-        offload_parameters=_device(layout, "parameters", "parameters-disk"),
+        offload_optimizer="nvme" if layout.offloads("optimizer-disk") else in_memory,
+        offload_parameters="cpu" if layout.offloads("parameters") else None,
     )
-
-
-def _device(layout: Layout, in_memory: Offload, *on_disk: Offload) -> str | None:
-    """What DeepSpeed calls the place to which a layout moves something."""
-    if any(layout.offloads(each) for each in on_disk):
-        return "nvme"
-    return "cpu" if layout.offloads(in_memory) else None
 
 
 def _check_precision(config: dict[str, Any], package: Any, device: torch.device) -> None:

@@ -56,24 +56,13 @@ def holdings(engine: Any, layout: Layout) -> Holdings:
         gradients = []
     if layout.offloads_parameters:
         host, parameters = [*host, *parameters], []
-    host += _once(_buffers_of_disk(model), counted)
     return Holdings(
         parameters=parameters, gradients=gradients, optimizer_state=state, host=host, disk=list(_on_disk(engine))
     )
 
 
-def _buffers_of_disk(model: nn.Module) -> Iterator[Tensor]:
-    """The memory through which shards of parameters come from disk."""
-    swappers: list[Any] = [getattr(parameter, "nvme_swapper", None) for parameter in model.parameters()]
-    yield from {id(swapper): swapper.buffers for swapper in swappers if swapper is not None}.values()
-
-
 def _on_disk(engine: Any) -> Iterator[Tensor]:
     """What is in files, as tensors of its sizes without memory."""
-    for parameter in engine.module.parameters():
-        shard: Any = getattr(parameter, "ds_tensor", None)
-        if getattr(shard, "final_location", None) == "nvme":
-            yield torch.empty(shard.ds_numel, dtype=parameter.dtype, device="meta")
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is not None:
         for info in swapper.swap_params_info.values():
