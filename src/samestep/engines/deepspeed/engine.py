@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from samestep.cluster.device import device_of
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.deepspeed import config as configuration
-from samestep.engines.deepspeed import optimizers, pipeline, rules
+from samestep.engines.deepspeed import disk, optimizers, pipeline, rules
 from samestep.engines.deepspeed.config import Asked
 from samestep.engines.deepspeed.order import SameOrder
 from samestep.engines.deepspeed.pipeline_trainer import PipelineTrainer
@@ -33,7 +34,7 @@ class DeepSpeed(Engine):
     abilities: ClassVar[Abilities] = Abilities(
         dimensions=frozenset({"pipeline", "replicate", "shard"}),
         precisions=frozenset({"fp32", "bf16", "fp16"}),
-        offload=frozenset({"none", "optimizer", "parameters"}),
+        offload=frozenset({"none", "optimizer", "optimizer-disk", "parameters"}),
         config="a ds_config.json",
         packages={"deepspeed": "pip install 'samestep[deepspeed]'"},
         scales_shards=True,
@@ -68,6 +69,9 @@ class DeepSpeed(Engine):
             )
         if stage and layout.replicate > 1:
             layout = replace(layout, replicate=1, shard=layout.replicate, zero=stage)
+        disk.check(given)
+        if disk.to_disk(given) or layout.offloads("optimizer-disk"):
+            disk.build(device_of(0, job.run.device).type)
         run = replace(job.run, micro_batch=job.run.micro_batch or micro, layout=str(layout))
         return replace(job, recipe=recipe, run=run), layout
 
@@ -94,6 +98,9 @@ class DeepSpeed(Engine):
         global_batch_norm(model, how.mesh.data_group, now)
         package = deepspeed(how.device)
         _check_precision(config, package, how.device)
+        if disk.to_disk(config):
+            disk.load(how.device)
+        config, place = disk.placed(config, how.details.offload_folder)
         stages = None
         if how.layout.pipeline > 1:
             stages = pipeline.cut(model, package=package, layout=how.layout, mesh=how.mesh, device=how.device)
@@ -120,12 +127,13 @@ class DeepSpeed(Engine):
                 "be weighed by a count that is known after backward; no data_types, or stage 2, would do"
             )
         common: dict[str, Any] = {"engine": engine, "package": package, "model": model, "now": now}
-        common |= {"layout": how.layout, "mesh": how.mesh, "device": how.device}
+        common |= {"layout": how.layout, "mesh": how.mesh, "device": how.device, "place": place}
         return DeepSpeedTrainer(order=order, **common) if stages is None else PipelineTrainer(stages=stages, **common)
 
 
 def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None = None) -> Asked:
     """What the job asks for where it is not left at its default."""
+    in_memory = "cpu" if layout.offloads("optimizer") else None
     return Asked(
         ranks=layout.data_ranks,
         stage=layout.zero or None,
@@ -133,7 +141,7 @@ def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None
         micro_batch=micro_batch,
         clip=None if recipe is None else recipe.clip,
         precision=None if recipe is None or recipe.precision == "fp32" else recipe.precision,
-        offload_optimizer="cpu" if layout.offloads("optimizer") else None,
+        offload_optimizer="nvme" if layout.offloads("optimizer-disk") else in_memory,
         offload_parameters="cpu" if layout.offloads("parameters") else None,
     )
 

@@ -23,6 +23,10 @@ def check_layout(layout: Layout, stage: int | None) -> None:
             f'layout "{layout}": DeepSpeed shards over all ranks; '
             f'"{replace(layout, replicate=1, shard=layout.data_ranks)}" would do'
         )
+    if layout.offloads("optimizer-disk") and stage != 3:
+        raise LayoutError(
+            f'layout "{layout}": DeepSpeed offloads to disk at ZeRO 3 alone; fsdp2 offload=optimizer-disk would do'
+        )
     if layout.offloads("optimizer") and stage == 0:
         raise LayoutError(
             f'layout "{layout}": DeepSpeed offloads the optimizer from ZeRO 1 on; zero1x2 offload=optimizer would do'

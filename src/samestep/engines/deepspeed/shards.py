@@ -51,12 +51,22 @@ def holdings(engine: Any, layout: Layout) -> Holdings:
     gradients = _once((p.grad for p in model.parameters() if p.grad is not None), counted)
     state = _once(_optimizer_tensors(engine), counted)
     host: list[Tensor] = []
-    if engine.zero_use_cpu_optimizer():
+    if engine.zero_use_cpu_optimizer():  # on disk too: it steps in the host's memory
         host, state = [*gradients, *state], []
         gradients = []
     if layout.offloads_parameters:
         host, parameters = [*host, *parameters], []
-    return Holdings(parameters=parameters, gradients=gradients, optimizer_state=state, host=host)
+    return Holdings(
+        parameters=parameters, gradients=gradients, optimizer_state=state, host=host, disk=list(_on_disk(engine))
+    )
+
+
+def _on_disk(engine: Any) -> Iterator[Tensor]:
+    """What is in files, as tensors of its sizes without memory."""
+    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        for info in swapper.swap_params_info.values():
+            yield torch.empty(info.num_tensors(), info.numel(), dtype=info.dtype(), device="meta")
 
 
 def _optimizer_tensors(engine: Any) -> Iterator[Tensor]:

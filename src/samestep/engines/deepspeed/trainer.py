@@ -37,9 +37,11 @@ class DeepSpeedTrainer(Trainer):
         mesh: Mesh,
         device: torch.device,
         now: Now,
+        place: Any = None,  # keeps the folder of what is on disk
         order: SameOrder | None = None,  # where all ranks must run the same layers
     ) -> None:
         self.engine = engine
+        self._place = place
         self._order = order
         self.model = model
         self._package = package
