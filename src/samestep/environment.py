@@ -86,9 +86,13 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @contextmanager
-def messages_over(interface: str | None) -> Iterator[None]:
-    """An interface for the messages of torch.distributed, unless the user has chosen one or it is None."""
-    chosen = {name: interface for name in _INTERFACES if interface is not None and name not in os.environ}
+def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterator[None]:
+    """An interface for the messages of torch.distributed, unless the user has chosen one or it is None.
+
+    `gloo_alone`: NCCL keeps to its own choice, which may be several interfaces between hosts.
+    """
+    wanted = _INTERFACES[:1] if gloo_alone else _INTERFACES
+    chosen = {name: interface for name in wanted if interface is not None and name not in os.environ}
     os.environ.update(chosen)
     try:
         yield

@@ -28,7 +28,7 @@ class Ssh:
         self.client_settings = folder / "client"
         self.client_settings.mkdir()
         (self.client_settings / "testbed.conf").write_text(
-            f"Host host-* 10.*\n  User root\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n"
+            f"Host {names.replace(',', ' ')}\n  User root\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n"
             f"  GlobalKnownHostsFile {folder}/known_hosts\n  UserKnownHostsFile /dev/null\n"
             "  StrictHostKeyChecking yes\n"
         )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster import horovodrun
+from samestep.cluster import address, horovodrun
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
@@ -37,7 +37,8 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     """Take this process's place among the ranks that a launcher started; alone where none did.
 
     With `alone` the process works by itself, even as one of many. A process group that is there already is used
-    and left as it is. Ranks that share one host listen on its loopback alone.
+    and left as it is. Ranks that share one host listen on its loopback alone, those of several hosts on the interface
+    that leads to the others.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
     check_devices(ranks.local_world_size, device)
@@ -52,12 +53,12 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(ranks.local_rank)
     ours = not dist.is_initialized()
-    interface = loopback_interface() if ours and ranks.one_host else None
+    store = _meeting_place(ranks) if ours else None
     try:
         # For as long as the group is there: groups of a mesh's dimensions are made later.
-        with environment.messages_over(interface):
+        with environment.messages_over(_interface(ranks, store) if ours else None, gloo_alone=not ranks.one_host):
             if ours:
-                _join_process_group(world, ranks)
+                _join_process_group(world, ranks, store)
             yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
@@ -69,13 +70,34 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         torch.set_num_threads(threads_before)
 
 
-def _join_process_group(world: World, ranks: Ranks) -> None:
+def _meeting_place(ranks: Ranks) -> dist.Store | None:
+    """The store where ranks of several hosts meet, as a launcher of torchrun's kind names it; None for others."""
+    if ranks.local_world_size == ranks.world_size or environment.horovodrun() is not None:
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
+
+
+def _interface(ranks: Ranks, store: dist.Store | None) -> str | None:
+    """The interface for messages between ranks; None where the back end finds it as well."""
+    if ranks.one_host:
+        return loopback_interface()
+    if store is None:
+        return None
+    main = environment.main_address()
+    return address.interface_of(address.agreed_before_group(store, ranks.rank, ranks.world_size, main))
+
+
+def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None) -> None:
     backend = backend_of(world.device)
     bound = world.device if world.device.type != "cpu" else None
     if world.world_size == 1:
-        store = dist.HashStore()  # no port, nobody to meet
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound)
+        alone = dist.HashStore()  # no port, nobody to meet
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
     elif (run := environment.horovodrun()) is not None:
         horovodrun.join_process_group(run, ranks, backend, device_id=bound)
+    elif store is not None:
+        store = dist.PrefixStore("default_pg", store)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=bound)
     else:
         dist.init_process_group(backend, device_id=bound)
