@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from samestep.cluster.network import address_towards
+from samestep.cluster.network import address_towards, is_loopback
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _KEY = "samestep-address-of-rank-"
@@ -23,7 +23,7 @@ def agreed_before_group(store: dist.Store, rank: int, world_size: int, main: str
     """This host's address for the ranks of others, agreed on through the store where all meet, on host `main`."""
     mine = address_towards(main)
     store.set(f"{_KEY}{rank}", mine)
-    if not _is_loopback(mine):
+    if not is_loopback(mine):
         return mine
     return _outwards(mine, (store.get(f"{_KEY}{other}").decode() for other in range(world_size)))
 
@@ -38,14 +38,10 @@ def agreed_in_group(main: str) -> str:
 
 def _outwards(mine: str, all_ranks: Iterable[str]) -> str:
     """An address that leads out of this host, where any rank is on another host."""
-    if not _is_loopback(mine):
+    if not is_loopback(mine):
         return mine
-    other = next((address for address in all_ranks if not _is_loopback(address)), None)
+    other = next((address for address in all_ranks if not is_loopback(address)), None)
     return mine if other is None else address_towards(other)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_of(address: str) -> str | None:

@@ -1,18 +1,18 @@
 """World: who this rank is, on which device it computes, and the process group that it has joined."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster import address, horovodrun
+from samestep.cluster import address, horovodrun, meeting
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
-from samestep.environment import Ranks
+from samestep.ranks import Ranks
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, one_host=True)
 
@@ -53,12 +53,13 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(ranks.local_rank)
     ours = not dist.is_initialized()
-    store = _meeting_place(ranks) if ours else None
+    store = _store_of_hosts(ranks) if ours else None
+    interface = _interface(ranks, store) if ours else None
     try:
         # For as long as the group is there: groups of a mesh's dimensions are made later.
-        with environment.messages_over(_interface(ranks, store) if ours else None, gloo_alone=not ranks.one_host):
+        with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
             if ours:
-                _join_process_group(world, ranks, store)
+                _join_process_group(world, ranks, store, while_here)
             yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
@@ -70,9 +71,11 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         torch.set_num_threads(threads_before)
 
 
-def _meeting_place(ranks: Ranks) -> dist.Store | None:
+def _store_of_hosts(ranks: Ranks) -> dist.Store | None:
     """The store where ranks of several hosts meet, as a launcher of torchrun's kind names it; None for others."""
     if ranks.local_world_size == ranks.world_size or environment.horovodrun() is not None:
+        return None
+    if meeting.tells_no_address(ranks):
         return None
     store, _, _ = next(dist.rendezvous("env://"))
     return store
@@ -82,13 +85,15 @@ def _interface(ranks: Ranks, store: dist.Store | None) -> str | None:
     """The interface for messages between ranks; None where the back end finds it as well."""
     if ranks.one_host:
         return loopback_interface()
+    if (named := environment.place_interface()) is not None:
+        return named
     if store is None:
         return None
     main = environment.main_address()
     return address.interface_of(address.agreed_before_group(store, ranks.rank, ranks.world_size, main))
 
 
-def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None) -> None:
+def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None, while_here: ExitStack) -> None:
     backend = backend_of(world.device)
     bound = world.device if world.device.type != "cpu" else None
     if world.world_size == 1:
@@ -99,5 +104,8 @@ def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None) ->
     elif store is not None:
         store = dist.PrefixStore("default_pg", store)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=bound)
+    elif meeting.tells_no_address(ranks):
+        address, port = meeting.join_process_group(ranks, backend, device_id=bound)
+        while_here.enter_context(environment.as_torchrun(ranks, address, port))
     else:
         dist.init_process_group(backend, device_id=bound)
