@@ -45,7 +45,7 @@ class Testbed:
             raise ValueError(f"{count} hosts in {racks} racks; 1 to {len(_LETTERS)} hosts, a rack for each at most")
         names = [f"host-{letter}" for letter in _LETTERS[:count]] if isinstance(hosts, int) else hosts
         self.addresses = {name: f"{NETWORK}.{FIRST + number}" for number, name in enumerate(names)}
-        self._racks, self._cable, self._with_ssh, self._binds = racks, cable, ssh, binds or {}
+        self._racks, self._cable, self._with_ssh, self.binds = racks, cable, ssh, binds or {}
         self._own_name_on_loopback = own_name_on_loopback
         self.hosts: list[Host] = []
         self._switches: list[Switch] = []
@@ -71,7 +71,7 @@ class Testbed:
 
     def _make(self) -> None:
         self.folder.chmod(0o755)  # daemons that aren't root's look into it
-        binds = dict(self._binds)
+        binds = dict(self.binds)
         if self._with_ssh:
             self._ssh = Ssh(self.folder / "ssh", self.addresses)
             binds[self._ssh.client_settings] = CLIENT_SETTINGS
