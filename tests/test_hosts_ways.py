@@ -41,13 +41,10 @@ def ray(bed: Testbed) -> None:
     for number, host in enumerate(bed.hosts[:2]):
         host.run(["mount", "-t", "tmpfs", "tmpfs", "/opt"])
         where = ["--head", f"--port={port}"] if number == 0 else [f"--address=host-a:{port}"]
-        options = [
-            "--num-cpus=1",
-            f"--node-ip-address={host.address}",
-            "--disable-usage-stats",
-            "--temp-dir=/opt/ray",
-        ]
-        host.run([RAY, "start", *where, *(options if number == 0 else options[:-1])], timeout=120, env=VARIABLES)
+        where += ["--num-cpus=1", f"--node-ip-address={host.address}", "--disable-usage-stats"]
+        host.run(
+            [RAY, "start", *where, *(["--temp-dir=/opt/ray"] if number == 0 else [])], timeout=120, env=VARIABLES
+        )
 
 
 def ways() -> list[object]:

@@ -126,7 +126,7 @@ WAYS = [
     ),
     Way(
         place="without SSH",
-        shown="samestep launch --no-ssh --node-rank N --num-nodes 2 --master-addr host-a -- -m samestep train job.yaml",
+        shown="samestep launch --no-ssh --node-rank N --num-nodes 2 --master-addr host-a -- ...",
         starts=lambda at: on_each(
             lambda rank: launch(
                 *("--no-ssh", "--node-rank", str(rank), "--num-nodes", "2", "--num-procs", "1"),
