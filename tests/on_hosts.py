@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -60,11 +61,15 @@ def job_file(folder: Path, name: str = "job", **recipe: Any) -> Path:
     return file
 
 
+def slow_job(folder: Path, *, steps: int, seconds: float) -> Path:
+    """The same job with a loss that takes its time, so that something can happen in the middle."""
+    args = {**JOB["recipe"]["args"], "seconds": seconds}
+    return job_file(folder, "slow", task=f"{TESTS}/small_tasks.py:Slow", args=args, steps=steps)
+
+
 @cache
 def losses_alone(steps: int = STEPS) -> tuple[float, ...]:
     """The losses of the job in one process, this one."""
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         file = job_file(Path(folder), steps=steps)
         job = jobfile.load(file, [("run.folder", f"{folder}/run", "test")]).job
