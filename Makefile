@@ -47,7 +47,7 @@ test-slow: $(VENV)/installed-dev
 # Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
 # `tools/cluster-packages .venv/bin/python` does. What was seen goes into build/cluster.json.
 test-cluster: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m cluster -rs
+	SAMESTEP_TESTED=build/cluster.json $(BIN)/python -m pytest -m cluster -rs
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check
