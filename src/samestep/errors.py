@@ -61,3 +61,10 @@ class NonFiniteError(Exception):
 
     def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[int, str, str, str]]:
         return type(self), (self.step, self.values, self.samples, self.file)
+
+
+class StartError(Exception):
+    """The hosts of a job can't be brought together: one is not reached, does not come, or is lost.
+
+    The command line prints it and exits with 1.
+    """

@@ -21,14 +21,14 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def store_at(address: str) -> dist.TCPStore:
-    """A store that serves on a free port of one address; `.port` says which.
+def store_at(address: str, port: int = 0) -> dist.TCPStore:
+    """A store that serves on one address: on a port, or on a free one; `.port` says which. Raises OSError.
 
     PyTorch would listen on every address of the host. It gives its store no password, so whoever reaches the port
     reads and writes.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, 0), family=family, backlog=2048)
+    listening = socket.create_server((address, port), family=family, backlog=2048)
     port = listening.getsockname()[1]
     # The store closes the socket when it ends.
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())

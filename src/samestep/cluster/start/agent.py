@@ -1,0 +1,216 @@
+"""Agent: one host's part of a job, by PyTorch's elastic agent. It starts the host's ranks and sees them end."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from samestep import environment
+from samestep.cluster.network import address_towards
+from samestep.cluster.start import one_host
+from samestep.cluster.start.command import rank_command
+from samestep.cluster.start.elastic_agent import silent_agent
+from samestep.cluster.start.failure import first_of
+from samestep.cluster.start.meeting import Meeting
+from samestep.cluster.start.outcome import Failure, Outcome, of_failures
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.rank_files import Follower, RankFiles
+from samestep.errors import StartError, UserError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
+_LOOK = 0.5  # seconds between two looks at whether the job has ended elsewhere
+_AFTER_END = 5.0  # seconds that ranks have to end when the job has failed elsewhere
+_SETTLE = 3.0  # seconds for all hosts to tell their failures
+
+
+def run(part: Part) -> Outcome:
+    """Take this host's part in a job, from the first meeting of the hosts to the end of its ranks.
+
+    No process is left running, whatever happens. Mistakes and failures are in what it returns.
+    """
+    meeting: Meeting | None = None
+    with _Signals() as signals, silent_agent():
+        try:
+            program = rank_command(part)  # a script that isn't there is found before anybody waits
+            if part.address is not None:
+                meeting = Meeting(part)
+                meeting.agree()
+            outcome = _Ranks(part, program, signals, meeting).run()
+        except SignalException:
+            outcome = _interrupted(signals)
+            if meeting is not None and not part.elastic:
+                meeting.end(f"{part.host} was told to stop by {_name(signals.number)}")
+        except UserError as error:
+            outcome = Outcome(exit_code=2, message=str(error))
+        except StartError as error:
+            outcome = Outcome(exit_code=1, message=str(error))
+        except RendezvousError as error:
+            outcome = _no_rendezvous(part, meeting, error)
+        if meeting is not None:
+            meeting.leave(_SETTLE)
+        if outcome.failure is not None and meeting is not None and not part.controlled:
+            outcome = of_failures([*meeting.failures(), outcome.failure]) or outcome
+    return outcome
+
+
+def _interrupted(signals: "_Signals") -> Outcome:
+    return Outcome(exit_code=128 + signals.number, message=f"stopped by signal {signals.number}")
+
+
+def _no_rendezvous(part: Part, meeting: Meeting | None, error: RendezvousError) -> Outcome:
+    ended = None
+    try:
+        ended = meeting.ended() if meeting is not None else None
+    except StartError as gone:
+        return Outcome(exit_code=1, message=str(gone))
+    return Outcome(
+        exit_code=1, message=f"{part.host}: {ended or f'the hosts did not meet: {type(error).__name__}: {error}'}"
+    )
+
+
+def rendezvous(part: Part) -> dict[str, Any]:
+    """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
+    if part.address is None:
+        one_host.register()
+        return {"rdzv_backend": one_host.BACKEND}
+    return {
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": f"{part.address}:{part.port}",
+        "rdzv_configs": {
+            "is_host": "false",  # the store is there already
+            "join_timeout": round(part.start_timeout),
+            "last_call_timeout": 2,
+            "keep_alive_interval": 1,
+            "keep_alive_max_attempt": 3,
+        },
+        "local_addr": address_towards(part.address),
+    }
+
+
+class _Ranks:
+    """The ranks of this host, in as many rounds as it takes."""
+
+    def __init__(self, part: Part, program: tuple[str, ...], signals: "_Signals", meeting: Meeting | None) -> None:
+        self._part = part
+        self._program = program
+        self._signals = signals
+        self._meeting = meeting
+        self._over = threading.Event()
+        self._ended: str | None = None  # why, where the job ended elsewhere
+
+    def run(self) -> Outcome:
+        part = self._part
+        with ExitStack() as stack:
+            follower = stack.enter_context(Follower()) if part.output == "terminal" else None
+            files = RankFiles(Path(part.logs), part.host, follower)
+            config = LaunchConfig(
+                min_nodes=part.fewest,
+                max_nodes=part.most,
+                nproc_per_node=part.num_procs,
+                run_id=part.job,
+                max_restarts=part.max_restarts,
+                monitor_interval=0.1,
+                logs_specs=files,
+                signals_to_handle="",  # they are ours
+                shutdown_timeout=round(part.notice),
+                **rendezvous(part),
+            )
+            stack.enter_context(environment.agent_settings())
+            stack.enter_context(self._watch())
+            try:
+                elastic_launch(config, self._program[0])(*self._program[1:])
+            except ChildFailedError as error:
+                return self._failed(first_of(error.failures, part.host, files.here))
+            except SignalException:
+                if self._ended is None:
+                    raise
+                return Outcome(exit_code=1, message=self._ended)
+        return Outcome()
+
+    def _failed(self, failure: Failure) -> Outcome:
+        if self._meeting is not None:
+            self._meeting.tell_failure(failure)
+        outcome = of_failures([failure])
+        assert outcome is not None
+        return outcome
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        """End this host's ranks when the job has ended elsewhere: they may wait for ranks that are gone."""
+        thread = threading.Thread(target=self._look, daemon=True)
+        if self._meeting is not None:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            if self._meeting is not None:
+                thread.join()
+
+    def _look(self) -> None:
+        assert self._meeting is not None
+        while not self._over.wait(_LOOK):
+            try:
+                self._ended = self._meeting.ended()
+            except StartError as error:
+                # An elastic job is its rendezvous' to look after.
+                self._ended = None if self._part.elastic else str(error)
+                if self._ended is None:
+                    return
+            if self._ended is not None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not self._over.wait(_AFTER_END):
+                    end_children()
+                return
+
+
+class _Signals:
+    """The first signal ends the ranks in good order, the second one at once."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.number == 0:
+            self.number, self._at = number, now
+            raise SignalException(f"signal {number}", signal.Signals(number))
+        if now - self._at > _AGAIN:
+            end_children()
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def end_children() -> None:
+    """Kill this process's children, each with the process group that it leads."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # pid (name) state parent group ...; the name may hold anything
+            parent, group = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1:3]
+            if int(parent) == os.getpid() and int(group) == int(folder.name):
+                os.killpg(int(group), signal.SIGKILL)
+        except (OSError, ValueError):
+            continue
