@@ -81,6 +81,34 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("HOROVOD_GLOO_IFACE", environ.get("GLOO_SOCKET_IFNAME"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class VisibleDevices:
+    """The accelerators that a variable leaves to this process, as their makers number or name them."""
+
+    variable: str
+    devices: tuple[str, ...]
+
+
+# Of NVIDIA's, AMD's, Intel's and Huawei's accelerators.
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices | None:
+    """Which accelerators a variable chooses for this process; None where none does. An empty one chooses none."""
+    name = next((name for name in _VISIBLE if name in environ), None)
+    if name is None:
+        return None
+    devices = tuple(device.strip() for device in environ[name].split(",") if device.strip())
+    # The makers' own libraries take a -1 for the end of the list.
+    return VisibleDevices(variable=name, devices=devices[: devices.index("-1")] if "-1" in devices else devices)
+
+
 # Where gloo and NCCL take the interface that their sockets listen on.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
