@@ -8,9 +8,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep import environment
-from samestep.cluster.device import accelerators, check_devices, cores, device_of
+from samestep.cluster.cores import cores, threads_of
+from samestep.cluster.device import accelerators, check_devices, device_of
 from samestep.cluster.start import local
-from samestep.cluster.world import join, threads_of
+from samestep.cluster.world import join
 from samestep.engines import resolve as engines
 from samestep.engines.precision import Precision
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError

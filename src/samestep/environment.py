@@ -127,12 +127,27 @@ def messages_over(interface: str | None) -> Iterator[None]:
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     """Threads a process that the user asked for by OMP_NUM_THREADS.
 
-    torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is nobody's wish.
+    torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is nobody's wish, unless samestep has
+    shared out the cores of the host.
     """
     if "OMP_NUM_THREADS" not in environ:
         return None
     threads = _integer(environ, "OMP_NUM_THREADS")
-    return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ else threads
+    return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads
+
+
+# Set for a rank that has its share of its host's cores and threads.
+_SHARED_OUT = "SAMESTEP_SHARED_OUT"
+
+
+def share(threads: int) -> dict[str, str]:
+    """Variables for a rank that has its share of its host's cores: the threads that it starts on them."""
+    return {"OMP_NUM_THREADS": str(threads), _SHARED_OUT: "1"}
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The accelerators that the user, or a scheduler, leaves to this process, as the variable has them."""
+    return environ.get("CUDA_VISIBLE_DEVICES")
 
 
 _MARK = "SAMESTEP_RUN"

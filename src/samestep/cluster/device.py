@@ -1,6 +1,5 @@
 """Which device a rank computes on, and the back end that its messages take. No other module names a device."""
 
-import os
 import resource
 import sys
 from pathlib import Path
@@ -34,11 +33,6 @@ def build() -> str:
         if number := getattr(torch.version, name, None):
             return f"{title} {number}"
     return "CPU"
-
-
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_of(local_rank: int, choice: DeviceChoice = "auto") -> torch.device:

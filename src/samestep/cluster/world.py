@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from samestep import environment
 from samestep.cluster import horovodrun
-from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
+from samestep.cluster.cores import threads_of
+from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
 from samestep.environment import Ranks
@@ -25,11 +26,6 @@ class World:
     world_size: int
     device: torch.device
     threads: int
-
-
-def threads_of(local_ranks: int, asked: int | None) -> int:
-    """Threads a rank: as asked, else the cores shared out."""
-    return asked or environment.asked_threads() or max(1, cores() // local_ranks)
 
 
 @contextmanager

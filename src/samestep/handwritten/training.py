@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from samestep.cluster.cores import threads_of
 from samestep.cluster.device import backend_of, device_of, peak_memory
-from samestep.cluster.world import threads_of
 from samestep.comm.leave import leave_process_group
 from samestep.environment import Ranks
 from samestep.handwritten.loop import Loop, Step
