@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import UserError
@@ -49,6 +51,12 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
         local_world_size=local_size,
         one_host=named is not None and local_size == world_size,
     )
+
+
+def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManager[None]:
+    """As if this process were the first of so many ranks, to look at what they are to do."""
+    wanted = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
+    return given({name: str(value) for name, value in wanted.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +153,6 @@ def share(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), _SHARED_OUT: "1"}
 
 
-def visible_devices(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The accelerators that the user, or a scheduler, leaves to this process, as the variable has them."""
-    return environ.get("CUDA_VISIBLE_DEVICES")
-
-
 _MARK = "SAMESTEP_RUN"
 
 
@@ -173,6 +176,39 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractCon
     if cluster is not None:
         wanted["TF_CONFIG"] = json.dumps(cluster)
     return given(wanted)
+
+
+# For PyTorch's elastic agent: each round of ranks gets a store of its own.
+ROUNDS_APART: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What leaves these accelerators to the ranks, counted among those that are left to this process."""
+    visible = visible_devices(environ)
+    if visible is None:
+        return {_VISIBLE[0]: ",".join(map(str, chosen))}
+    return {visible.variable: ",".join(visible.devices[number] for number in chosen)}
+
+
+def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the elastic agent that started this rank looks for why it ended."""
+    name = environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The file that the user names for variables that go to every host."""
+    return environ.get("SAMESTEP_ENV_FILE") or None
+
+
+def host_name() -> str:
+    """How this host calls itself."""
+    return socket.gethostname()
+
+
+def slurm_node(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of the node on which Slurm runs this task."""
+    return environ["SLURMD_NODENAME"]
 
 
 @contextmanager

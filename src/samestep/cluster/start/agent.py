@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,14 +16,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep import environment
+from samestep.cluster.device import accelerators
 from samestep.cluster.network import address_towards
 from samestep.cluster.start import one_host
-from samestep.cluster.start.command import rank_command
+from samestep.cluster.start.command import check_command
 from samestep.cluster.start.elastic_agent import silent_agent
 from samestep.cluster.start.failure import first_of
 from samestep.cluster.start.meeting import Meeting
 from samestep.cluster.start.outcome import Failure, Outcome, of_failures
 from samestep.cluster.start.part import Part
+from samestep.cluster.start.rank_command import rank_command
 from samestep.cluster.start.rank_files import Follower, RankFiles
 from samestep.errors import StartError, UserError
 
@@ -42,7 +44,7 @@ def run(part: Part) -> Outcome:
     meeting: Meeting | None = None
     with _Signals() as signals, silent_agent():
         try:
-            program = rank_command(part)  # a script that isn't there is found before anybody waits
+            program = _program(part)  # a script that isn't there is found before anybody waits
             if part.address is not None:
                 meeting = Meeting(part)
                 meeting.agree()
@@ -62,6 +64,13 @@ def run(part: Part) -> Outcome:
         if outcome.failure is not None and meeting is not None and not part.controlled:
             outcome = of_failures([*meeting.failures(), outcome.failure]) or outcome
     return outcome
+
+
+def _program(part: Part) -> list[str]:
+    check_command(part.command, part.host)
+    return rank_command(
+        part.command, engine=part.engine, bind=part.bind, threads=part.threads, local_ranks=part.num_procs
+    )
 
 
 def _interrupted(signals: "_Signals") -> Outcome:
@@ -101,7 +110,7 @@ def rendezvous(part: Part) -> dict[str, Any]:
 class _Ranks:
     """The ranks of this host, in as many rounds as it takes."""
 
-    def __init__(self, part: Part, program: tuple[str, ...], signals: "_Signals", meeting: Meeting | None) -> None:
+    def __init__(self, part: Part, program: Sequence[str], signals: "_Signals", meeting: Meeting | None) -> None:
         self._part = part
         self._program = program
         self._signals = signals
@@ -127,6 +136,7 @@ class _Ranks:
                 **rendezvous(part),
             )
             stack.enter_context(environment.agent_settings())
+            stack.enter_context(environment.given(self._variables()))
             stack.enter_context(self._watch())
             try:
                 elastic_launch(config, self._program[0])(*self._program[1:])
@@ -137,6 +147,13 @@ class _Ranks:
                     raise
                 return Outcome(exit_code=1, message=self._ended)
         return Outcome()
+
+    def _variables(self) -> dict[str, str]:
+        chosen = self._part.chosen
+        # Without accelerators, what was chosen are slots, which are all alike.
+        devices = environment.devices(chosen) if chosen is not None and accelerators() else {}
+        # Ranks of a round would read in a shared store what ranks of an earlier one left there.
+        return devices | ({} if self._part.address is None else environment.ROUNDS_APART)
 
     def _failed(self, failure: Failure) -> Outcome:
         if self._meeting is not None:

@@ -1,33 +1,23 @@
-"""What a rank runs: the user's script, module or program, wrapped in what sets a rank up."""
+"""A rank's command, looked at before any process waits for another."""
 
 import shutil
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from samestep.cluster.start.part import Part
 from samestep.errors import UserError
 
 
-def rank_command(part: Part) -> tuple[str, ...]:
-    """The program of each rank of a host, and its arguments. Raises UserError where it isn't there."""
-    return program(part.command, part.host)
-
-
-def program(command: tuple[str, ...], host: str) -> tuple[str, ...]:
-    """A command as the system starts it: scripts and modules by this Python. Raises UserError."""
-    first, *rest = command
+def check_command(command: Sequence[str], host: str) -> None:
+    """Raise UserError where a command can't be started here."""
+    first = command[0]
     if first == "-m":
-        if not rest:
-            raise UserError("-m is given without a module; `samestep launch -- -m package.module` would do")
-        return sys.executable, "-u", "-m", *rest
-    if first.endswith(".py"):
+        if len(command) < 2:
+            raise UserError("-m names no module; write it after -m")
+    elif first.endswith(".py"):
         if not Path(first).is_file():
-            raise UserError(f'there is no script "{first}" on {host} in {Path.cwd()}')
-        return sys.executable, "-u", first, *rest
-    found = shutil.which(first)
-    if found is None:
+            raise UserError(f"there is no script {first} in {Path.cwd()} on {host}")
+    elif shutil.which(first) is None:
         raise UserError(
-            f'"{first}" on {host} is no program: a Python script has a name that ends in .py, '
-            "a module is given as -m package.module"
+            f"there is no program {first} on {host}; a script of Python's has a name that ends in .py, "
+            "and a module stands behind -m"
         )
-    return found, *rest

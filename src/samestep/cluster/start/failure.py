@@ -30,7 +30,8 @@ _WARNING = re.compile(r"^\[(?:rank\d+\]:\[)?[WI]\d{4} |UserWarning: ")
 # How those tell it whose peer is gone: gloo, NCCL, the store, Python's sockets.
 _PEER_LOST = re.compile(
     r"Connection (?:closed|reset) by peer|ConnectionResetError|BrokenPipeError|Broken pipe|Connection refused"
-    r"|remote process exited|DistNetworkError|recvValue failed|Timed out waiting|connectFullMesh|NCCL.*(?:abort|remote)",
+    r"|remote process exited|DistNetworkError|recvValue failed|Timed out waiting|connectFullMesh"
+    r"|NCCL.*(?:abort|remote)",
 )
 
 

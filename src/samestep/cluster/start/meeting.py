@@ -90,12 +90,16 @@ class Meeting:
             except OSError as error:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
             if time.monotonic() > self._deadline:
-                who = "the controller" if self._part.controlled else f"{self._part.name_of(0)}, which is to serve it,"
                 raise StartError(
                     f"{self._part.host} waited {self._part.start_timeout:.0f} s for the job's store at {self._where}: "
-                    f"{reason}; has {who} started, and does a firewall let that port pass?"
+                    f"{reason}; {self._hint()}"
                 )
             time.sleep(_LOOK * 5)
+
+    def _hint(self) -> str:
+        if self._part.controlled:
+            return "a firewall may be in between, or --master-addr should be another address of the starting machine"
+        return f"{self._part.name_of(0)} is to serve it: has it been started, and is there a firewall?"
 
     def agree(self) -> None:
         """Wait until enough hosts are here that all say the same.

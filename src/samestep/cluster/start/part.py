@@ -18,12 +18,15 @@ class Part:
     fewest: int = 1  # hosts that the job needs
     most: int = 1  # hosts that it takes
     num_procs: int  # ranks of this host
+    chosen: tuple[int, ...] | None = None  # of its accelerators, those that the ranks see; None: the first ones
     alike: bool = True  # whether every host has so many
     address: str | None = None  # of the store where the hosts meet; None: this one is alone
     port: int = 0
     serves: bool = False  # whether this host's agent holds the store
     command: tuple[str, ...]  # a script or a program with its arguments, as the user gave them
     engine: str = "torch"  # which variables the ranks expect
+    bind: str = "auto"  # to which cores the ranks are bound
+    threads: int | None = None  # a rank
     logs: str  # the folder of the ranks' files
     output: Output = "terminal"
     max_restarts: int = 0
@@ -49,5 +52,5 @@ class Part:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Part":
-        lists = {name: tuple(values[name]) for name in ("hosts", "command")}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**{**values, **lists})

@@ -1,4 +1,4 @@
-"""A rank's first moments: it takes its cores and threads, and becomes the user's script as the script's engine wants it.
+"""A rank's first moments: it takes its cores and threads, and becomes the user's script as its engine wants it.
 
 `python -m samestep.cluster.start.rank_entry [--engine NAME] [--bind CHOICE] [--threads N] -- script.py ...`, started
 for each rank by a launcher. It keeps its process number, so that whoever started it still watches the right one.
