@@ -78,7 +78,7 @@ def _join_process_group(world: World, ranks: Ranks, while_here: ExitStack) -> No
     elif (run := environment.horovodrun()) is not None:
         horovodrun.join_process_group(run, ranks, backend, device_id=bound)
     elif meeting.tells_no_address(ranks):
-        address, port = meeting.join_process_group(ranks, backend, device_id=bound)
+        address, port = meeting.join_process_group(ranks, backend, device=bound)
         while_here.enter_context(environment.as_torchrun(ranks, address, port))
     else:
         dist.init_process_group(backend, device_id=bound)
