@@ -12,6 +12,7 @@ from samestep.cli import (
     doctor,
     drill,
     evaluate,
+    hosts,
     job_options,
     launch,
     layout,
@@ -22,7 +23,20 @@ from samestep.cli import (
 )
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
 
-COMMANDS = (train, launch, verify, evaluate, predict, compare, drill, checkpoint, layout, translate, doctor)
+COMMANDS = (
+    train,
+    launch,
+    verify,
+    evaluate,
+    predict,
+    compare,
+    drill,
+    checkpoint,
+    layout,
+    hosts,
+    translate,
+    doctor,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,8 +3,14 @@
 from collections.abc import Sequence
 
 from samestep.cluster.discover.hostfile import Hostfile
+from samestep.cluster.discover.open_mpi import OpenMpi
 from samestep.cluster.discover.place import Found, Given, Place
+from samestep.cluster.discover.pytorchjob import PyTorchJob
+from samestep.cluster.discover.ray_cluster import Ray
+from samestep.cluster.discover.sagemaker import SageMaker
+from samestep.cluster.discover.slurm import Slurm
 from samestep.cluster.discover.this_machine import ThisMachine
+from samestep.cluster.discover.torchrun import Torchrun
 from samestep.errors import UserError
 from samestep.validation import closest
 
@@ -12,6 +18,12 @@ from samestep.validation import closest
 # job, mpirun in SageMaker.
 PLACES: Sequence[Place] = (
     Hostfile(),
+    Torchrun(),
+    OpenMpi(),
+    SageMaker(),
+    PyTorchJob(),
+    Slurm(),
+    Ray(),
     ThisMachine(),
 )
 
