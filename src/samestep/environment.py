@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import UserError
@@ -115,6 +116,12 @@ _SHARED_OUT = "SAMESTEP_SHARED_OUT"
 def share(threads: int) -> dict[str, str]:
     """Variables for a rank that has its share of its host's cores: the threads that it starts on them."""
     return {"OMP_NUM_THREADS": str(threads), _SHARED_OUT: "1"}
+
+
+def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `accelerate config` writes its file when it isn't told where."""
+    cache = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> str | None:
