@@ -22,6 +22,7 @@ said = {
     "local": [int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])],
     "threads": torch.get_num_threads(),
     "processors": sorted(os.sched_getaffinity(0)),
+    "tf_config": json.loads(os.environ.get("TF_CONFIG", "null")),
 }
 sys.stdout.write(json.dumps(said) + "\n")
 dist.destroy_process_group()
