@@ -121,6 +121,17 @@ def share(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), _SHARED_OUT: "1"}
 
 
+def on_sagemaker(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to a SageMaker job."""
+    return "SM_HOSTS" in environ
+
+
+def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `accelerate config` writes its file when it isn't told where."""
+    cache = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
+
+
 _MARK = "SAMESTEP_RUN"
 
 
@@ -223,10 +234,11 @@ def agent_settings() -> Iterator[None]:
         _restore(before)
 
 
-def deepspeed_settings(device_type: str, local_rank: int) -> AbstractContextManager[None]:
-    """Settings that DeepSpeed reads while it is imported and set up."""
-    # A launcher says which rank this is; LOCAL_RANK is only missing where a process works alone.
-    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(local_rank))})
+def deepspeed_settings(device_type: str, index: int | None) -> AbstractContextManager[None]:
+    """Settings that DeepSpeed reads while it is imported, set up, and at work; `index` is the accelerator's."""
+    # It takes the local rank for the accelerator's number. A process that works alone may have none.
+    number = os.environ.get("LOCAL_RANK", "0") if index is None else str(index)
+    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": number})
 
 
 def _restore(before: Mapping[str, str | None]) -> None:

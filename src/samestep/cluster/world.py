@@ -36,7 +36,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     and left as it is. Ranks that share one host listen on its loopback alone.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
-    check_devices(ranks.local_world_size, device)
+    check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE)
     world = World(
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -46,7 +46,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     threads_before = torch.get_num_threads()
     torch.set_num_threads(world.threads)
     if world.device.type != "cpu":
-        torch.accelerator.set_device_index(ranks.local_rank)
+        torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
     interface = loopback_interface() if ranks.one_host else environment.place_interface()
     try:
@@ -67,7 +67,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
 
 def _join_process_group(world: World, ranks: Ranks, while_here: ExitStack) -> None:
     backend = backend_of(world.device)
-    bound = world.device if world.device.type != "cpu" else None
+    bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
     if world.world_size == 1:
         store = dist.HashStore()  # no port, nobody to meet
         dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound)

@@ -29,7 +29,7 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
     threads = threads_of(ranks.local_world_size, job.run.threads)
     torch.set_num_threads(threads)
     if device.type != "cpu":
-        torch.accelerator.set_device_index(ranks.local_rank)
+        torch.accelerator.set_device_index(device.index)
     if world_size > 1:
         dist.init_process_group(backend_of(device), init_method=meet_at, rank=rank, world_size=world_size)
     loop = Loop(

@@ -22,11 +22,11 @@ from samestep.cluster.start import one_host
 from samestep.cluster.start.command import check_command
 from samestep.cluster.start.elastic_agent import silent_agent
 from samestep.cluster.start.failure import first_of
-from samestep.cluster.start.meeting import Meeting
 from samestep.cluster.start.outcome import Failure, Outcome, of_failures
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.rank_command import rank_command
 from samestep.cluster.start.rank_files import Follower, RankFiles
+from samestep.cluster.start.roll_call import RollCall
 from samestep.errors import StartError, UserError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -41,29 +41,37 @@ def run(part: Part) -> Outcome:
 
     No process is left running, whatever happens. Mistakes and failures are in what it returns.
     """
-    meeting: Meeting | None = None
+    roll_call: RollCall | None = None
     with _Signals() as signals, silent_agent():
         try:
             program = _program(part)  # a script that isn't there is found before anybody waits
             if part.address is not None:
-                meeting = Meeting(part)
-                meeting.agree()
-            outcome = _Ranks(part, program, signals, meeting).run()
+                roll_call = RollCall(part)
+                roll_call.agree()
+            outcome = _Ranks(part, program, signals, roll_call).run()
         except SignalException:
             outcome = _interrupted(signals)
-            if meeting is not None and not part.elastic:
-                meeting.end(f"{part.host} was told to stop by {_name(signals.number)}")
+            if roll_call is not None and not part.elastic:
+                roll_call.end(f"{part.host} was told to stop by {_name(signals.number)}")
         except UserError as error:
             outcome = Outcome(exit_code=2, message=str(error))
         except StartError as error:
             outcome = Outcome(exit_code=1, message=str(error))
         except RendezvousError as error:
-            outcome = _no_rendezvous(part, meeting, error)
-        if meeting is not None:
-            meeting.leave(_SETTLE)
-        if outcome.failure is not None and meeting is not None and not part.controlled:
-            outcome = of_failures([*meeting.failures(), outcome.failure]) or outcome
+            outcome = _no_rendezvous(part, roll_call, error)
+        if roll_call is not None:
+            if outcome.exit_code != 0 and not part.controlled:
+                outcome = _over_all_hosts(outcome, roll_call)
+            roll_call.leave(_SETTLE)
     return outcome
+
+
+def _over_all_hosts(outcome: Outcome, roll_call: RollCall) -> Outcome:
+    """What one host knows of the end, after what the others tell."""
+    if outcome.failure is not None:
+        time.sleep(_SETTLE / 2)
+    told = roll_call.failures()
+    return of_failures([*told, outcome.failure] if outcome.failure is not None else told) or outcome
 
 
 def _program(part: Part) -> list[str]:
@@ -77,10 +85,10 @@ def _interrupted(signals: "_Signals") -> Outcome:
     return Outcome(exit_code=128 + signals.number, message=f"stopped by signal {signals.number}")
 
 
-def _no_rendezvous(part: Part, meeting: Meeting | None, error: RendezvousError) -> Outcome:
+def _no_rendezvous(part: Part, roll_call: RollCall | None, error: RendezvousError) -> Outcome:
     ended = None
     try:
-        ended = meeting.ended() if meeting is not None else None
+        ended = roll_call.ended() if roll_call is not None else None
     except StartError as gone:
         return Outcome(exit_code=1, message=str(gone))
     return Outcome(
@@ -110,11 +118,11 @@ def rendezvous(part: Part) -> dict[str, Any]:
 class _Ranks:
     """The ranks of this host, in as many rounds as it takes."""
 
-    def __init__(self, part: Part, program: Sequence[str], signals: "_Signals", meeting: Meeting | None) -> None:
+    def __init__(self, part: Part, program: Sequence[str], signals: "_Signals", roll_call: RollCall | None) -> None:
         self._part = part
         self._program = program
         self._signals = signals
-        self._meeting = meeting
+        self._roll_call = roll_call
         self._over = threading.Event()
         self._ended: str | None = None  # why, where the job ended elsewhere
 
@@ -156,8 +164,8 @@ class _Ranks:
         return devices | ({} if self._part.address is None else environment.ROUNDS_APART)
 
     def _failed(self, failure: Failure) -> Outcome:
-        if self._meeting is not None:
-            self._meeting.tell_failure(failure)
+        if self._roll_call is not None:
+            self._roll_call.tell_failure(failure)
         outcome = of_failures([failure])
         assert outcome is not None
         return outcome
@@ -166,20 +174,20 @@ class _Ranks:
     def _watch(self) -> Iterator[None]:
         """End this host's ranks when the job has ended elsewhere: they may wait for ranks that are gone."""
         thread = threading.Thread(target=self._look, daemon=True)
-        if self._meeting is not None:
+        if self._roll_call is not None:
             thread.start()
         try:
             yield
         finally:
             self._over.set()
-            if self._meeting is not None:
+            if self._roll_call is not None:
                 thread.join()
 
     def _look(self) -> None:
-        assert self._meeting is not None
+        assert self._roll_call is not None
         while not self._over.wait(_LOOK):
             try:
-                self._ended = self._meeting.ended()
+                self._ended = self._roll_call.ended()
             except StartError as error:
                 # An elastic job is its rendezvous' to look after.
                 self._ended = None if self._part.elastic else str(error)

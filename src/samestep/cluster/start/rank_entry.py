@@ -1,4 +1,4 @@
-"""A rank's first moments: it takes its cores and threads, and becomes the user's script as its engine wants it.
+"""A rank's first moments: it takes its cores, its threads and its engine's variables, and becomes the user's script.
 
 `python -m samestep.cluster.start.rank_entry [--engine NAME] [--bind CHOICE] [--threads N] -- script.py ...`, started
 for each rank by a launcher. It keeps its process number, so that whoever started it still watches the right one.
@@ -35,6 +35,8 @@ def _become(arguments: Sequence[str]) -> NoReturn:
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     options, command = _parser().parse_args(arguments[:end]), arguments[end + 1 :]
     check_choice(options.bind)
+    if options.threads is not None and options.threads < 1:
+        raise UserError(f"--threads {options.threads}: it must be 1 or more")
     table.check(options.engine)
     program = _program(command)
     ranks = environment.ranks()

@@ -1,4 +1,4 @@
-"""Meeting: before they rendezvous, the hosts of a job see that all have come and agree; later, that one has failed.
+"""Roll call: before they rendezvous, the hosts of a job see that all have come and agree; later, that one has failed.
 
 All of it stands in the store that the controller or the first host serves, one store a job.
 """
@@ -49,7 +49,7 @@ def describe(part: Part) -> dict[str, str]:
     return found
 
 
-class Meeting:
+class RollCall:
     """A job's store, as one host's agent uses it."""
 
     def __init__(self, part: Part) -> None:
@@ -91,8 +91,8 @@ class Meeting:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
             if time.monotonic() > self._deadline:
                 raise StartError(
-                    f"{self._part.host} waited {self._part.start_timeout:.0f} s for the job's store at {self._where}: "
-                    f"{reason}; {self._hint()}"
+                    f"{self._part.host} waited {self._part.start_timeout:.0f} s for the job's store "
+                    f"at {self._where}: {reason}; {self._hint()}"
                 )
             time.sleep(_LOOK * 5)
 
