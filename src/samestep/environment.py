@@ -161,6 +161,11 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractCon
 ROUNDS_APART: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
+def quiet_import() -> AbstractContextManager[None]:
+    """Let PyTorch, where it is first imported now, not warn that names and peers can't be found while hosts meet."""
+    return given({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")})
+
+
 def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What leaves these accelerators to the ranks, counted among those that are left to this process."""
     visible = visible_devices(environ)

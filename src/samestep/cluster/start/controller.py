@@ -1,6 +1,5 @@
 """Controller: brings the agents of all hosts up, shows what they print, and ends them all."""
 
-import json
 import queue
 import signal
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 from samestep.cluster.start.link import Ended, Event, Line, Link, Told
 from samestep.cluster.start.outcome import Outcome, of_failures
 from samestep.cluster.start.rank_files import write_lines
+from samestep.cluster.start.remote import request
 from samestep.cluster.start.starter import Bring
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -25,10 +25,13 @@ _EVERY = 5.0  # seconds between two tries to bring a lost host up again
 class Controller:
     """One job over hosts that this process brings up."""
 
-    def __init__(self, brings: Sequence[Bring], request: Mapping[str, Any], *, notice: float, elastic: bool) -> None:
-        """`request`: what the far ends are told beside their parts: the folder and the variables."""
+    def __init__(
+        self, brings: Sequence[Bring], folder: str, variables: Mapping[str, str], *, notice: float, elastic: bool
+    ) -> None:
+        """`folder` and `variables` are for every host."""
         self._brings = brings
-        self._request = request
+        self._folder = folder
+        self._variables = variables
         self._notice = notice
         self._elastic = elastic
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # a signal's handler may put into it
@@ -61,8 +64,7 @@ class Controller:
         return bool(self._orders) or bool(self._signal)
 
     def _connect(self, bring: Bring) -> None:
-        request = {**self._request, "parts": [part.to_json() for part in bring.parts]}
-        self._links.add(Link(bring, json.dumps(request).encode() + b"\n", self._events))
+        self._links.add(Link(bring, request(bring.parts, self._folder, self._variables), self._events))
 
     def _take(self) -> None:
         """What happened, if something did."""
@@ -89,7 +91,7 @@ class Controller:
                 write_lines((sys.stdout if number == 1 else sys.stderr).buffer, lines)
 
     def _told(self, link: Link, values: Mapping[str, Any]) -> None:
-        host = next(part.host for part in link.bring.parts if part.node_rank == values["node_rank"])
+        host = values["host"]
         if "started" in values:
             link.started.add(host)
             self._show(link)

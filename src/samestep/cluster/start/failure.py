@@ -14,6 +14,7 @@ from samestep.cluster.start.rank_files import errors_of, output_of
 
 _LAST_LINES = 20  # of a rank that left no traceback
 _MOST_LINES = 60  # of a traceback that are shown
+_LINES_OF_AN_END = 5  # that stand behind the last stack of a traceback with which a process ended
 _END = 1 << 18  # bytes at the end of a log that are looked at
 
 # A rank that was ended by a signal is met within a tenth of a second, one that raised only when its interpreter is
@@ -38,11 +39,20 @@ _PEER_LOST = re.compile(
 def first_of(failures: Mapping[int, ProcessFailure], host: str, folder: Path) -> Failure:
     """The root cause among this host's ranks; `failures` by rank, as the elastic agent met them."""
     found = [_read(rank, failure, host, folder) for rank, failure in failures.items()]
-    # The agent ends the others by SIGTERM as soon as it has met the first.
-    own = [failure for failure in found if failure.exit_code not in (-SIGTERM, 128 + SIGTERM)]
+    own = [failure for failure in found if not _was_ended(failure)]
     cause = first(own or found)
     assert cause is not None
     return cause
+
+
+def _was_ended(failure: Failure) -> bool:
+    """Whether a rank only ended since the agent ends all by SIGTERM as soon as it has met the first failure.
+
+    One that was about to end with a traceback of its own may be that which the others have lost.
+    """
+    if failure.exit_code not in (-SIGTERM, 128 + SIGTERM):
+        return False
+    return not failure.reason.startswith(_BEGINS) or len(_exception(failure.reason).splitlines()) > _LINES_OF_AN_END
 
 
 def _read(rank: int, failure: ProcessFailure, host: str, folder: Path) -> Failure:

@@ -52,9 +52,9 @@ def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     part = part_here(found, wanted)
     if part is None:
         return _from_here(found, wanted, variables)
-    with environment.given(variables.values):
+    with environment.quiet_import():
         from samestep.cluster.start import agent
-
+    with environment.given(variables.values):
         return agent.run(part)
 
 
@@ -122,8 +122,9 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
 
 def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     """Bring the agents of all hosts up, and serve the store where they meet."""
-    from samestep.cluster.network import address_towards, store_at
-    from samestep.cluster.start.controller import Controller
+    with environment.quiet_import():
+        from samestep.cluster.network import address_towards, store_at
+        from samestep.cluster.start.controller import Controller
     from samestep.cluster.start.starter import Ways
     from samestep.cluster.start.starters import starter_of
 
@@ -151,12 +152,12 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
         )
         for number in range(len(cluster.hosts))
     ]
-    request = {"folder": wanted.folder, "variables": dict(variables.values)}
     if variables.kept_back:
         names = ", ".join(variables.kept_back)
         print(f"samestep: not sent to other hosts, by their names secrets: {names}", file=sys.stderr)
     brings = starter.bring(parts, ways)
-    return Controller(brings, request, notice=wanted.notice, elastic=fewest != most).run()
+    controller = Controller(brings, wanted.folder, variables.values, notice=wanted.notice, elastic=fewest != most)
+    return controller.run()
 
 
 def _no_store(wanted: Wanted, other: str, error: OSError) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from samestep.cluster.start.part import Part
-from samestep.cluster.start.remote import MODULE
+from samestep.cluster.start.remote import far_end
 from samestep.cluster.start.starter import Bring, Starter, Ways
 
 
@@ -16,7 +16,7 @@ def _bring(parts: Sequence[Part], ways: Ways) -> list[Bring]:
         # A node that dies ends the step of all, unless the job can go on without it.
         *(["--no-kill", "--kill-on-bad-exit=0"] if parts[0].elastic else ["--kill-on-bad-exit=0"]),
     )
-    return [Bring(command=(*step, *ways.remote_python, "-m", MODULE), parts=tuple(parts))]
+    return [Bring(command=(*step, *far_end(ways.remote_python)), parts=tuple(parts))]
 
 
 STARTER = Starter(bring=_bring)

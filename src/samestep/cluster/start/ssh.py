@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from samestep.cluster.start.part import Part
-from samestep.cluster.start.remote import MODULE
+from samestep.cluster.start.remote import far_end
 from samestep.cluster.start.starter import Bring, Starter, Ways
 
 # Nothing is asked at the terminal, and a host that has fallen silent is given up within 20 seconds. OpenSSH takes an
@@ -19,12 +19,12 @@ _OPTIONS = (
 
 def _bring(parts: Sequence[Part], ways: Ways) -> list[Bring]:
     # The shell at the other end reads this one line, and nothing of the user's but the path of Python is in it.
-    far_end = shlex.join([*ways.remote_python, "-m", MODULE])
+    line = shlex.join(far_end(ways.remote_python))
     return [
         Bring(
-            command=(sys.executable, "-m", MODULE)
+            command=tuple(far_end([sys.executable]))
             if part.node_rank == ways.this
-            else (*ways.ssh, *_OPTIONS, "--", part.host, far_end),
+            else (*ways.ssh, *_OPTIONS, "--", part.host, line),
             parts=(part,),
         )
         for part in parts
