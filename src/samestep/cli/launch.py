@@ -1,8 +1,10 @@
 """Start a script or a program as ranks: on this machine, on the hosts of a file over SSH, or as one host of many."""
 
 import argparse
+import sys
 
 from samestep.cli import launch_options
+from samestep.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    try:
+        return _launch(options)
+    except UserError as error:
+        # Told here: in a pod, variables call this process a rank, and only the first rank would tell it.
+        print(f"samestep: {error}", file=sys.stderr)
+        return 2
+
+
+def _launch(options: argparse.Namespace) -> int:
     if options.print_variables:
         return launch_options.print_variables(options)
 

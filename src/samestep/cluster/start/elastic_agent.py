@@ -8,7 +8,11 @@ from contextlib import contextmanager
 @contextmanager
 def silent_agent() -> Iterator[None]:
     """The agent logs each failure at length; the root cause is reported once, by us."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    # Its modules' loggers have levels of their own.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    loggers = [
+        logging.getLogger(name) for name in (*names, "torch.distributed.elastic", "torch.multiprocessing.spawn")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

@@ -1,10 +1,10 @@
 """The far end of a start from elsewhere, brought up by ssh, srun or Ray: the agent of its host.
 
 All that the user said comes as two lines of JSON on standard input, so that nothing of it stands in a command line:
-the variables, which the first moments of Python set, and what this host does. The input stays open. A line "signal 15"
-on it is that signal, "kill" ends the ranks at once, and its end means that who started this is gone. What the ranks
-print goes to standard output and error as it is; what this process itself has to say are lines of the output that
-begin with a mark.
+the variables, which the first moments of Python set, and what this host does. The input stays open. A line
+"signal 15" on it is that signal, "kill" ends the ranks at once, and its end means that who started this is gone.
+What the ranks print goes to standard output and error as it is; what this process itself has to say are lines of the
+output that begin with a mark.
 """
 
 import json
@@ -25,7 +25,7 @@ _MODULE = "samestep.cluster.start.remote"
 MARK = b"\x1esamestep "
 _LEAVE = 5.0  # seconds beyond the ranks' notice, for an agent whose starter is gone
 
-# Variables such as PYTHONPATH are read while a process starts, so one that hasn't got them makes way for one that has.
+# Variables such as PYTHONPATH are read while a process starts; so one without them makes way for one that has them.
 # It is one line, and in quotes no shell reads more in it than a word.
 _FIRST = (
     "import json,os,sys; os.environ.update(json.loads(open(0,'rb',0,closefd=False).readline())); "
