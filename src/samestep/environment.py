@@ -8,48 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.errors import UserError
+from samestep.ranks import Ranks, by_horovodrun, integer
+from samestep.ranks import read as read_ranks
 
 # What this process began with. In a rank: what the server that it was forked from had at its start.
 _AT_FIRST: Final = dict(os.environ)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Which rank this process is, as torchrun, PyTorch's elastic agent or horovodrun say it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    # Whether all ranks are known to share this host; a launcher that doesn't say how many there are leaves it open.
-    one_host: bool = False
-
-
 def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """Read the rank that a launcher gave this process; None if none did."""
-    if horovodrun(environ) is not None:
-        world_size, local_size = _integer(environ, "HOROVOD_SIZE"), _integer(environ, "HOROVOD_LOCAL_SIZE")
-        return Ranks(
-            rank=_integer(environ, "HOROVOD_RANK"),
-            world_size=world_size,
-            local_rank=_integer(environ, "HOROVOD_LOCAL_RANK"),
-            local_world_size=local_size,
-            one_host=local_size == world_size,
-        )
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        return None
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    # DeepSpeed's launcher has another name for it.
-    named = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), None)
-    local_size = _integer(environ, named) if named is not None else world_size
-    return Ranks(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_integer(environ, "LOCAL_RANK", rank),
-        local_world_size=local_size,
-        one_host=named is not None and local_size == world_size,
-    )
+    return read_ranks(environ)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +31,12 @@ class HorovodRun:
 
 def horovodrun(environ: Mapping[str, str] = os.environ) -> HorovodRun | None:
     """How ranks that `horovodrun` started meet; None where something else started them, or nothing."""
-    if "RANK" in environ or "HOROVOD_RANK" not in environ or "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in environ:
+    if not by_horovodrun(environ):
         return None
     return HorovodRun(
         host=environ.get("HOROVOD_HOSTNAME", "localhost"),
         address=environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-        port=_integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        port=integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     )
 
 
@@ -80,6 +48,34 @@ def main_address(environ: Mapping[str, str] = os.environ) -> str:
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     """The network interface that the user chose for gloo's messages."""
     return environ.get("HOROVOD_GLOO_IFACE", environ.get("GLOO_SOCKET_IFNAME"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisibleDevices:
+    """The accelerators that a variable leaves to this process, as their makers number or name them."""
+
+    variable: str
+    devices: tuple[str, ...]
+
+
+# Of NVIDIA's, AMD's, Intel's and Huawei's accelerators.
+_VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+)
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices | None:
+    """Which accelerators a variable chooses for this process; None where none does. An empty one chooses none."""
+    name = next((name for name in _VISIBLE if name in environ), None)
+    if name is None:
+        return None
+    devices = tuple(device.strip() for device in environ[name].split(",") if device.strip())
+    # The makers' own libraries take a -1 for the end of the list.
+    return VisibleDevices(variable=name, devices=devices[: devices.index("-1")] if "-1" in devices else devices)
 
 
 # Where gloo and NCCL take the interface that their sockets listen on.
@@ -105,7 +101,7 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     """
     if "OMP_NUM_THREADS" not in environ:
         return None
-    threads = _integer(environ, "OMP_NUM_THREADS")
+    threads = integer(environ, "OMP_NUM_THREADS")
     return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads
 
 
@@ -127,11 +123,6 @@ def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
     """Where `accelerate config` writes its file when it isn't told where."""
     cache = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
-
-
-def visible_devices(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The accelerators that the user, or a scheduler, leaves to this process, as the variable has them."""
-    return environ.get("CUDA_VISIBLE_DEVICES")
 
 
 _MARK = "SAMESTEP_RUN"
@@ -157,6 +148,35 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractCon
     if cluster is not None:
         wanted["TF_CONFIG"] = json.dumps(cluster)
     return given(wanted)
+
+
+def given_address(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The host of rank 0 that the user, or a launcher, has said."""
+    return environ.get("MASTER_ADDR") or None
+
+
+def main_port(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The port that the user, or a launcher, has said for rank 0's store."""
+    return integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None
+
+
+def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The network interface that a place names for the messages between its hosts: SageMaker does."""
+    return environ.get("SM_NETWORK_INTERFACE_NAME") or None
+
+
+def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager[None]:
+    """torchrun's variables, for engines that read nothing else, in a rank that another launcher started."""
+    return given(
+        {
+            "RANK": str(ranks.rank),
+            "WORLD_SIZE": str(ranks.world_size),
+            "LOCAL_RANK": str(ranks.local_rank),
+            "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+    )
 
 
 @contextmanager
@@ -216,13 +236,3 @@ def given(variables: Mapping[str, str]) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise UserError(f"environment variable {name}={text!r} is not a whole number") from None

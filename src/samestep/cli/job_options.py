@@ -72,6 +72,10 @@ def print_config(loaded: "LoadedJob") -> int:
 def is_main() -> bool:
     """Whether this process is the one that talks: rank 0, or one that no launcher started."""
     from samestep import environment
+    from samestep.errors import UserError
 
-    ranks = environment.ranks()
+    try:
+        ranks = environment.ranks()
+    except UserError:  # a variable that can't be read, which is told as every other mistake
+        return True
     return ranks is None or ranks.rank == 0

@@ -12,6 +12,7 @@ from samestep.cli import (
     doctor,
     drill,
     evaluate,
+    hosts,
     job_options,
     layout,
     predict,
@@ -21,7 +22,7 @@ from samestep.cli import (
 )
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
 
-COMMANDS = (train, verify, evaluate, predict, compare, drill, checkpoint, layout, translate, doctor)
+COMMANDS = (train, verify, evaluate, predict, compare, drill, checkpoint, layout, hosts, translate, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from samestep import environment
 from samestep.cluster.cores import usable_processors
+from samestep.environment import VisibleDevices
 
 _NODES = "sys/devices/system/node"
 _PROCESSORS = "sys/devices/system/cpu"
@@ -56,15 +57,14 @@ def describe(root: Path, usable: Sequence[int], environ: Mapping[str, str]) -> M
     return Machine(cores=tuple(in_order), devices=devices if nodes.issuperset(devices) else ())
 
 
-def _device_nodes(root: Path, visible: str | None) -> tuple[int, ...]:
+def _device_nodes(root: Path, visible: VisibleDevices | None) -> tuple[int, ...]:
     """The NUMA nodes of the accelerators that are visible, in their order; empty where one isn't known."""
     # PyTorch numbers accelerators of one kind as they stand on the bus.
     addresses = sorted(folder.name for folder in (root / _ACCELERATORS).glob("*:*"))
     if visible is not None:
-        chosen = [word.strip() for word in visible.split(",")]
-        if not all(word.isdecimal() and int(word) < len(addresses) for word in chosen):
+        if not all(name.isdecimal() and int(name) < len(addresses) for name in visible.devices):
             return ()
-        addresses = [addresses[int(word)] for word in chosen]
+        addresses = [addresses[int(name)] for name in visible.devices]
     nodes = [_numbers(root / f"sys/bus/pci/devices/{address}/numa_node") for address in addresses]
     return tuple(node[0] for node in nodes) if all(nodes) else ()
 

@@ -1,19 +1,19 @@
 """World: who this rank is, on which device it computes, and the process group that it has joined."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster import horovodrun
+from samestep.cluster import horovodrun, meeting
 from samestep.cluster.cores import threads_of
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
-from samestep.environment import Ranks
+from samestep.ranks import Ranks
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, one_host=True)
 
@@ -48,12 +48,12 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
-    interface = loopback_interface() if ours and ranks.one_host else None
+    interface = loopback_interface() if ranks.one_host else environment.place_interface()
     try:
         # For as long as the group is there: groups of a mesh's dimensions are made later.
-        with environment.messages_over(interface):
+        with environment.messages_over(interface if ours else None), ExitStack() as while_here:
             if ours:
-                _join_process_group(world, ranks)
+                _join_process_group(world, ranks, while_here)
             yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
@@ -65,7 +65,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         torch.set_num_threads(threads_before)
 
 
-def _join_process_group(world: World, ranks: Ranks) -> None:
+def _join_process_group(world: World, ranks: Ranks, while_here: ExitStack) -> None:
     backend = backend_of(world.device)
     bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
     if world.world_size == 1:
@@ -73,5 +73,8 @@ def _join_process_group(world: World, ranks: Ranks) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound)
     elif (run := environment.horovodrun()) is not None:
         horovodrun.join_process_group(run, ranks, backend, device_id=bound)
+    elif meeting.tells_no_address(ranks):
+        address, port = meeting.join_process_group(ranks, backend, device=bound)
+        while_here.enter_context(environment.as_torchrun(ranks, address, port))
     else:
         dist.init_process_group(backend, device_id=bound)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from samestep.cluster.cores import threads_of
 from samestep.cluster.device import backend_of, device_of, peak_memory
 from samestep.comm.leave import leave_process_group
-from samestep.environment import Ranks
 from samestep.handwritten.loop import Loop, Step
 from samestep.job import Job
+from samestep.ranks import Ranks
 from samestep.tasks.resolve import resolve
 from samestep.training import usage as usages
 from samestep.training.records import Records

@@ -17,6 +17,7 @@ from samestep.cluster.binding import bind, bindings, check_choice
 from samestep.cluster.contracts import table
 from samestep.cluster.machine import this_machine
 from samestep.errors import UserError
+from samestep.ranks import Ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,7 +82,7 @@ def _program(command: Sequence[str]) -> list[str]:
     return [first]
 
 
-def _ranks_if_readable() -> environment.Ranks | None:
+def _ranks_if_readable() -> Ranks | None:
     try:
         return environment.ranks()
     except UserError:

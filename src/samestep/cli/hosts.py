@@ -1,0 +1,29 @@
+"""Show the hosts that were found, from where, and what each rank would get. Nothing is started."""
+
+import argparse
+import json
+from pathlib import Path
+
+from samestep.cli import cluster_options, output_files
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    cluster_options.add_arguments(parser)
+    parser.add_argument(
+        "--layout", metavar="LAYOUT", help='show who is near to whom under a layout, such as "pp2 dp2 tp2"'
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is shown to a file")
+
+
+def run(options: argparse.Namespace) -> int:
+    output_files.check("--json", options.json)
+    found = cluster_options.cluster_from(options)
+
+    from samestep.report.hosts import hosts_shown
+    from samestep.report.hosts_table import print_hosts
+
+    shown = hosts_shown(found, options.layout)
+    if options.json is not None:
+        options.json.write_text(json.dumps(shown.to_json(), indent=2) + "\n", encoding="utf-8")
+    print_hosts(shown)
+    return 0

@@ -1,0 +1,67 @@
+"""The ranks that torchrun, or whatever sets its variables, has started already."""
+
+from samestep.cluster.cluster import Cluster, Host
+from samestep.cluster.discover.place import Found, Given, Variables
+from samestep.cluster.discover.unnamed import unnamed
+from samestep.errors import UserError
+from samestep.ranks import in_pytorchjob
+
+
+class Torchrun:
+    """The hosts of the ranks; torchrun tells a rank the name of the first one alone."""
+
+    name = "torchrun"
+    sign = "RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+
+    def named(self, given: Given) -> bool:
+        return False
+
+    def there(self, given: Given) -> bool:
+        wanted = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        return all(name in given.environ for name in wanted) and not in_pytorchjob(given.environ)
+
+    def find(self, given: Given) -> Found:
+        read = Variables(given.environ)
+        world_size, rank = read.needed("WORLD_SIZE", 1), read.needed("RANK")
+        local_size = read.needed("LOCAL_WORLD_SIZE", 1)
+        nodes = read.number("GROUP_WORLD_SIZE", 1) or -(-world_size // local_size)
+        this = read.number("GROUP_RANK")
+        this = rank // local_size if this is None else this
+        address = read.text("MASTER_ADDR")
+        read.number("LOCAL_RANK")
+        if rank >= world_size or this >= nodes or local_size > world_size:
+            raise UserError(
+                f"RANK is {rank}, WORLD_SIZE {world_size}, LOCAL_WORLD_SIZE {local_size} and the host is {this} of "
+                f"{nodes}, counted from 0; they don't fit, so torchrun has not set all of them"
+            )
+        names = unnamed(nodes, this, given.host.name)
+        if address is not None and this != 0:
+            names[0] = address
+        slots = _slots(world_size, local_size, nodes, this)
+        return Found(
+            cluster=Cluster(
+                place=self.name,
+                hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),
+                this=this,
+                job=read.text("TORCHELASTIC_RUN_ID"),
+            ),
+            on_every_host=True,
+            main_address=address,
+            main_port=read.number("MASTER_PORT", 1),
+            read=read.read(),
+        )
+
+
+def _slots(world_size: int, local_size: int, nodes: int, this: int) -> list[int]:
+    """Ranks of each host: this one's are known, and the others share the rest as evenly as they can."""
+    others = nodes - 1
+    rest = world_size - local_size
+    if others and rest < others:
+        raise UserError(
+            f"WORLD_SIZE is {world_size} and LOCAL_WORLD_SIZE {local_size}; nothing is left for some of the other "
+            f"{others} of {nodes} hosts"
+        )
+    if not others and rest:
+        raise UserError(f"WORLD_SIZE is {world_size} and LOCAL_WORLD_SIZE {local_size}, and there is one host")
+    shares = [rest // others + (index < rest % others) for index in range(others)] if others else []
+    return [*shares[:this], local_size, *shares[this:]]
