@@ -19,8 +19,8 @@ from samestep.cluster.contracts import keras, table
 from samestep.cluster.contracts.horovod import slots_of, variables_of
 from samestep.cluster.machine import this_machine
 from samestep.cluster.start.rank_command import rank_command
-from samestep.environment import Ranks
 from samestep.errors import UserError
+from samestep.ranks import Ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]

@@ -21,7 +21,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     def there() -> int:
         named = device.environment.visible_devices()
-        return 4 if named is None else len(named.split(","))
+        return 4 if named is None else len(named.devices)
 
     monkeypatch.setattr(torch.accelerator, "device_count", there)
     return monkeypatch

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -104,21 +103,13 @@ def bind(binding: Binding) -> None:
         os.sched_setaffinity(0, binding.processors)
 
 
-HEADER = ("local rank", "cores", "NUMA node", "device", "threads")
-
-
-def rows(found: Sequence[Binding]) -> list[tuple[str, ...]]:
-    """The bindings of a host's ranks for a table under HEADER; cores by the system's numbers of processors."""
-    return [
-        (
-            str(each.local_rank),
-            "any" if each.processors is None else list_of(each.processors),
-            list_of(each.nodes),
-            "-" if each.device is None else str(each.device),
-            str(each.threads),
-        )
-        for each in found
-    ]
+def in_words(binding: Binding) -> str:
+    """Such as "0-3,8-11 of NUMA node 0, 4 threads": cores by the system's numbers of their hardware threads."""
+    where = "any core"
+    if binding.processors is not None:
+        nodes = f"NUMA node{'s' if len(binding.nodes) > 1 else ''} {list_of(binding.nodes)}"
+        where = f"{list_of(binding.processors)} of {nodes}"
+    return f"{where}, {_count(binding.threads, 'thread')}"
 
 
 def _count(number: int, what: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from samestep import environment
 from samestep.cluster.cores import usable_processors
+from samestep.environment import VisibleDevices
 
 _NODES = "sys/devices/system/node"
 _PROCESSORS = "sys/devices/system/cpu"
@@ -52,19 +53,18 @@ def describe(root: Path, usable: Sequence[int], environ: Mapping[str, str]) -> M
         cores[ours] = Core(processors=ours, node=node_of.get(processor, 0))
     in_order = sorted(cores.values(), key=lambda core: (core.node, core.processors))
     nodes = {core.node for core in in_order}
-    visible = environment.visible_devices(environ)
-    devices = _device_nodes(root, visible.devices if visible is not None else None)
+    devices = _device_nodes(root, environment.visible_devices(environ))
     return Machine(cores=tuple(in_order), devices=devices if nodes.issuperset(devices) else ())
 
 
-def _device_nodes(root: Path, visible: Sequence[str] | None) -> tuple[int, ...]:
+def _device_nodes(root: Path, visible: VisibleDevices | None) -> tuple[int, ...]:
     """The NUMA nodes of the accelerators that are visible, in their order; empty where one isn't known."""
     # PyTorch numbers accelerators of one kind as they stand on the bus.
     addresses = sorted(folder.name for folder in (root / _ACCELERATORS).glob("*:*"))
     if visible is not None:
-        if not all(word.isdecimal() and int(word) < len(addresses) for word in visible):
+        if not all(name.isdecimal() and int(name) < len(addresses) for name in visible.devices):
             return ()
-        addresses = [addresses[int(word)] for word in visible]
+        addresses = [addresses[int(name)] for name in visible.devices]
     nodes = [_numbers(root / f"sys/bus/pci/devices/{address}/numa_node") for address in addresses]
     return tuple(node[0] for node in nodes) if all(nodes) else ()
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from samestep.environment import Ranks
 from samestep.errors import UserError
+from samestep.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Where ranks agree on addresses and ports before their scripts start: a store that all of them reach."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ def gathered(store: "Store", name: str, rank: Rank, mine: str) -> list[str]:
 
 def addresses(store: "Store", rank: Rank, main: str) -> list[str]:
     """The address of each rank's host by which the other hosts reach it; the loopback where there is one host."""
-    from samestep.cluster.network import LOOPBACK, address_towards
+    from samestep.cluster.network import LOOPBACK, address_towards, is_loopback
 
     ranks = rank.ranks
     if ranks.local_world_size == ranks.world_size:
@@ -56,13 +56,5 @@ def addresses(store: "Store", rank: Rank, main: str) -> list[str]:
     mine = towards_main[ranks.rank]
     if is_loopback(mine):
         # The name of rank 0's host leads its own ranks no further than to themselves.
-        mine = address_towards(_elsewhere(towards_main))
+        mine = address_towards(next((other for other in towards_main if not is_loopback(other)), mine))
     return gathered(store, "address", rank, mine)
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _elsewhere(found: Sequence[str]) -> str:
-    return next((address for address in found if not is_loopback(address)), found[0])

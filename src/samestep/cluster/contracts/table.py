@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from samestep.cluster.contracts import accelerate, deepspeed, horovod, keras, torch
 from samestep.cluster.contracts.base import Contract, Expected, Rank
-from samestep.environment import Ranks
 from samestep.errors import UserError
+from samestep.ranks import Ranks
 
 CONTRACTS: Mapping[str, Contract] = {
     "torch": torch.CONTRACT,

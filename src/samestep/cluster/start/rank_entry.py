@@ -18,6 +18,7 @@ from samestep.cluster.contracts import table
 from samestep.cluster.machine import this_machine
 from samestep.cluster.start.parent import end_with_parent
 from samestep.errors import UserError
+from samestep.ranks import Ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,7 +84,7 @@ def _program(command: Sequence[str]) -> list[str]:
     return [first]
 
 
-def _ranks_if_readable() -> environment.Ranks | None:
+def _ranks_if_readable() -> Ranks | None:
     try:
         return environment.ranks()
     except UserError:
