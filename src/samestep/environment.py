@@ -132,6 +132,44 @@ def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToldRound:
+    """What this host's agent tells its ranks about the start that they are part of."""
+
+    number: int  # of the start, from 0, the same on all hosts
+    folder: str  # on this host, where the ranks leave how far they are
+    run_folder: str | None = None  # that an earlier round chose for what the run leaves; None: none did
+
+
+_ROUND, _ROUND_FOLDER, _RUN_FOLDER = "SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER"
+
+
+def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
+    """The round that an agent of samestep's told this rank; None where something else started it, or nothing."""
+    if _ROUND not in environ or _ROUND_FOLDER not in environ or "RANK" not in environ:
+        return None
+    return ToldRound(
+        number=integer(environ, _ROUND), folder=environ[_ROUND_FOLDER], run_folder=environ.get(_RUN_FOLDER)
+    )
+
+
+def tell_round(round_: ToldRound) -> None:
+    """Tell the ranks that this process starts from now on."""
+    os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
+    if round_.run_folder is not None:
+        os.environ[_RUN_FOLDER] = round_.run_folder
+
+
+def agent_signals(names: str) -> AbstractContextManager[None]:
+    """The signals upon which PyTorch's elastic agent ends, and what it tells its ranks: for as long as it runs."""
+    return given({"TORCHELASTIC_SIGNALS_TO_HANDLE": names})
+
+
+def own_bootstrap() -> AbstractContextManager[None]:
+    """While PyTorch's rendezvous meets, it makes no store of its own for the ranks."""
+    return given({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+
 _MARK = "SAMESTEP_RUN"
 
 
@@ -155,10 +193,6 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractCon
     if cluster is not None:
         wanted["TF_CONFIG"] = json.dumps(cluster)
     return given(wanted)
-
-
-# For PyTorch's elastic agent: each round of ranks gets a store of its own.
-ROUNDS_APART: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def quiet_import() -> AbstractContextManager[None]:

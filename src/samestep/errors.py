@@ -31,6 +31,13 @@ class RankFailedError(Exception):
         return type(self), (self.rank, self.reason)
 
 
+class HostLostError(Exception):
+    """A job over several hosts that can't go on here: which host or store was lost, and what would do.
+
+    The command line prints it and exits with 1.
+    """
+
+
 class InterruptedJobError(Exception):
     """The user or the scheduler stopped the job by a signal; the exit code is 128 + the signal's number."""
 

@@ -4,30 +4,30 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep import environment
 from samestep.cluster.device import accelerators
-from samestep.cluster.network import address_towards
-from samestep.cluster.start import one_host
+from samestep.cluster.start import host_agent, one_host, several_hosts
 from samestep.cluster.start.command import check_command
 from samestep.cluster.start.elastic_agent import silent_agent
 from samestep.cluster.start.failure import first_of
+from samestep.cluster.start.host_rounds import Ended
+from samestep.cluster.start.limits import Limits
 from samestep.cluster.start.outcome import Failure, Outcome, of_failures
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.rank_command import rank_command
 from samestep.cluster.start.rank_files import Follower, RankFiles
 from samestep.cluster.start.roll_call import RollCall
-from samestep.errors import StartError, UserError
+from samestep.errors import HostLostError, StartError, UserError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
@@ -55,10 +55,8 @@ def run(part: Part) -> Outcome:
                 roll_call.end(f"{part.host} was told to stop by {_name(signals.number)}")
         except UserError as error:
             outcome = Outcome(exit_code=2, message=str(error))
-        except StartError as error:
+        except (StartError, HostLostError) as error:
             outcome = Outcome(exit_code=1, message=str(error))
-        except RendezvousError as error:
-            outcome = _no_rendezvous(part, roll_call, error)
         if roll_call is not None:
             if outcome.exit_code != 0 and not part.controlled:
                 outcome = _over_all_hosts(outcome, roll_call)
@@ -83,36 +81,6 @@ def _program(part: Part) -> list[str]:
 
 def _interrupted(signals: "_Signals") -> Outcome:
     return Outcome(exit_code=128 + signals.number, message=f"stopped by signal {signals.number}")
-
-
-def _no_rendezvous(part: Part, roll_call: RollCall | None, error: RendezvousError) -> Outcome:
-    ended = None
-    try:
-        ended = roll_call.ended() if roll_call is not None else None
-    except StartError as gone:
-        return Outcome(exit_code=1, message=str(gone))
-    return Outcome(
-        exit_code=1, message=f"{part.host}: {ended or f'the hosts did not meet: {type(error).__name__}: {error}'}"
-    )
-
-
-def rendezvous(part: Part) -> dict[str, Any]:
-    """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
-    if part.address is None:
-        one_host.register()
-        return {"rdzv_backend": one_host.BACKEND}
-    return {
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": f"{part.address}:{part.port}",
-        "rdzv_configs": {
-            "is_host": "false",  # the store is there already
-            "join_timeout": round(part.start_timeout),
-            "last_call_timeout": 2,
-            "keep_alive_interval": 1,
-            "keep_alive_max_attempt": 3,
-        },
-        "local_addr": address_towards(part.address),
-    }
 
 
 class _Ranks:
@@ -141,13 +109,13 @@ class _Ranks:
                 logs_specs=files,
                 signals_to_handle="",  # they are ours
                 shutdown_timeout=round(part.notice),
-                **rendezvous(part),
+                **self._rendezvous(),
             )
             stack.enter_context(environment.agent_settings())
             stack.enter_context(environment.given(self._variables()))
             stack.enter_context(self._watch())
             try:
-                elastic_launch(config, self._program[0])(*self._program[1:])
+                self._start(config, files)
             except ChildFailedError as error:
                 return self._failed(first_of(error.failures, part.host, files.here))
             except SignalException:
@@ -156,12 +124,41 @@ class _Ranks:
                 return Outcome(exit_code=1, message=self._ended)
         return Outcome()
 
+    def _start(self, config: LaunchConfig, files: RankFiles) -> None:
+        """By PyTorch's elastic agent, or by the one of ours that notices when another host is gone."""
+        program, *arguments = self._program
+        if self._part.address is None:
+            elastic_launch(config, program)(*arguments)
+            return
+
+        def explain(failures: Mapping[int, ProcessFailure]) -> Ended:
+            failure = first_of(failures, self._part.host, files.here)
+            reason = failure.reason or failure.how
+            return Ended(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
+
+        host_agent.run(config, program, arguments, explain=explain)
+
+    def _rendezvous(self) -> dict[str, Any]:
+        """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
+        part = self._part
+        if part.address is None:
+            one_host.register()
+            return {"rdzv_backend": one_host.BACKEND}
+        several_hosts.register()
+        return {
+            "rdzv_backend": several_hosts.BACKEND,
+            "rdzv_endpoint": f"{part.address}:{part.port}",
+            "rdzv_configs": {
+                "node_rank": part.node_rank,
+                "name": part.host,
+                "limits": Limits(meet=part.start_timeout),
+            },
+        }
+
     def _variables(self) -> dict[str, str]:
         chosen = self._part.chosen
         # Without accelerators, what was chosen are slots, which are all alike.
-        devices = environment.devices(chosen) if chosen is not None and accelerators() else {}
-        # Ranks of a round would read in a shared store what ranks of an earlier one left there.
-        return devices | ({} if self._part.address is None else environment.ROUNDS_APART)
+        return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
     def _failed(self, failure: Failure) -> Outcome:
         if self._roll_call is not None:
@@ -181,18 +178,15 @@ class _Ranks:
         finally:
             self._over.set()
             if self._roll_call is not None:
-                thread.join()
+                thread.join(_LOOK)  # it may wait for a store that is silent
 
     def _look(self) -> None:
         assert self._roll_call is not None
         while not self._over.wait(_LOOK):
             try:
                 self._ended = self._roll_call.ended()
-            except StartError as error:
-                # An elastic job is its rendezvous' to look after.
-                self._ended = None if self._part.elastic else str(error)
-                if self._ended is None:
-                    return
+            except StartError:
+                return  # whether the job can go on without its store is not decided here
             if self._ended is not None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._over.wait(_AFTER_END):

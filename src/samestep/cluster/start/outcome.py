@@ -18,9 +18,13 @@ class Failure:
     at: float  # seconds since 1970
     follows: bool = False  # whether it says that it lost another rank
 
+    @property
+    def how(self) -> str:
+        """How its process ended."""
+        return f"exit code {self.exit_code}" if self.exit_code >= 0 else _signal(-self.exit_code)
+
     def __str__(self) -> str:
-        how = f"exit code {self.exit_code}" if self.exit_code >= 0 else _signal(-self.exit_code)
-        text = f"rank {self.rank} on {self.host} failed first: {how}"
+        text = f"rank {self.rank} on {self.host} failed first: {self.how}"
         if self.reason:
             text += f"\n{self.reason}"
         return f"{text}\nall that it wrote: {self.host}:{self.log}"

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from samestep import __version__
 from samestep.cluster import sockets
-from samestep.cluster.network import store_at
+from samestep.cluster.network import store_at, store_client
 from samestep.cluster.start.outcome import Failure
 from samestep.cluster.start.part import Part
 from samestep.errors import StartError, UserError
@@ -64,13 +63,7 @@ class RollCall:
         self._where = f"{part.address}:{part.port}"
         self._await_port(part.address, part.port)
         try:
-            self._store = dist.TCPStore(
-                part.address,
-                part.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=_ANSWER),
-            )
+            self._store = store_client(part.address, part.port, answer_within=_ANSWER)
         except (RuntimeError, ValueError) as error:
             raise StartError(
                 f"{part.host}: what listens at {self._where} is no job's store ({_first_line(error)}); "
