@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from samestep import environment
@@ -38,15 +39,18 @@ def tells_no_address(ranks: Ranks) -> bool:
     return ranks.launcher in _LAUNCHERS
 
 
-def join_process_group(ranks: Ranks, backend: str, *, timeout: float = 300.0, **options: object) -> tuple[str, int]:
+def join_process_group(
+    ranks: Ranks, backend: str, *, device: torch.device | None = None, timeout: float = 300.0
+) -> tuple[str, int]:
     """Join torch.distributed, and return the address and the port of rank 0's store.
 
     Raises UserError where the launcher's variables don't say enough, TimeoutError where a rank doesn't come in time.
     """
     address, port = environment.given_address(), environment.main_port()
     if address is not None and port is not None:
-        dist.init_process_group(  # pyright: ignore
-            backend, init_method=_tcp(address, port), rank=ranks.rank, world_size=ranks.world_size, **options
+        where = _tcp(address, port)
+        dist.init_process_group(
+            backend, init_method=where, rank=ranks.rank, world_size=ranks.world_size, device_id=device
         )
         return address, port
     found = meeting(ranks, environment.snapshot())
@@ -62,7 +66,7 @@ def join_process_group(ranks: Ranks, backend: str, *, timeout: float = 300.0, **
         address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
         store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
         store.set(_arrived(ranks.rank), "")
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, **options)  # pyright: ignore
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=device)
     return address, port
 
 

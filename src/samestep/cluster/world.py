@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from samestep import environment
 from samestep.cluster import address, horovodrun, meeting
-from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
+from samestep.cluster.cores import threads_of
+from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
 from samestep.ranks import Ranks
@@ -27,11 +28,6 @@ class World:
     threads: int
 
 
-def threads_of(local_ranks: int, asked: int | None) -> int:
-    """Threads a rank: as asked, else the cores shared out."""
-    return asked or environment.asked_threads() or max(1, cores() // local_ranks)
-
-
 @contextmanager
 def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | None = None) -> Iterator[World]:
     """Take this process's place among the ranks that a launcher started; alone where none did.
@@ -41,7 +37,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     that leads to the others.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
-    check_devices(ranks.local_world_size, device)
+    check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE)
     world = World(
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -51,7 +47,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     threads_before = torch.get_num_threads()
     torch.set_num_threads(world.threads)
     if world.device.type != "cpu":
-        torch.accelerator.set_device_index(ranks.local_rank)
+        torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
     store = _store_of_hosts(ranks) if ours else None
     interface = _interface(ranks, store) if ours else None
@@ -95,7 +91,7 @@ def _interface(ranks: Ranks, store: dist.Store | None) -> str | None:
 
 def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None, while_here: ExitStack) -> None:
     backend = backend_of(world.device)
-    bound = world.device if world.device.type != "cpu" else None
+    bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
     if world.world_size == 1:
         alone = dist.HashStore()  # no port, nobody to meet
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
@@ -105,7 +101,7 @@ def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None, wh
         store = dist.PrefixStore("default_pg", store)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=bound)
     elif meeting.tells_no_address(ranks):
-        address, port = meeting.join_process_group(ranks, backend, device_id=bound)
+        address, port = meeting.join_process_group(ranks, backend, device=bound)
         while_here.enter_context(environment.as_torchrun(ranks, address, port))
     else:
         dist.init_process_group(backend, device_id=bound)

@@ -30,7 +30,7 @@ class Hostfile:
     def find(self, given: Given) -> Found:
         assert given.hostfile is not None  # it is found because it was named
         hosts, read = read_hostfile(given.hostfile)
-        this = which([host.name for host in hosts], given.machine.name)
+        this = which([host.name for host in hosts], given.host.name)
         return Found(cluster=Cluster(place=self.name, hosts=hosts, this=this), read=read)
 
 

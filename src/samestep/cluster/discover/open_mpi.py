@@ -36,9 +36,9 @@ class OpenMpi:
         nodes = world_size // local_size
         # One process a host, and several hosts: a host's slots are its own to count.
         agents = local_size == 1 and nodes > 1
-        slots, counted = given.machine.slots if agents else (local_size, "listed")
+        slots, counted = given.host.slots if agents else (local_size, "listed")
         this = rank // local_size if agents or nodes == 1 else None
-        names = unnamed(nodes, this, given.machine.name)
+        names = unnamed(nodes, this, given.host.name)
         return Found(
             cluster=Cluster(
                 place=self.name,

@@ -16,8 +16,8 @@ from samestep.errors import UserError
 Slots = Literal["accelerators", "cores", "listed"]
 
 
-class Machine:
-    """This machine. What takes time to find out is found out when it is first asked for."""
+class OwnHost:
+    """The machine that this process runs on. What takes time to find out is found out when it is first asked for."""
 
     @cached_property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class Machine:
 
     @cached_property
     def cores(self) -> int:
-        from samestep.cluster.device import cores
+        from samestep.cluster.cores import cores
 
         return cores()
 
@@ -49,7 +49,7 @@ class Given:
     environ: Mapping[str, str]
     hostfile: Path | None = None
     ray: str | None = None  # the address of a Ray cluster
-    machine: Machine = field(default_factory=Machine)
+    host: OwnHost = field(default_factory=OwnHost)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ class PyTorchJob:
         pods = _pods(read)
         if _is_elastic(given) and "MASTER_ADDR" not in given.environ:
             address, port = _endpoint(read.wanted("PET_RDZV_ENDPOINT", "a host and a port"))
-            name, this = "the number in this pod's name", _number_in(given.machine.name)
+            name, this = "the number in this pod's name", _number_in(given.host.name)
         else:
             address, port = read.wanted("MASTER_ADDR", "the first pod's name"), read.needed("MASTER_PORT", 1)
             world_size = read.needed("WORLD_SIZE", 1)
@@ -42,7 +42,7 @@ class PyTorchJob:
             raise UserError("PET_NNODES is not set; a number of pods such as 2, or a range such as 1:4, is wanted")
         if this is not None and this >= pods:
             raise UserError(f"{name} is {this}, and the job has {pods} pods, counted from 0; the operator sets both")
-        names = unnamed(pods, this, given.machine.name)
+        names = unnamed(pods, this, given.host.name)
         names[0] = address
         return Found(
             cluster=Cluster(
@@ -79,15 +79,15 @@ def _number_in(pod: str) -> int | None:
 def _processes(read: Variables, given: Given) -> tuple[int, Slots]:
     """Ranks of a pod: as many as the job says, or as it has accelerators or cores, which is torchrun's "auto"."""
     text = read.text("PET_NPROC_PER_NODE")
-    machine = given.machine
+    own = given.host
     if text is None or text == "auto":
-        return machine.slots
+        return own.slots
     if text == "gpu":
-        if not machine.accelerators:
+        if not own.accelerators:
             raise UserError("PET_NPROC_PER_NODE is 'gpu', and this pod has no accelerator that PyTorch can use")
-        return machine.accelerators, "accelerators"
+        return own.accelerators, "accelerators"
     if text == "cpu":
-        return machine.cores, "cores"
+        return own.cores, "cores"
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise UserError(f"PET_NPROC_PER_NODE is {text!r}; a number of 1 or more, auto, gpu or cpu is wanted")
     return int(text), "listed"

@@ -40,7 +40,7 @@ class Ray:
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(hosts),
-                this=which([host.name for host in hosts], given.machine.name),
+                this=which([host.name for host in hosts], given.host.name),
             ),
             read=(Read(source=source, value=address), *(_read(node) for node in nodes)),
             slots_from="accelerators" if accelerated else "cores",

@@ -36,7 +36,7 @@ class Slurm:
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=host, slots=count) for host, count in zip(names, slots, strict=True)),
-                this=which(names, given.machine.name) if node is None else node,
+                this=which(names, given.host.name) if node is None else node,
                 job=job,
             ),
             read=read.read(),

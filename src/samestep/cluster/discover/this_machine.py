@@ -18,8 +18,8 @@ class ThisMachine:
         return True
 
     def find(self, given: Given) -> Found:
-        machine = given.machine
-        slots, counted = machine.slots
+        own = given.host
+        slots, counted = own.slots
         read = [Read(source=counted, value=str(slots))]
         if (visible := environment.visible_devices(given.environ)) is not None:
             read.append(Read(source=visible.variable, value=",".join(visible.devices)))

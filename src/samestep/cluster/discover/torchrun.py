@@ -34,7 +34,7 @@ class Torchrun:
                 f"RANK is {rank}, WORLD_SIZE {world_size}, LOCAL_WORLD_SIZE {local_size} and the host is {this} of "
                 f"{nodes}, counted from 0; they don't fit, so torchrun has not set all of them"
             )
-        names = unnamed(nodes, this, given.machine.name)
+        names = unnamed(nodes, this, given.host.name)
         if address is not None and this != 0:
             names[0] = address
         slots = _slots(world_size, local_size, nodes, this)
