@@ -23,6 +23,8 @@ from testbed import Cable, Testbed
 
 import samestep
 from samestep.cluster import address
+from samestep.cluster.discover.open_mpi import OpenMpi
+from samestep.cluster.discover.place import Given
 
 pytestmark = needs_hosts(ssh=False)
 
@@ -176,3 +178,17 @@ def test_an_interface_is_found_by_its_address() -> None:
     assert address.interface_of("2001:db8::1") is None
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
         assert address.interface_of("::1") in (loopback, None)
+
+
+def test_agents_that_mpirun_starts_meet_at_its_own_host() -> None:
+    said = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_MCA_orte_hnp_uri": "1834352640.0;tcp://10.0.0.5:37865",
+    }
+    assert OpenMpi().find(Given(environ=said)).main_address == "10.0.0.5"
+    for uri, named in (("1834352640.0;tcp://10.0.0.5,10.1.0.5:37865", "10.0.0.5 and 10.1.0.5"), ("", "no address")):
+        with pytest.raises(samestep.UserError, match=f"Open MPI names {named} for mpirun's host"):
+            OpenMpi().find(Given(environ={**said, "OMPI_MCA_orte_hnp_uri": uri}))
