@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from samestep import __version__
+from samestep import __version__, environment
 from samestep.cli import (
     checkpoint,
     compare,
@@ -13,6 +13,7 @@ from samestep.cli import (
     drill,
     evaluate,
     hosts,
+    hyperparameters,
     job_options,
     layout,
     predict,
@@ -28,7 +29,8 @@ COMMANDS = (train, verify, evaluate, predict, compare, drill, checkpoint, layout
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
     try:
-        options = _parser().parse_args(arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        options = _parser().parse_args(hyperparameters.without(words, environment.snapshot()))
         return options.run(options)
     except UserError as error:
         # A launcher's ranks make the same mistake together, before they meet; one of them tells it.
