@@ -56,6 +56,9 @@ def join_process_group(
     found = meeting(ranks, environment.snapshot())
     if address is not None:
         found = Meeting(job=found.job, addresses=(address,), other=found.other)
+    if not any(_resolved(each) for each in found.addresses):
+        named = ", ".join(found.addresses) or "nobody"
+        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {_TELL_US}")
     if ranks.rank == 0:
         address = _address_of_rank_0(found)
         store = store_at(address)

@@ -22,6 +22,15 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is an address, and not a name that has one."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
