@@ -298,6 +298,11 @@ def test_open_mpi_on_one_host() -> None:
     assert not found.on_every_host
 
 
+def test_open_mpi_4_says_how_many_hosts_there_are() -> None:
+    unequal = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "7", "OMPI_MCA_orte_num_nodes": "2"}
+    assert slots(at(unequal)) == {"(host 0)": 4, "(host 1)": 3}
+
+
 def test_open_mpi_with_one_process_a_host_is_there_on_every_host() -> None:
     one_each = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}
     one_each |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -312,7 +317,8 @@ def test_open_mpi_with_one_process_a_host_is_there_on_every_host() -> None:
     [
         ({"OMPI_COMM_WORLD_RANK": "4"}, "they don't fit, so mpirun has not set all of them"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "they don't fit"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "with unequal hosts Open MPI doesn't say which is which"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "this Open MPI doesn't say how many hosts share them"),
+        ({"OMPI_MCA_orte_num_nodes": "2"}, "4 ranks on 2 hosts, and 4 of them on this one; they don't fit"),
         ({"OMPI_COMM_WORLD_SIZE": "many"}, "OMPI_COMM_WORLD_SIZE is 'many'; a whole number of 1 or more is wanted"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "OMPI_COMM_WORLD_LOCAL_SIZE is not set"),
     ],
@@ -474,8 +480,11 @@ def test_torchrun_on_unequal_hosts() -> None:
         ({"RANK": "4"}, "they don't fit, so torchrun has not set all of them"),
         ({"GROUP_RANK": "2"}, "they don't fit"),
         ({"LOCAL_WORLD_SIZE": "5"}, "they don't fit"),
-        ({"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, "nothing is left for some of the other 1 of 2 hosts"),
-        ({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, "and there is one host"),
+        (
+            {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+            "4 ranks on 2 hosts, and 4 of them on this one; they don't fit",
+        ),
+        ({"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, "4 ranks on 1 hosts, and 2 of them on this one"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
     ],
 )
@@ -486,9 +495,10 @@ def test_wrong_torchrun_variables(change: dict[str, str], message: str) -> None:
 # Ray
 
 
-def ray_node(address: str, alive: bool = True, **resources: float) -> dict[str, Any]:
+def ray_node(address: str, *, alive: bool = True, head: bool = False, **resources: float) -> dict[str, Any]:
     """A node as ray.nodes() tells it."""
-    return {"NodeManagerAddress": address, "Alive": alive, "Resources": {f"node:{address}": 1.0, **resources}}
+    marks = {f"node:{address}": 1.0, **({"node:__internal_head__": 1.0} if head else {})}
+    return {"NodeManagerAddress": address, "Alive": alive, "Resources": {**marks, **resources}}
 
 
 @pytest.fixture
@@ -509,7 +519,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_ray(ray: Any) -> None:
     ray.nodes_there = [
         ray_node("10.0.0.3", CPU=16.0, GPU=4.0),
-        ray_node("10.0.0.9", CPU=16.0, GPU=4.0, **{"node:__internal_head__": 1.0}),
+        ray_node("10.0.0.9", head=True, CPU=16.0, GPU=4.0),
         ray_node("10.0.0.1", CPU=16.0, GPU=4.0, alive=False),
         ray_node("10.0.0.2", CPU=64.0),
     ]

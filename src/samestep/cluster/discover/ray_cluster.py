@@ -1,6 +1,7 @@
 """A Ray cluster: its live nodes, by the addresses under which they reach each other."""
 
 import importlib.util
+import logging
 from typing import Any
 
 from samestep.cluster.cluster import Cluster, Host
@@ -53,7 +54,7 @@ def _nodes(source: str, address: str) -> list[dict[str, Any]]:
     ours = not ray.is_initialized()
     try:
         if ours:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return ray.nodes()
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(
