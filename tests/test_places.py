@@ -523,16 +523,21 @@ def test_ray(ray: Any) -> None:
         ray_node("10.0.0.1", CPU=16.0, GPU=4.0, alive=False),
         ray_node("10.0.0.2", CPU=64.0),
     ]
-    for found in (at({}, ray="10.0.0.9:6379"), at({"RAY_ADDRESS": "10.0.0.9:6379"})):
-        assert slots(found) == {"10.0.0.9": 4, "10.0.0.3": 4}
-        assert found.slots_from == "accelerators"
-    assert ray.asked == ["10.0.0.9:6379", "shutdown"] * 2
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        for found in (at({}, ray=address), at({"RAY_ADDRESS": address})):
+            assert slots(found) == {"10.0.0.9": 4, "10.0.0.3": 4}
+            assert found.slots_from == "accelerators"
+    assert ray.asked == [address, "shutdown"] * 2
     ray.nodes_there = [ray_node("10.0.0.2", CPU=64.0), ray_node("10.0.0.1", CPU=2.0)]
     assert slots(at({}, ray="auto")) == {"10.0.0.1": 2, "10.0.0.2": 64}
 
 
 def test_ray_without_nodes_or_an_answer(ray: Any) -> None:
     assert "a Ray cluster without a live node that has a CPU" in refused({}, ray="auto")
+
+    assert "--ray is 127.0.0.1:1, where nothing answers: " in refused({}, ray="127.0.0.1:1")
+    assert "where nothing answers" in refused({"RAY_ADDRESS": "127.0.0.1:99999"})
 
     def nobody(address: str, **_: object) -> None:
         raise ConnectionError("could not find any running Ray instance")
