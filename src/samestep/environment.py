@@ -195,10 +195,26 @@ def agent_settings() -> Iterator[None]:
 
 
 def deepspeed_settings(device_type: str, index: int | None) -> AbstractContextManager[None]:
-    """Settings that DeepSpeed reads while it is imported, set up, and at work; `index` is the accelerator's."""
-    # It takes the local rank for the accelerator's number. A process that works alone may have none.
-    number = os.environ.get("LOCAL_RANK", "0") if index is None else str(index)
-    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": number})
+    """Settings that DeepSpeed reads while it is imported and set up; `index` is the accelerator's, None: the CPU."""
+    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": _deepspeed_local_rank(index)})
+
+
+@contextmanager
+def deepspeed_at_work(index: int | None) -> Iterator[None]:
+    """The setting that DeepSpeed also reads in the middle of a step. It is changed only where it isn't right."""
+    before, wanted = os.environ.get("LOCAL_RANK"), _deepspeed_local_rank(index)
+    if before != wanted:
+        os.environ["LOCAL_RANK"] = wanted
+    try:
+        yield
+    finally:
+        if before != wanted:
+            _restore({"LOCAL_RANK": before})
+
+
+def _deepspeed_local_rank(index: int | None) -> str:
+    # DeepSpeed takes the local rank for the accelerator's number. A process that works alone may have none.
+    return os.environ.get("LOCAL_RANK", "0") if index is None else str(index)
 
 
 def _restore(before: Mapping[str, str | None]) -> None:
