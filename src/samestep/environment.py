@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,12 @@ _AT_FIRST: Final = dict(os.environ)
 def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """Read the rank that a launcher gave this process; None if none did."""
     return read_ranks(environ)
+
+
+def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManager[None]:
+    """As if this process were the first of so many ranks, to look at what they are to do."""
+    wanted = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
+    return given({name: str(value) for name, value in wanted.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +132,44 @@ def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToldRound:
+    """What this host's agent tells its ranks about the start that they are part of."""
+
+    number: int  # of the start, from 0, the same on all hosts
+    folder: str  # on this host, where the ranks leave how far they are
+    run_folder: str | None = None  # that an earlier round chose for what the run leaves; None: none did
+
+
+_ROUND, _ROUND_FOLDER, _RUN_FOLDER = "SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER"
+
+
+def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
+    """The round that an agent of samestep's told this rank; None where something else started it, or nothing."""
+    if _ROUND not in environ or _ROUND_FOLDER not in environ or "RANK" not in environ:
+        return None
+    return ToldRound(
+        number=integer(environ, _ROUND), folder=environ[_ROUND_FOLDER], run_folder=environ.get(_RUN_FOLDER)
+    )
+
+
+def tell_round(round_: ToldRound) -> None:
+    """Tell the ranks that this process starts from now on."""
+    os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
+    if round_.run_folder is not None:
+        os.environ[_RUN_FOLDER] = round_.run_folder
+
+
+def agent_signals(names: str) -> AbstractContextManager[None]:
+    """The signals upon which PyTorch's elastic agent ends, and what it tells its ranks: for as long as it runs."""
+    return given({"TORCHELASTIC_SIGNALS_TO_HANDLE": names})
+
+
+def own_bootstrap() -> AbstractContextManager[None]:
+    """While PyTorch's rendezvous meets, it makes no store of its own for the ranks."""
+    return given({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+
 _MARK = "SAMESTEP_RUN"
 
 
@@ -148,6 +193,40 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractCon
     if cluster is not None:
         wanted["TF_CONFIG"] = json.dumps(cluster)
     return given(wanted)
+
+
+def quiet_import() -> AbstractContextManager[None]:
+    """Let PyTorch, where it is first imported now, not warn that names and peers can't be found while hosts meet."""
+    return given({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")})
+
+
+def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What leaves these accelerators to the ranks, counted among those that are left to this process."""
+    visible = visible_devices(environ)
+    if visible is None:
+        return {_VISIBLE[0]: ",".join(map(str, chosen))}
+    return {visible.variable: ",".join(visible.devices[number] for number in chosen)}
+
+
+def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the elastic agent that started this rank looks for why it ended."""
+    name = environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The file that the user names for variables that go to every host."""
+    return environ.get("SAMESTEP_ENV_FILE") or None
+
+
+def host_name() -> str:
+    """How this host calls itself."""
+    return socket.gethostname()
+
+
+def slurm_node(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of the node on which Slurm runs this task."""
+    return environ["SLURMD_NODENAME"]
 
 
 def given_address(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -16,6 +16,7 @@ from samestep import environment
 from samestep.cluster.binding import bind, bindings, check_choice
 from samestep.cluster.contracts import table
 from samestep.cluster.machine import this_machine
+from samestep.cluster.start.parent import end_with_parent
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 
@@ -47,6 +48,7 @@ def _become(arguments: Sequence[str]) -> NoReturn:
         )
     if not 0 <= ranks.local_rank < ranks.local_world_size:
         raise UserError(f"LOCAL_RANK={ranks.local_rank} is no rank of a host with {ranks.local_world_size}")
+    end_with_parent()
     own = bindings(this_machine(), ranks.local_world_size, options.bind)[ranks.local_rank]
     bind(own)
     threads = options.threads or environment.asked_threads() or own.threads
