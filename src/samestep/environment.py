@@ -89,10 +89,15 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices |
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
+def variables_of_interface(interface: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What names an interface for messages, unless the user has chosen one or it is None."""
+    return {name: interface for name in _INTERFACES if interface is not None and name not in environ}
+
+
 @contextmanager
 def messages_over(interface: str | None) -> Iterator[None]:
     """An interface for the messages of torch.distributed, unless the user has chosen one or it is None."""
-    chosen = {name: interface for name in _INTERFACES if interface is not None and name not in os.environ}
+    chosen = variables_of_interface(interface)
     os.environ.update(chosen)
     try:
         yield

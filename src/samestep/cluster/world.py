@@ -11,6 +11,7 @@ from samestep import environment
 from samestep.cluster import horovodrun, meeting
 from samestep.cluster.cores import threads_of
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
+from samestep.cluster.interfaces import for_messages
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
 from samestep.ranks import Ranks
@@ -48,7 +49,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
-    interface = loopback_interface() if ranks.one_host else environment.place_interface()
+    interface = loopback_interface() if ranks.one_host else for_messages(ranks, environment.snapshot())
     try:
         # For as long as the group is there: groups of a mesh's dimensions are made later.
         with environment.messages_over(interface if ours else None), ExitStack() as while_here:

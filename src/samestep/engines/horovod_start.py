@@ -7,8 +7,9 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster.contracts.horovod import interface_of, slots_of, variables_of
+from samestep.cluster.contracts.horovod import slots_of, variables_of
 from samestep.cluster.contracts.horovod_server import serving
+from samestep.cluster.interfaces import interface_of
 from samestep.cluster.network import LOOPBACK, address_towards
 from samestep.engines.horovod_config import Settings
 
