@@ -22,7 +22,6 @@ from samestep.cluster.start.parent import end_with_parent
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 
-
 # Ranks of a host make the same mistake together, and the launcher ends all when the first has ended. The others wait
 # so long (seconds) that the mistake is told once.
 _AFTER_YOU = 0.5
