@@ -8,8 +8,7 @@ import pytest
 
 from samestep.cluster import interfaces
 from samestep.cluster.contracts import table
-from samestep.cluster.interfaces import for_messages, interface_of, own_name_leads_nowhere
-from samestep.cluster.network import loopback_interface
+from samestep.cluster.interfaces import for_messages, own_name_leads_nowhere
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 
@@ -32,11 +31,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the other host be reached from 10.9.0.2, which an interface eth7 has."""
     monkeypatch.setattr(interfaces, "address_towards", lambda host: "10.9.0.2")
     monkeypatch.setattr(interfaces, "interface_of", lambda address: {"10.9.0.2": "eth7"}[address])
-
-
-def test_an_interface_is_found_by_its_address() -> None:
-    assert interface_of("127.0.0.1") == loopback_interface()
-    assert interface_of("203.0.113.9") is None  # of a block for examples
 
 
 @pytest.mark.parametrize(

@@ -89,15 +89,21 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices |
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def variables_of_interface(interface: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What names an interface for messages, unless the user has chosen one or it is None."""
-    return {name: interface for name in _INTERFACES if interface is not None and name not in environ}
+def variables_of_interface(
+    interface: str | None, environ: Mapping[str, str] = os.environ, *, gloo_alone: bool = False
+) -> dict[str, str]:
+    """What names an interface for messages, unless the user has chosen one or it is None.
+
+    `gloo_alone`: NCCL keeps to its own choice, which may be several interfaces between hosts.
+    """
+    wanted = _INTERFACES[:1] if gloo_alone else _INTERFACES
+    return {name: interface for name in wanted if interface is not None and name not in environ}
 
 
 @contextmanager
-def messages_over(interface: str | None) -> Iterator[None]:
+def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterator[None]:
     """An interface for the messages of torch.distributed, unless the user has chosen one or it is None."""
-    chosen = variables_of_interface(interface)
+    chosen = variables_of_interface(interface, gloo_alone=gloo_alone)
     os.environ.update(chosen)
     try:
         yield

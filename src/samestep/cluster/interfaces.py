@@ -1,31 +1,12 @@
-"""Network interfaces by which other hosts reach the ranks of this one."""
+"""Whether gloo finds the interface between hosts by itself, and which one to name for it where it doesn't."""
 
 import socket
-import struct
 from collections.abc import Mapping
 
 from samestep import environment
+from samestep.cluster.address import interface_of
 from samestep.cluster.network import address_towards, is_loopback
 from samestep.ranks import Ranks
-
-_ADDRESS_OF = 0x8915  # Linux: SIOCGIFADDR, an interface's IPv4 address (man 7 netdevice)
-
-
-def interface_of(address: str) -> str | None:
-    """The interface of this host that has an IPv4 address; None where none has, or the system doesn't say."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            try:
-                found = fcntl.ioctl(asking, _ADDRESS_OF, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-        if socket.inet_ntoa(found[20:24]) == address:
-            return name
-    return None
 
 
 def own_name_leads_nowhere() -> bool:

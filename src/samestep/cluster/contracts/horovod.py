@@ -8,10 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from samestep import environment
+from samestep.cluster.address import interface_of
 from samestep.cluster.contracts import torch
 from samestep.cluster.contracts.base import Contract, Expected, Rank
 from samestep.cluster.contracts.meeting import addresses, gathered, meeting
-from samestep.cluster.interfaces import interface_of, own_name_leads_nowhere
+from samestep.cluster.interfaces import own_name_leads_nowhere
 from samestep.errors import UserError
 
 

@@ -63,7 +63,7 @@ def _become(arguments: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     started = [*program, *expected.arguments, *command[_own_words(command) :]]
-    between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ)
+    between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ, gloo_alone=True)
     os.execvpe(started[0], started, {**environ, **between_hosts, **environment.share(threads), **expected.variables})
 
 
