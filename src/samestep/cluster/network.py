@@ -6,9 +6,10 @@ import stat
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 
@@ -27,12 +28,14 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def store_at(address: str, port: int = 0) -> dist.TCPStore:
+def store_at(address: str, port: int = 0) -> "dist.TCPStore":
     """A store that serves on one address: on a port, or on a free one; `.port` says which. Raises OSError.
 
     PyTorch would listen on every address of the host. It gives its store no password, so whoever reaches the port
     reads and writes.
     """
+    import torch.distributed as dist
+
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, port), family=family, backlog=2048)
     port = listening.getsockname()[1]
@@ -40,11 +43,13 @@ def store_at(address: str, port: int = 0) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def store_client(address: str, port: int, *, answer_within: float) -> dist.TCPStore:
+def store_client(address: str, port: int, *, answer_within: float) -> "dist.TCPStore":
     """A connection to a store. Once it has been silent for so many seconds, every call ends with an error.
 
     Raises RuntimeError where no store answers there.
     """
+    import torch.distributed as dist
+
     store = dist.TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=answer_within)
     )

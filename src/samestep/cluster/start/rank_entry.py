@@ -8,6 +8,7 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,10 +16,15 @@ from typing import NoReturn
 from samestep import environment
 from samestep.cluster.binding import bind, bindings, check_choice
 from samestep.cluster.contracts import table
+from samestep.cluster.interfaces import for_messages
 from samestep.cluster.machine import this_machine
 from samestep.cluster.start.parent import end_with_parent
 from samestep.errors import UserError
 from samestep.ranks import Ranks
+
+# Ranks of a host make the same mistake together, and the launcher ends all when the first has ended. The others wait
+# so long (seconds) that the mistake is told once.
+_AFTER_YOU = 0.5
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,10 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _become(arguments)
     except UserError as error:
-        # Ranks of a host make the same mistake together; one of them tells it.
         ranks = _ranks_if_readable()
-        if ranks is None or ranks.local_rank == 0:
-            print(f"samestep: {error}", file=sys.stderr, flush=True)
+        if ranks is not None and ranks.local_rank > 0:
+            time.sleep(_AFTER_YOU)
+        print(f"samestep: {error}", file=sys.stderr, flush=True)
         return 2
 
 
@@ -57,7 +63,8 @@ def _become(arguments: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     started = [*program, *expected.arguments, *command[_own_words(command) :]]
-    os.execvpe(started[0], started, {**environ, **environment.share(threads), **expected.variables})
+    between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ, gloo_alone=True)
+    os.execvpe(started[0], started, {**environ, **between_hosts, **environment.share(threads), **expected.variables})
 
 
 def _own_words(command: Sequence[str]) -> int:
