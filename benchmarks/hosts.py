@@ -93,13 +93,11 @@ class Job:
         return any(each.poll() is None for name, each in self.running.items() if self.bed[name].is_up)
 
     def said(self) -> str | None:
-        lines = [
-            line
-            for each in self.running.values()
-            for line in each.text.splitlines()
-            if "samestep:" in line or "Error" in line
-        ]
-        return lines[-1].strip() if lines else None
+        """The last line of samestep's own, else the last that tells of an error."""
+        lines = [line for each in self.running.values() for line in each.text.splitlines()]
+        own = [line for line in lines if line.startswith("samestep:")]
+        found = own or [line for line in lines if "Error" in line]
+        return found[-1].strip()[:300] if found else None
 
     def stop(self) -> None:
         for host in self.bed.hosts:

@@ -19,16 +19,10 @@ STEPS = 60
 
 def alone(folder: Path) -> tuple[float, ...]:
     """The losses of the same job in this process."""
-    own = {
-        "run.layout": "single",
-        "run.elastic": False,
-        "run.folder": str(folder / "alone"),
-        "recipe.args.seconds": 0,
-    }
-    own |= {"run.checkpoint": None, "run.inject": ()}
-    return train_job(
-        jobfile.load(folder / "job.yaml", [(key, value, "test") for key, value in own.items()]).job
-    ).losses
+    own = {"layout": "single", "elastic": "false", "folder": f"{folder}/alone", "checkpoint": "null", "inject": "[]"}
+    values = [(f"run.{key}", value, "test") for key, value in own.items()]
+    job = jobfile.load(folder / "job.yaml", [*values, ("recipe.args.seconds", "0", "test")]).job
+    return train_job(job).losses
 
 
 @pytest.mark.timeout(90)
