@@ -331,6 +331,13 @@ def adopt(environ: Mapping[str, str]) -> None:
     os.environ.update({**environ, **for_this_rank})
 
 
+def become(variables: Mapping[str, str]) -> None:
+    """In a new rank: have these variables and no others."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 @contextmanager
 def given(variables: Mapping[str, str]) -> Iterator[None]:
     """Variables for a package that takes its settings from them. Afterwards all are as before, whoever wrote them."""
