@@ -33,6 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     add("--start-timeout", type=_seconds, default=300.0, metavar="TIME", help="hosts wait so long (default: 5m)")
     add("--max-restarts", type=_count, default=0, metavar="N", help="times that ranks start anew (default: 0)")
     add("--notice", type=_seconds, default=30.0, metavar="TIME", help="ranks have so long to end (default: 30s)")
+    add(
+        "--silence-limit",
+        type=_seconds,
+        default=8.0,
+        metavar="TIME",
+        help="without a sign of life for so long, a host is lost (default: 8s)",
+    )
+    add(
+        "--return-limit",
+        type=_seconds,
+        default=10.0,
+        metavar="TIME",
+        help="a host that is cut off tries to come back for so long (default: 10s)",
+    )
+    add(
+        "--gather",
+        type=_seconds,
+        default=30.0,
+        metavar="TIME",
+        help="with --nodes: wait so long for more than MIN hosts at the start (default: 30s)",
+    )
     add("--ssh", default="ssh", metavar="COMMAND", help='OpenSSH, with options of your own: "ssh -F config"')
     add("--remote-python", metavar="COMMAND", help="Python on the hosts (default: the path of this one)")
     add("--chdir", metavar="FOLDER", help="the folder in which ranks work, on every host (default: this one)")
@@ -98,6 +119,9 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         logs=options.logs,
         output=options.output,
         start_timeout=options.start_timeout,
+        silence_limit=options.silence_limit,
+        return_limit=options.return_limit,
+        gather=options.gather,
         ssh=_words("--ssh", options.ssh),
         remote_python=_words("--remote-python", options.remote_python)
         if options.remote_python
@@ -123,9 +147,11 @@ def launch(options: argparse.Namespace, found: "Found", wanted: "Wanted") -> int
 def _check(wanted: "Wanted") -> None:
     from samestep.cluster.binding import check_choice
     from samestep.cluster.contracts import table
+    from samestep.cluster.start.limits import Limits
 
     table.check(wanted.engine)
     check_choice(wanted.bind)
+    Limits(silence=wanted.silence_limit).check()
 
 
 def variables_from(options: argparse.Namespace) -> "Variables":

@@ -42,6 +42,9 @@ class Wanted:
     max_restarts: int = 0
     start_timeout: float = 300.0
     notice: float = 30.0
+    silence_limit: float = 8.0
+    return_limit: float = 10.0
+    gather: float = 30.0
     ssh: tuple[str, ...] = ("ssh",)
     remote_python: tuple[str, ...]
     folder: str  # in which the ranks work, on every host
@@ -191,6 +194,9 @@ def _part(wanted: Wanted, job: str, cluster: Cluster, number: int) -> Part:
         max_restarts=wanted.max_restarts,
         start_timeout=wanted.start_timeout,
         notice=wanted.notice,
+        silence_limit=wanted.silence_limit,
+        return_limit=wanted.return_limit,
+        gather=wanted.gather,
     )
 
 
