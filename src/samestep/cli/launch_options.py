@@ -126,6 +126,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         remote_python=_words("--remote-python", options.remote_python)
         if options.remote_python
         else (sys.executable,),
+        ray=options.ray,
         folder=options.chdir or str(Path.cwd()),
         **own,
     )
