@@ -45,8 +45,8 @@ CHINESE = [
     (r"a host crashes and boots again", "一台主机崩溃后重新启动"),
     (r"a host loses its power and boots again", "一台主机断电后重新启动"),
     (
-        r"a host's cable is pulled, and put back after the others have gone on",
-        "拔掉一台主机的网线，其余主机继续之后再插回",
+        r"a host's cable is pulled, and put back after the other has gone on",
+        "拔掉一台主机的网线，另一台继续之后再插回",
     ),
     (r"a cable pulled for 3 s", "网线拔掉 3 秒"),
     (r"the host that serves the store loses its power", "提供 store 的主机断电"),
@@ -56,7 +56,11 @@ CHINESE = [
     (r"same step, largest relative difference (\S+)", r"同一步，最大相对差 \1"),
     (r"refused before the first step", "在第一步之前就被拒绝"),
     (r"the other ends after (\S+) s", r"另一台在 \1 秒后结束"),
-    (r"the others go on after (\S+) s; the losses of one process", r"其余主机 \1 秒后继续；与单进程的损失相同"),
+    (r"the other goes on after (\S+) s; the losses of one process", r"另一台 \1 秒后继续；与单进程的损失相同"),
+    (
+        r"the other goes on after (\S+) s, the host joins again; the losses of one process",
+        r"另一台 \1 秒后继续，该主机重新加入；与单进程的损失相同",
+    ),
     (
         r"survived: the next step came after (\S+) s; the losses of one process",
         r"挺了过去：\1 秒后走出下一步；与单进程的损失相同",
