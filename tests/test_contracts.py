@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from samestep.cluster.binding import bindings
 from samestep.cluster.contracts import keras, table
@@ -241,6 +242,15 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="the package horovod is not installed; make horovod would do"):
         table.expected("horovod", RANK_0, {}, 1)
+
+
+@needs("accelerate", "pip install 'samestep[accelerate]'")
+def test_a_script_of_accelerate_without_a_file_is_told_of_the_cpu(tmp_path: Path) -> None:
+    empty = {"HF_HOME": str(tmp_path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    on_cpu = {} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
+    for environ, wanted in ((empty, on_cpu), (empty | {"ACCELERATE_USE_CPU": "false"}, {})):
+        found = table.expected("accelerate", RANK_0, environ, 1).variables
+        assert {name: value for name, value in found.items() if name.startswith("ACCELERATE")} == wanted
 
 
 @needs("accelerate", "pip install 'samestep[accelerate]'")

@@ -21,8 +21,15 @@ def _expected(rank: Rank) -> Expected:
     if asked and not file.is_file():
         raise UserError(f"--engine accelerate:config={asked}: there is no such file in {Path.cwd()}")
     if not file.is_file():
-        return Expected(variables=ranks)  # a script without it gets what Accelerate has by default
+        return Expected(variables={**ranks, **_by_default(rank)})
     return Expected(variables={**_of_file(file, rank), **ranks})
+
+
+def _by_default(rank: Rank) -> dict[str, str]:
+    """As `accelerate launch --cpu` on hosts without accelerators: there each rank would think itself alone."""
+    from samestep.cluster.device import accelerators
+
+    return {} if "ACCELERATE_USE_CPU" in rank.environ or accelerators() else {"ACCELERATE_USE_CPU": "true"}
 
 
 def _of_file(file: Path, rank: Rank) -> dict[str, str]:
