@@ -58,6 +58,7 @@ def _prepared(file: str, ranks: int) -> dict[str, str]:
 
     words = ["--config_file", file, "--num_processes", str(ranks), "--num_machines", "1", "--main_process_port", "0"]
     options: Any
+    defaults: Any
     options, defaults, from_file = launch._validate_launch_command(
         launch.launch_command_parser().parse_args([*words, "script.py"])
     )
