@@ -3,7 +3,7 @@
     python benchmarks/hosts.py --runs 3 --json hosts.json --docs
 
 Makes hosts of its own out of Linux namespaces (root needed; see tools/testbed), three that train with a rank each, in
-steps of at least 50 ms that are all saved, and a fourth one for samestep's controller. A run has recovered where ranks
+steps of 50 ms or more that are all saved, and a fourth one for samestep's controller. A run has recovered where ranks
 that were started after the fault take a step; after a break of 3 s any step after it will do. Seconds are from the
 fault to that step. With `--docs` the table is written into docs/elastic.md and docs/zh/elastic.md.
 """
@@ -93,21 +93,16 @@ class Job:
         return any(each.poll() is None for name, each in self.running.items() if self.bed[name].is_up)
 
     def said(self) -> str | None:
-        lines = [
-            line
-            for each in self.running.values()
-            for line in each.text.splitlines()
-            if "samestep:" in line or "Error" in line
-        ]
-        return lines[-1].strip() if lines else None
+        """The last line of samestep's own, else the last that tells of an error."""
+        lines = [line for each in self.running.values() for line in each.text.splitlines()]
+        own = [line for line in lines if line.startswith("samestep:")]
+        found = own or [line for line in lines if "Error" in line]
+        return found[-1].strip()[:300] if found else None
 
     def stop(self) -> None:
-        for each in self.running.values():
-            each.stop(patience=10)
         for host in self.bed.hosts:
-            if not host.is_up:
-                host.boot()
-            host.plug()
+            host.crash()
+            host.boot()
 
 
 def torchrun(job: Job, hosts: Sequence[Host], *arguments: str, limit: Sequence[str] = (), **env: str) -> None:
@@ -142,21 +137,21 @@ def train(job: Job, *options: str) -> list[str]:
     }
     file = job.folder / "job.yaml"
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return ["samestep", "train", str(file), *options]
+    return ["-m", "samestep", "train", str(file), *options]
 
 
 def agents(job: Job, hosts: Sequence[Host], nodes: str = "2:3") -> None:
     for number, host in enumerate(hosts):
         launch = [*PYTHON, "-m", "samestep", "launch", "--no-ssh", "--node-rank", str(number), "--nodes", nodes]
         launch += ["--num-procs", "1", "--master-addr", hosts[0].name, "--master-port", str(PORT), "--job-id", "job"]
-        job.run(host, [*launch, "--max-restarts", str(RESTARTS), "--", *train(job)])
+        job.run(host, [*launch, "--max-restarts", str(RESTARTS), "--bind", "none", "--", *train(job)])
 
 
 def controller(job: Job, hosts: Sequence[Host]) -> None:
     file = job.folder / "hostfile"
     file.write_text("".join(f"{host.name} slots=1\n" for host in hosts), encoding="utf-8")
     launch = [*PYTHON, "-m", "samestep", "launch", "--hostfile", str(file), "--nodes", "2:3"]
-    job.run(job.bed.hosts[3], [*launch, "--max-restarts", str(RESTARTS), "--", *train(job)])
+    job.run(job.bed.hosts[3], [*launch, "--max-restarts", str(RESTARTS), "--bind", "none", "--", *train(job)])
 
 
 WAYS: dict[str, Callable[[Job, Sequence[Host]], None]] = {
@@ -190,7 +185,7 @@ FAULTS: dict[str, Callable[[Job], None]] = {
 
 
 def take(bed: Testbed, way: str, fault: str, limit: float) -> Run:
-    with TemporaryDirectory(prefix="samestep-hosts-") as place:
+    with TemporaryDirectory(prefix="samestep-hosts-", ignore_cleanup_errors=True) as place:
         job = Job(bed, Path(place), way)
         try:
             job.start()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -230,11 +229,6 @@ def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("SAMESTEP_ENV_FILE") or None
 
 
-def host_name() -> str:
-    """How this host calls itself."""
-    return socket.gethostname()
-
-
 def slurm_node(environ: Mapping[str, str] = os.environ) -> str:
     """The name of the node on which Slurm runs this task."""
     return environ["SLURMD_NODENAME"]
@@ -329,6 +323,13 @@ def adopt(environ: Mapping[str, str]) -> None:
     for name in os.environ.keys() - environ.keys() - for_this_rank.keys():
         del os.environ[name]
     os.environ.update({**environ, **for_this_rank})
+
+
+def become(variables: Mapping[str, str]) -> None:
+    """In a new rank: have these variables and no others."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 @contextmanager

@@ -33,6 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     add("--start-timeout", type=_seconds, default=300.0, metavar="TIME", help="hosts wait so long (default: 5m)")
     add("--max-restarts", type=_count, default=0, metavar="N", help="times that ranks start anew (default: 0)")
     add("--notice", type=_seconds, default=30.0, metavar="TIME", help="ranks have so long to end (default: 30s)")
+    add(
+        "--silence-limit",
+        type=_seconds,
+        default=8.0,
+        metavar="TIME",
+        help="without a sign of life for so long, a host is lost (default: 8s)",
+    )
+    add(
+        "--return-limit",
+        type=_seconds,
+        default=10.0,
+        metavar="TIME",
+        help="a host that is cut off tries to come back for so long (default: 10s)",
+    )
+    add(
+        "--gather",
+        type=_seconds,
+        default=30.0,
+        metavar="TIME",
+        help="with --nodes: wait so long for more than MIN hosts at the start (default: 30s)",
+    )
     add("--ssh", default="ssh", metavar="COMMAND", help='OpenSSH, with options of your own: "ssh -F config"')
     add("--remote-python", metavar="COMMAND", help="Python on the hosts (default: the path of this one)")
     add("--chdir", metavar="FOLDER", help="the folder in which ranks work, on every host (default: this one)")
@@ -98,10 +119,14 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         logs=options.logs,
         output=options.output,
         start_timeout=options.start_timeout,
+        silence_limit=options.silence_limit,
+        return_limit=options.return_limit,
+        gather=options.gather,
         ssh=_words("--ssh", options.ssh),
         remote_python=_words("--remote-python", options.remote_python)
         if options.remote_python
         else (sys.executable,),
+        ray=options.ray,
         folder=options.chdir or str(Path.cwd()),
         **own,
     )
@@ -123,9 +148,11 @@ def launch(options: argparse.Namespace, found: "Found", wanted: "Wanted") -> int
 def _check(wanted: "Wanted") -> None:
     from samestep.cluster.binding import check_choice
     from samestep.cluster.contracts import table
+    from samestep.cluster.start.limits import Limits
 
     table.check(wanted.engine)
     check_choice(wanted.bind)
+    Limits(silence=wanted.silence_limit).check()
 
 
 def variables_from(options: argparse.Namespace) -> "Variables":
@@ -166,6 +193,25 @@ def wishes(options: argparse.Namespace) -> bool:
 def words_of_others(words: Sequence[str]) -> list[str]:
     """The words of a command line that are no options of a launch, in their order."""
     return _own_parser().parse_known_args(words)[1]
+
+
+# Options that a pod's own launch needs; who it is and where the others are, its variables say.
+_IN_A_POD = ("nodes", "start_timeout", "max_restarts", "notice", "silence_limit", "return_limit", "gather", "engine")
+_IN_A_POD += ("bind", "threads", "logs", "output")
+
+
+def words_in_a_pod(options: argparse.Namespace) -> list[str]:
+    """The options of a launch that go into the command of a pod, where they are not as they are anyway."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    usual = parser.parse_args([])
+    words = []
+    for name in _IN_A_POD:
+        value = getattr(options, name)
+        if value != getattr(usual, name):
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words += ["--" + name.replace("_", "-"), text]
+    return words
 
 
 def _own_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cluster.network import address_towards, is_loopback
+from samestep.cluster.addresses import is_loopback
+from samestep.cluster.network import address_towards
 
 if TYPE_CHECKING:
     import torch.distributed as dist

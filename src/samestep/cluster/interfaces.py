@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from samestep import environment
 from samestep.cluster.address import interface_of
-from samestep.cluster.network import address_towards, is_loopback
+from samestep.cluster.addresses import is_loopback
+from samestep.cluster.network import address_towards
 from samestep.ranks import Ranks
 
 

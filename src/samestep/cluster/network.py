@@ -1,6 +1,5 @@
 """Sockets of a job's ranks: bound to the address by which its own hosts reach them, not to every one of this host."""
 
-import ipaddress
 import os
 import socket
 import stat
@@ -27,21 +26,6 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return probe.getsockname()[0]
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def is_ours(address: str) -> bool:
-    """Whether an address is one of this host's: no other can be bound to."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 def store_at(address: str, port: int = 0) -> "dist.TCPStore":

@@ -4,7 +4,7 @@ import re
 
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found, Given, Variables
-from samestep.cluster.discover.unnamed import unnamed
+from samestep.cluster.discover.unnamed import shares, unnamed
 from samestep.errors import UserError
 
 
@@ -30,22 +30,21 @@ class OpenMpi:
                 "so mpirun has not set all of them"
             )
         read.number("OMPI_COMM_WORLD_LOCAL_RANK")
-        if world_size % local_size:
-            raise UserError(
-                f"OMPI_COMM_WORLD_SIZE is {world_size} and OMPI_COMM_WORLD_LOCAL_SIZE {local_size}; with unequal "
-                "hosts Open MPI doesn't say which is which: --hostfile would"
-            )
-        nodes = world_size // local_size
+        nodes = _nodes(read, world_size, local_size)
         # One process a host, and several hosts: a host's slots are its own to count.
-        agents = local_size == 1 and nodes > 1
-        slots, counted = given.host.slots if agents else (local_size, "listed")
-        this = rank // local_size if agents or nodes == 1 else None
+        agents = world_size == nodes > 1
+        this = rank if agents else 0 if nodes == 1 else None
         main_address = _mpirun_address(read) if agents else None
         names = unnamed(nodes, this, given.host.name)
+        if agents:
+            own, counted = given.host.slots
+            slots = [own] * nodes
+        else:
+            slots, counted = shares(world_size, local_size, nodes, this or 0), "listed"
         return Found(
             cluster=Cluster(
                 place=self.name,
-                hosts=tuple(Host(name=name, slots=slots) for name in names),
+                hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),
                 this=this,
                 job=read.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
             ),
@@ -54,6 +53,19 @@ class OpenMpi:
             on_every_host=agents,
             main_address=main_address,
         )
+
+
+def _nodes(read: Variables, world_size: int, local_size: int) -> int:
+    """How many hosts there are: Open MPI 4 says it, and from version 5 on only hosts of equal size show it."""
+    nodes = read.number("OMPI_MCA_orte_num_nodes", 1)
+    if nodes is not None:
+        return nodes
+    if world_size % local_size:
+        raise UserError(
+            f"OMPI_COMM_WORLD_SIZE is {world_size} and OMPI_COMM_WORLD_LOCAL_SIZE {local_size}; this Open MPI "
+            "doesn't say how many hosts share them: --hostfile would"
+        )
+    return world_size // local_size
 
 
 def _mpirun_address(read: Variables) -> str:

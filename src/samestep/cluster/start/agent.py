@@ -21,7 +21,6 @@ from samestep.cluster.start.command import check_command
 from samestep.cluster.start.elastic_agent import silent_agent
 from samestep.cluster.start.failure import first_of
 from samestep.cluster.start.host_rounds import Ended
-from samestep.cluster.start.limits import Limits
 from samestep.cluster.start.outcome import Failure, Outcome, of_failures
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.rank_command import rank_command
@@ -133,7 +132,8 @@ class _Ranks:
 
         def explain(failures: Mapping[int, ProcessFailure]) -> Ended:
             failure = first_of(failures, self._part.host, files.here)
-            reason = failure.reason or failure.how
+            told = failure.reason.startswith("Traceback")
+            reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
             return Ended(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
 
         host_agent.run(config, program, arguments, explain=explain)
@@ -151,7 +151,7 @@ class _Ranks:
             "rdzv_configs": {
                 "node_rank": part.node_rank,
                 "name": part.host,
-                "limits": Limits(meet=part.start_timeout),
+                "limits": part.limits,
             },
         }
 

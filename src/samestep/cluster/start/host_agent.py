@@ -16,7 +16,6 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -27,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, WorkerSpec
 
 from samestep import environment
+from samestep.cluster.start import fork_server, forked_rank
 from samestep.cluster.start.alive import Lost
 from samestep.cluster.start.host_rounds import Ended, HostRounds, say
 from samestep.cluster.start.several_hosts import BROKEN, SeveralHosts
@@ -50,7 +50,7 @@ class HostAgent(LocalElasticAgent):
         super().__init__(
             spec=spec,
             logs_specs=config.logs_specs,
-            start_method=config.start_method,
+            start_method=fork_server.METHOD,
             log_line_prefix_template=config.log_line_prefix_template,
             shutdown_timeout=config.shutdown_timeout or 0,
         )
@@ -59,6 +59,7 @@ class HostAgent(LocalElasticAgent):
         self._rounds = HostRounds(self._hosts, place)
         self._explain = explain
         self._why: Ended | None = None
+        self._ranks: Sequence[Handle] = ()  # that were started last
         self._at_once = False  # whether the ranks have nothing to save with those that are gone
         self._shutdown_within = config.shutdown_timeout or 0
 
@@ -85,6 +86,14 @@ class HostAgent(LocalElasticAgent):
         store.set(f"samestep/restarts/{worker_group.group_rank}", str(self._remaining_restarts))
         left = store.multi_get([f"samestep/restarts/{rank}" for rank in range(size)])
         self._remaining_restarts = min(int(each) for each in left)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        if spec.entrypoint is forked_rank.run:
+            spec.args = (spec.args[0], environment.snapshot())  # they tell the ranks their round
+        started = super()._start_workers(worker_group)
+        self._ranks = [Handle(pid) for pid in started.values()]
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -159,31 +168,24 @@ class HostAgent(LocalElasticAgent):
             self._let_stop()
         elif self._why is None:
             self._hosts.alive.leave("failed")
-        for handle in self._handles():
-            handle.kill()
-            handle.close()
+        for rank in self._ranks:
+            rank.kill()
+            rank.close()
+        self._ranks = ()
         super()._stop_workers(worker_group)
 
     def _let_stop(self) -> None:
         """Give the ranks notice, upon which samestep's save and end after a step that all of them take."""
-        handles = self._handles()
-        for handle in handles:
-            with suppress(ProcessLookupError):
-                os.kill(handle.pid, signal.SIGTERM)
+        for rank in self._ranks:
+            if rank.alive():
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGTERM)
         until = time.monotonic() + self._rounds.notice
-        while time.monotonic() < until and any(handle.alive() for handle in handles):
+        while time.monotonic() < until and any(rank.alive() for rank in self._ranks):
             lost = self._hosts.lost()
             if lost is not None and (lost.what != "round" or lost.state == "failed"):
                 break
             time.sleep(_APART)
-        for handle in handles:
-            handle.close()
-
-    def _handles(self) -> Sequence[Handle]:
-        """Of the ranks that run."""
-        context = self._pcontext
-        processes = context.subprocess_handlers.values() if isinstance(context, SubprocessContext) else ()
-        return [Handle(each.proc.pid) for each in processes if each.proc.poll() is None]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         # A rank whose starter passes signals on takes no notice of those that a terminal sends to all.
@@ -208,12 +210,15 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
+    forked = forked_rank.arguments_of([command, *arguments])
+    if forked is not None:
+        forked_rank.warm_up()
     hosts = rendezvous_handler_registry.create_handler(parameters)
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
-        entrypoint=command,
-        args=tuple(arguments),
+        entrypoint=forked_rank.run if forked is not None else command,
+        args=(forked, environment.snapshot()) if forked is not None else tuple(arguments),
         rdzv_handler=hosts,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,

@@ -47,6 +47,7 @@ class HostRounds:
         self._folder = place
         self._watch: Watch | None = None
         self._about: About | None = None
+        self._came: Sequence[str] = ()  # hosts that were not in the round before
         self._untold: tuple[Fault, float, int] | None = None  # a fault, its moment, and the steps that were done
 
     @property
@@ -68,6 +69,7 @@ class HostRounds:
         self._about = None
         if round_.first and round_.number > 0:
             self._untold = self._root_cause(round_)
+            self._came = self._new(round_)
         self._watch = Watch(
             self._folder, ranks, limit=None, goes_on=self._tell_what_it_cost, elsewhere=self._elsewhere
         )
@@ -77,12 +79,12 @@ class HostRounds:
 
     def look(self) -> None:
         """See what the ranks say of their job; to be called again and again."""
-        said = about.read(self._folder) if self._watch is not None else None
+        said = about.read(self._folder)
         if said is None or said == self._about:
             return
-        assert self._watch is not None
         self._about = said
-        self._watch.limit = said.hang_limit
+        if self._watch is not None:
+            self._watch.limit = said.hang_limit
         if said.run_folder is not None and self._round is not None and self._round.first:
             self._hosts.post("run-folder", {"path": said.run_folder})
 
@@ -175,9 +177,15 @@ class HostRounds:
             step=left["step"],
             at=datetime.fromtimestamp(why["at"], UTC).isoformat(timespec="milliseconds"),
             processes=sum(len(each) for each in ranks.values()),
-            layout=left["layout"] or "",
+            layout=next((each["layout"] for _, _, each in lefts if each["layout"]), ""),
         )
         return fault, left["moment"] or why["at"], done
+
+    def _new(self, round_: HostRound) -> Sequence[str]:
+        """The hosts of a round that were not in the one before."""
+        known = self._hosts.posted(f"round/{round_.number - 1}") or {"members": []}
+        before = {member["node"] for member in known["members"]}
+        return [member.name for member in round_.members if member.node not in before]
 
     def _lost(self, member: Mapping[str, Any], had: Sequence[int]) -> dict[str, Any]:
         """What a host that is gone, with the ranks that it had, would have said."""
@@ -196,10 +204,13 @@ class HostRounds:
 
     def _tell_what_it_cost(self, ranks: Sequence[Progress]) -> None:
         """The training takes steps again."""
+        first = min(each.first_step for each in ranks if each.first_step >= 0)
         if self._untold is None:
+            if self._came and self._about is not None:
+                names = ", ".join(self._came)
+                say(f"{names} joins; goes on at step {first} with layout {self._about.layout}")
             return
         (fault, moment, done), self._untold = self._untold, None
-        first = min(each.first_step for each in ranks if each.first_step >= 0)
         fault = replace(
             fault,
             goes_on_at=first,

@@ -20,13 +20,10 @@ class Limits:
     come_back: float = 10.0  # that a host which is cut off tries to reach the others again
 
     def check(self) -> None:
-        """Raise UserError for times that don't go together."""
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise UserError(f"{name.replace('_', ' ')} limit is {value} s; more than 0 would do")
+        """Raise UserError for a limit under which hosts would be lost that are there."""
         least = _SIGNS * self.beat
         if self.silence < least:
             raise UserError(
-                f"silence limit is {self.silence:g} s, and hosts give a sign of life every {self.beat:g} s; "
+                f"--silence-limit is {self.silence:g} s, and hosts give a sign of life every {self.beat:g} s; "
                 f"{least:g} s or more would do"
             )

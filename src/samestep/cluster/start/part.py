@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from samestep.cluster.start.limits import Limits
+
 Output = Literal["terminal", "files"]
 
 
@@ -32,11 +34,24 @@ class Part:
     max_restarts: int = 0
     start_timeout: float = 300.0  # seconds that hosts wait for each other
     notice: float = 30.0  # seconds that the ranks have to end when they are told to
+    silence_limit: float = 8.0  # seconds without a sign of life, after which a host is lost
+    return_limit: float = 10.0  # seconds in which a host that is cut off may come back
+    gather: float = 30.0  # seconds that a job waits for more hosts than it needs, when it starts
     controlled: bool = False  # whether a controller tells the user how the job ended
 
     @property
     def elastic(self) -> bool:
         return self.fewest != self.most
+
+    @property
+    def limits(self) -> Limits:
+        """When this host takes others for lost."""
+        return Limits(
+            meet=self.start_timeout,
+            silence=self.silence_limit,
+            come_back=self.return_limit,
+            first_call=self.gather,
+        )
 
     @property
     def size(self) -> str:

@@ -32,14 +32,28 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _become(arguments)
     except UserError as error:
-        ranks = _ranks_if_readable()
-        if ranks is not None and ranks.local_rank > 0:
-            time.sleep(_AFTER_YOU)
-        print(f"samestep: {error}", file=sys.stderr, flush=True)
+        tell(error)
         return 2
 
 
+def tell(error: UserError) -> None:
+    """Say a mistake. Where all ranks of a host make the same one, the first has the time to be the only one."""
+    ranks = _ranks_if_readable()
+    if ranks is not None and ranks.local_rank > 0:
+        time.sleep(_AFTER_YOU)
+    print(f"samestep: {error}", file=sys.stderr, flush=True)
+
+
 def _become(arguments: Sequence[str]) -> NoReturn:
+    end_with_parent()
+    started, environ = prepared(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(started[0], started, environ)
+
+
+def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Take this rank's cores, and return what it is to become, and with which variables."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     options, command = _parser().parse_args(arguments[:end]), arguments[end + 1 :]
     check_choice(options.bind)
@@ -54,17 +68,14 @@ def _become(arguments: Sequence[str]) -> NoReturn:
         )
     if not 0 <= ranks.local_rank < ranks.local_world_size:
         raise UserError(f"LOCAL_RANK={ranks.local_rank} is no rank of a host with {ranks.local_world_size}")
-    end_with_parent()
     own = bindings(this_machine(), ranks.local_world_size, options.bind)[ranks.local_rank]
     bind(own)
     threads = options.threads or environment.asked_threads() or own.threads
     environ = environment.snapshot()
     expected = table.expected(options.engine, ranks, environ, threads)
-    sys.stdout.flush()
-    sys.stderr.flush()
     started = [*program, *expected.arguments, *command[_own_words(command) :]]
     between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ, gloo_alone=True)
-    os.execvpe(started[0], started, {**environ, **between_hosts, **environment.share(threads), **expected.variables})
+    return started, {**environ, **between_hosts, **environment.share(threads), **expected.variables}
 
 
 def _own_words(command: Sequence[str]) -> int:
