@@ -186,3 +186,12 @@ def test_a_training_in_the_folders_of_a_container(
     assert main(["train", str(job)]) == 0
     assert (container / "checkpoints/step-3").is_dir()
     assert f"goes on from {container}/checkpoints/step-2" in capsys.readouterr().err
+
+
+def test_several_containers_that_would_each_train_alone_are_refused(
+    job: Path, container: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SM_HOSTS", '["algo-1","algo-2"]')
+    assert main(["train", str(job)]) == 2
+    assert "behind samestep launch -- they do it together" in capsys.readouterr().err
+    assert not (container / "output/data/run").exists()
