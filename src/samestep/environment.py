@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from samestep.ranks import Ranks, by_horovodrun, integer
@@ -17,6 +19,12 @@ _AT_FIRST: Final = dict(os.environ)
 def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """Read the rank that a launcher gave this process; None if none did."""
     return read_ranks(environ)
+
+
+def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManager[None]:
+    """As if this process were the first of so many ranks, to look at what they are to do."""
+    wanted = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
+    return given({name: str(value) for name, value in wanted.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +89,21 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices |
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
+def variables_of_interface(
+    interface: str | None, environ: Mapping[str, str] = os.environ, *, gloo_alone: bool = False
+) -> dict[str, str]:
+    """What names an interface for messages, unless the user has chosen one or it is None.
+
+    `gloo_alone`: NCCL keeps to its own choice, which may be several interfaces between hosts.
+    """
+    wanted = _INTERFACES[:1] if gloo_alone else _INTERFACES
+    return {name: interface for name in wanted if interface is not None and name not in environ}
+
+
 @contextmanager
-def messages_over(interface: str | None) -> Iterator[None]:
+def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterator[None]:
     """An interface for the messages of torch.distributed, unless the user has chosen one or it is None."""
-    chosen = {name: interface for name in _INTERFACES if interface is not None and name not in os.environ}
+    chosen = variables_of_interface(interface, gloo_alone=gloo_alone)
     os.environ.update(chosen)
     try:
         yield
@@ -95,12 +114,71 @@ def messages_over(interface: str | None) -> Iterator[None]:
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     """Threads a process that the user asked for by OMP_NUM_THREADS.
 
-    torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is nobody's wish.
+    torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is nobody's wish, unless samestep has
+    shared out the cores of the host.
     """
     if "OMP_NUM_THREADS" not in environ:
         return None
     threads = integer(environ, "OMP_NUM_THREADS")
-    return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ else threads
+    return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads
+
+
+# Set for a rank that has its share of its host's cores and threads.
+_SHARED_OUT = "SAMESTEP_SHARED_OUT"
+
+
+def share(threads: int) -> dict[str, str]:
+    """Variables for a rank that has its share of its host's cores: the threads that it starts on them."""
+    return {"OMP_NUM_THREADS": str(threads), _SHARED_OUT: "1"}
+
+
+def on_sagemaker(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to a SageMaker job."""
+    return "SM_HOSTS" in environ
+
+
+def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `accelerate config` writes its file when it isn't told where."""
+    cache = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldRound:
+    """What this host's agent tells its ranks about the start that they are part of."""
+
+    number: int  # of the start, from 0, the same on all hosts
+    folder: str  # on this host, where the ranks leave how far they are
+    run_folder: str | None = None  # that an earlier round chose for what the run leaves; None: none did
+
+
+_ROUND, _ROUND_FOLDER, _RUN_FOLDER = "SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER"
+
+
+def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
+    """The round that an agent of samestep's told this rank; None where something else started it, or nothing."""
+    if _ROUND not in environ or _ROUND_FOLDER not in environ or "RANK" not in environ:
+        return None
+    return ToldRound(
+        number=integer(environ, _ROUND), folder=environ[_ROUND_FOLDER], run_folder=environ.get(_RUN_FOLDER)
+    )
+
+
+def tell_round(round_: ToldRound) -> None:
+    """Tell the ranks that this process starts from now on."""
+    os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
+    if round_.run_folder is not None:
+        os.environ[_RUN_FOLDER] = round_.run_folder
+
+
+def agent_signals(names: str) -> AbstractContextManager[None]:
+    """The signals upon which PyTorch's elastic agent ends, and what it tells its ranks: for as long as it runs."""
+    return given({"TORCHELASTIC_SIGNALS_TO_HANDLE": names})
+
+
+def own_bootstrap() -> AbstractContextManager[None]:
+    """While PyTorch's rendezvous meets, it makes no store of its own for the ranks."""
+    return given({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 _MARK = "SAMESTEP_RUN"
@@ -126,6 +204,40 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractCon
     if cluster is not None:
         wanted["TF_CONFIG"] = json.dumps(cluster)
     return given(wanted)
+
+
+def quiet_import() -> AbstractContextManager[None]:
+    """Let PyTorch, where it is first imported now, not warn that names and peers can't be found while hosts meet."""
+    return given({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")})
+
+
+def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What leaves these accelerators to the ranks, counted among those that are left to this process."""
+    visible = visible_devices(environ)
+    if visible is None:
+        return {_VISIBLE[0]: ",".join(map(str, chosen))}
+    return {visible.variable: ",".join(visible.devices[number] for number in chosen)}
+
+
+def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the elastic agent that started this rank looks for why it ended."""
+    name = environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The file that the user names for variables that go to every host."""
+    return environ.get("SAMESTEP_ENV_FILE") or None
+
+
+def host_name() -> str:
+    """How this host calls itself."""
+    return socket.gethostname()
+
+
+def slurm_node(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of the node on which Slurm runs this task."""
+    return environ["SLURMD_NODENAME"]
 
 
 def given_address(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -172,10 +284,27 @@ def agent_settings() -> Iterator[None]:
         _restore(before)
 
 
-def deepspeed_settings(device_type: str, local_rank: int) -> AbstractContextManager[None]:
-    """Settings that DeepSpeed reads while it is imported and set up."""
-    # A launcher says which rank this is; LOCAL_RANK is only missing where a process works alone.
-    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(local_rank))})
+def deepspeed_settings(device_type: str, index: int | None) -> AbstractContextManager[None]:
+    """Settings that DeepSpeed reads while it is imported and set up; `index` is the accelerator's, None: the CPU."""
+    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": _deepspeed_local_rank(index)})
+
+
+@contextmanager
+def deepspeed_at_work(index: int | None) -> Iterator[None]:
+    """The setting that DeepSpeed also reads in the middle of a step. It is changed only where it isn't right."""
+    before, wanted = os.environ.get("LOCAL_RANK"), _deepspeed_local_rank(index)
+    if before != wanted:
+        os.environ["LOCAL_RANK"] = wanted
+    try:
+        yield
+    finally:
+        if before != wanted:
+            _restore({"LOCAL_RANK": before})
+
+
+def _deepspeed_local_rank(index: int | None) -> str:
+    # DeepSpeed takes the local rank for the accelerator's number. A process that works alone may have none.
+    return os.environ.get("LOCAL_RANK", "0") if index is None else str(index)
 
 
 def _restore(before: Mapping[str, str | None]) -> None:
@@ -200,6 +329,13 @@ def adopt(environ: Mapping[str, str]) -> None:
     for name in os.environ.keys() - environ.keys() - for_this_rank.keys():
         del os.environ[name]
     os.environ.update({**environ, **for_this_rank})
+
+
+def become(variables: Mapping[str, str]) -> None:
+    """In a new rank: have these variables and no others."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 @contextmanager

@@ -81,3 +81,13 @@ def is_main() -> bool:
     except UserError:  # a variable that can't be read, which is told as every other mistake
         return True
     return ranks is None or ranks.rank == 0
+
+
+def tell_launcher(message: str) -> None:
+    """Leave a message for whoever started this rank, who ends it as soon as another one has ended."""
+    from samestep import environment
+
+    if (file := environment.error_file()) is not None:
+        from samestep.cluster.start.error_file import tell
+
+        tell(file, message)

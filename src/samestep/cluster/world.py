@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster import horovodrun, meeting
-from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
+from samestep.cluster import address, horovodrun, meeting
+from samestep.cluster.cores import threads_of
+from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
 from samestep.ranks import Ranks
@@ -27,20 +28,16 @@ class World:
     threads: int
 
 
-def threads_of(local_ranks: int, asked: int | None) -> int:
-    """Threads a rank: as asked, else the cores shared out."""
-    return asked or environment.asked_threads() or max(1, cores() // local_ranks)
-
-
 @contextmanager
 def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | None = None) -> Iterator[World]:
     """Take this process's place among the ranks that a launcher started; alone where none did.
 
     With `alone` the process works by itself, even as one of many. A process group that is there already is used
-    and left as it is. Ranks that share one host listen on its loopback alone.
+    and left as it is. Ranks that share one host listen on its loopback alone, those of several hosts on the interface
+    that leads to the others.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
-    check_devices(ranks.local_world_size, device)
+    check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE)
     world = World(
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -50,14 +47,15 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     threads_before = torch.get_num_threads()
     torch.set_num_threads(world.threads)
     if world.device.type != "cpu":
-        torch.accelerator.set_device_index(ranks.local_rank)
+        torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
-    interface = loopback_interface() if ranks.one_host else environment.place_interface()
+    store = _store_of_hosts(ranks) if ours else None
+    interface = _interface(ranks, store) if ours else None
     try:
         # For as long as the group is there: groups of a mesh's dimensions are made later.
-        with environment.messages_over(interface if ours else None), ExitStack() as while_here:
+        with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
             if ours:
-                _join_process_group(world, ranks, while_here)
+                _join_process_group(world, ranks, store, while_here)
             yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
@@ -69,14 +67,39 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         torch.set_num_threads(threads_before)
 
 
-def _join_process_group(world: World, ranks: Ranks, while_here: ExitStack) -> None:
+def _store_of_hosts(ranks: Ranks) -> dist.Store | None:
+    """The store where ranks of several hosts meet, as a launcher of torchrun's kind names it; None for others."""
+    if ranks.local_world_size == ranks.world_size or environment.horovodrun() is not None:
+        return None
+    if meeting.tells_no_address(ranks):
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
+
+
+def _interface(ranks: Ranks, store: dist.Store | None) -> str | None:
+    """The interface for messages between ranks; None where the back end finds it as well."""
+    if ranks.one_host:
+        return loopback_interface()
+    if (named := environment.place_interface()) is not None:
+        return named
+    if store is None:
+        return None
+    main = environment.main_address()
+    return address.interface_of(address.agreed_before_group(store, ranks.rank, ranks.world_size, main))
+
+
+def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None, while_here: ExitStack) -> None:
     backend = backend_of(world.device)
-    bound = world.device if world.device.type != "cpu" else None
+    bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
     if world.world_size == 1:
-        store = dist.HashStore()  # no port, nobody to meet
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound)
+        alone = dist.HashStore()  # no port, nobody to meet
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
     elif (run := environment.horovodrun()) is not None:
         horovodrun.join_process_group(run, ranks, backend, device_id=bound)
+    elif store is not None:
+        store = dist.PrefixStore("default_pg", store)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=bound)
     elif meeting.tells_no_address(ranks):
         address, port = meeting.join_process_group(ranks, backend, device=bound)
         while_here.enter_context(environment.as_torchrun(ranks, address, port))

@@ -1,5 +1,7 @@
 """Processes that Open MPI's mpirun has started: each is told its own place, and how many there are."""
 
+import re
+
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found, Given, Variables
 from samestep.cluster.discover.unnamed import shares, unnamed
@@ -33,6 +35,7 @@ class OpenMpi:
         # One process a host, and several hosts: a host's slots are its own to count.
         agents = world_size == nodes > 1
         this = rank if agents else 0 if nodes == 1 else None
+        main_address = _mpirun_address(read) if agents else None
         names = unnamed(nodes, this, given.host.name)
         if agents:
             own, counted = given.host.slots
@@ -49,6 +52,7 @@ class OpenMpi:
             read=read.read(),
             slots_from=counted,
             on_every_host=agents,
+            main_address=main_address,
         )
 
 
@@ -63,3 +67,19 @@ def _nodes(read: Variables, world_size: int, local_size: int) -> int:
             "doesn't say how many hosts share them: --hostfile would"
         )
     return world_size // local_size
+
+
+def _mpirun_address(read: Variables) -> str:
+    """The address of mpirun's own host, which is the first one unless the user has put others before it.
+
+    Of several addresses nobody knows by which the others reach it.
+    """
+    uri = read.text("OMPI_MCA_orte_hnp_uri") or ""  # 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865
+    addresses = [address for found in re.findall(r"tcp://([^;:]+):\d+", uri) for address in found.split(",")]
+    if len(addresses) != 1:
+        raise UserError(
+            f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host; on several hosts samestep "
+            "launch wants one of them by --mca oob_tcp_if_include INTERFACE, an option of mpirun; "
+            "or leave samestep launch away, and start a process a rank"
+        )
+    return addresses[0]

@@ -32,7 +32,7 @@ class OwnHost:
 
     @cached_property
     def cores(self) -> int:
-        from samestep.cluster.device import cores
+        from samestep.cluster.cores import cores
 
         return cores()
 

@@ -1,0 +1,150 @@
+"""Hosts that go away in the middle of a training: crashed, switched off, cut off; noticed soon, and gone on from."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from on_hosts import (
+    VARIABLES,
+    losses_alone,
+    losses_in,
+    needs_hosts,
+    python,
+    record,
+    slow_job,
+    start_on,
+    steps_in,
+    torchrun,
+)
+from testbed import Host, Running, Testbed
+
+pytestmark = needs_hosts()
+
+STEPS = 60
+
+
+@pytest.fixture
+def bed() -> Iterator[Testbed]:
+    with Testbed(3) as made:
+        yield made
+
+
+def wait_for_step(step: int, folder: Path, running: Running, limit: float = 60.0) -> float:
+    """Wait until a run has taken so many steps; seconds that it took."""
+    began = time.monotonic()
+    while steps_in(folder) < step:
+        assert running.poll() is None, running.text
+        assert time.monotonic() - began < limit, f"step {steps_in(folder)} after {limit:.0f} s\n{running.text}"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def test_a_host_that_crashes_is_noticed_by_the_other(bed: Testbed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train = ["samestep", "train", str(slow_job(tmp_path, steps=2000, seconds=0.05)), "--layout", "dp2"]
+    commands = [torchrun(rank, 2, [*train, "--folder", str(run)]) for rank in range(2)]
+    here, _ = start_on(bed.hosts[:2], commands)
+    wait_for_step(5, run, here)
+    bed["host-b"].crash()
+    began = time.monotonic()
+    assert here.wait(30) == 1
+    seconds = time.monotonic() - began
+    assert seconds < 15
+    assert "Connection closed by peer" in here.text or "Connection reset by peer" in here.text, here.text
+    record(
+        "torchrun",
+        "torchrun ...",
+        "a host crashes; stock torchrun, no restarts",
+        f"the other ends after {seconds:.1f} s",
+    )
+
+
+def controller(bed: Testbed, folder: Path, *options: str, seconds: float = 0.1) -> Running:
+    """The slow job, started over SSH from host-c on the two others, which may go and come back."""
+    hosts = folder / "hosts"
+    hosts.write_text("host-a slots=1\nhost-b slots=1\n")
+    train = ["-m", "samestep", "train", str(slow_job(folder, steps=STEPS, seconds=seconds)), "--layout", "ddp"]
+    train += ["--folder", str(folder / "run"), "--checkpoint-every", "2", "--resume"]
+    start = python("samestep", "launch", "--hostfile", str(hosts), "--nodes", "1:2", "--max-restarts", "5", *options)
+    return bed["host-c"].start([*start, "--", *train], env=VARIABLES, cwd=folder)
+
+
+def finish(running: Running, run: Path, limit: float = 120.0) -> None:
+    running.finish(limit)
+    assert losses_in(run) == pytest.approx(losses_alone(STEPS), rel=1e-12)
+
+
+def gone_on_after(host: Host, running: Running, run: Path, limit: float) -> float:
+    """Seconds from now to the first step that the others take without the host."""
+    assert not host.is_up or running.poll() is None
+    before = steps_in(run)
+    time.sleep(0.3)  # what was on its way is written
+    before = max(before, steps_in(run))
+    return 0.3 + wait_for_step(before + 1, run, running, limit)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("way", "limit"), [("crash", 15.0), ("power_off", 25.0), ("unplug", 25.0)], ids=["crash", "power off", "cable"]
+)
+def test_the_others_go_on_without_a_host_and_it_comes_back(
+    bed: Testbed, tmp_path: Path, way: str, limit: float
+) -> None:
+    run, host_b = tmp_path / "run", bed["host-b"]
+    running = controller(bed, tmp_path)
+    wait_for_step(6, run, running)
+    getattr(host_b, way)()
+    seconds = gone_on_after(host_b, running, run, limit)
+    if way == "unplug":
+        host_b.plug()
+    else:
+        host_b.boot()
+    finish(running, run)
+    tried = {"crash": "a host crashes and boots again", "power_off": "a host loses its power and boots again"}
+    told = tried.get(way, "a host's cable is pulled, and put back after the others have gone on")
+    seen = f"the others go on after {seconds:.1f} s; the losses of one process"
+    record("hostfile, over SSH", "samestep launch --hostfile hosts --nodes 1:2 --max-restarts 5 -- ...", told, seen)
+
+
+@pytest.mark.cluster
+def test_a_blip_of_three_seconds_is_survived(bed: Testbed, tmp_path: Path) -> None:
+    run, host_b = tmp_path / "run", bed["host-b"]
+    running = controller(bed, tmp_path)
+    wait_for_step(6, run, running)
+    host_b.unplug()
+    time.sleep(3)
+    host_b.plug()
+    seconds = wait_for_step(steps_in(run) + 2, run, running, 20)
+    finish(running, run)
+    seen = f"survived: the next step came after {3 + seconds:.1f} s; the losses of one process"
+    record("hostfile, over SSH", "samestep launch --hostfile hosts ...", "a cable pulled for 3 s", seen)
+
+
+@pytest.mark.cluster
+def test_the_host_with_the_store_may_die_and_the_job_goes_on_from_its_checkpoint(
+    bed: Testbed, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train = ["samestep", "train", str(slow_job(tmp_path, steps=STEPS, seconds=0.1)), "--layout", "ddp"]
+    train += ["--folder", str(run), "--checkpoint-every", "2", "--resume"]
+    options = ["--no-ssh", "--nodes", "1:2", "--num-procs", "1", "--master-addr", "host-a", "--job-id", "job"]
+    commands = [
+        [*python("samestep", "launch", *options, "--node-rank", str(rank), "--max-restarts", "5"), "--", "-m", *train]
+        for rank in range(2)
+    ]
+    _, other = start_on(bed.hosts[:2], commands)
+    wait_for_step(6, run, other)
+    bed["host-a"].power_off()
+    began = time.monotonic()
+    code = other.wait(60)
+    seconds = time.monotonic() - began
+    assert code != 0
+    assert seconds < 25
+    assert re.search(r"samestep: .*host-a", other.text), other.text
+    bed["host-b"].run(python(*train), env=VARIABLES, timeout=90)
+    assert losses_in(run) == pytest.approx(losses_alone(STEPS), rel=1e-12)
+    tried = "the host that serves the store loses its power"
+    seen = f"the other ends after {seconds:.1f} s and names it; samestep train there goes on from the last checkpoint"
+    record("without SSH", "samestep launch --no-ssh --node-rank N --nodes 1:2 ...", tried, seen)
