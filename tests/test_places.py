@@ -11,7 +11,7 @@ import pytest
 
 from samestep.cluster.discover.hostfile import read_hostfile
 from samestep.cluster.discover.place import Found, Given, OwnHost, Slots
-from samestep.cluster.discover.resolve import PLACES, find
+from samestep.cluster.discover.resolve import PLACES, check_not_alone, find
 from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.discover.who_am_i import which
 from samestep.errors import UserError
@@ -590,6 +590,27 @@ def test_a_place_that_is_wrong(hostfile: Path) -> None:
     assert said == '--place "slurm" and --hostfile FILE are two places; leave one of them out'
     both = refused({}, hostfile=hostfile, ray="auto")
     assert both == "--hostfile FILE and --ray ADDRESS or RAY_ADDRESS both name hosts; leave one of them out"
+
+
+@pytest.mark.parametrize("environ", [SAGEMAKER, PYTORCHJOB])
+def test_hosts_that_would_each_do_the_whole_job_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"this is one of 2 hosts of a \w+ job, which all run this command"):
+        check_not_alone(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH,
+        {"RAY_ADDRESS": "auto"},
+        {**SAGEMAKER, "SM_HOSTS": '["algo-2"]'},
+        {**SAGEMAKER, **TORCHRUN},
+        {**PYTORCHJOB, "PET_NNODES": "1", "PET_NODE_RANK": "0"},
+    ],
+)
+def test_a_job_that_one_command_starts_is_not_refused(environ: dict[str, str]) -> None:
+    check_not_alone(environ)
 
 
 def test_a_hostfile_is_read_without_looking_for_this_machine(hostfile: Path) -> None:

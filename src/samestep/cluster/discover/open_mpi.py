@@ -13,6 +13,7 @@ class OpenMpi:
 
     name = "open-mpi"
     sign = "OMPI_COMM_WORLD_SIZE"
+    everywhere = False
 
     def named(self, given: Given) -> bool:
         return False
