@@ -73,7 +73,7 @@ def controller(bed: Testbed, folder: Path, *options: str, seconds: float = 0.1) 
 
 def finish(running: Running, run: Path, limit: float = 120.0) -> None:
     running.finish(limit)
-    assert losses_in(run) == pytest.approx(losses_alone(STEPS), rel=1e-12)
+    assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
 
 
 def gone_on_after(host: Host, running: Running, run: Path, limit: float) -> float:
@@ -144,7 +144,7 @@ def test_the_host_with_the_store_may_die_and_the_job_goes_on_from_its_checkpoint
     assert seconds < 25
     assert re.search(r"samestep: .*host-a", other.text), other.text
     bed["host-b"].run(python(*train), env=VARIABLES, timeout=90)
-    assert losses_in(run) == pytest.approx(losses_alone(STEPS), rel=1e-12)
+    assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
     tried = "the host that serves the store loses its power"
     seen = f"the other ends after {seconds:.1f} s and names it; samestep train there goes on from the last checkpoint"
     record("without SSH", "samestep launch --no-ssh --node-rank N --nodes 1:2 ...", tried, seen)

@@ -101,6 +101,7 @@ def _pod(rank: int) -> Mapping[str, str]:
 
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "-np", "2", "--host", "host-a:1,host-b:1", "-x", "PYTHONPATH")
+HOROVODRUN = (str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2", "-H", "host-a:1,host-b:1")
 
 WAYS = [
     Way(
@@ -167,6 +168,12 @@ WAYS = [
         shown="mpirun -np 2 --host host-a:1,host-b:1 samestep launch --num-procs 1 -- -m samestep train job.yaml",
         starts=lambda at: on_first(*MPIRUN, *launch("--num-procs", "1", train=at.train)),
         programs=["mpirun"],
+    ),
+    Way(
+        place="horovodrun",
+        shown="horovodrun -np 2 -H host-a:1,host-b:1 samestep train job.yaml --engine horovod",
+        starts=lambda at: on_first(*HOROVODRUN, *python(*at.train, "--engine", "horovod")),
+        package="horovod",
     ),
     Way(
         place="Ray",

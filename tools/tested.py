@@ -50,6 +50,7 @@ CHINESE = [
     (r"a cable pulled for 3 s", "网线拔掉 3 秒"),
     (r"the host that serves the store loses its power", "提供 store 的主机断电"),
     (r"the losses of one process", "与单进程的损失相同"),
+    (r"the losses of one process, to (\S+) in float32", r"与单进程的损失相同（float32，误差 \1 以内）"),
     (r"both have the losses of one process", "两个任务都与单进程的损失相同"),
     (r"same step, largest relative difference (\S+)", r"同一步，最大相对差 \1"),
     (r"refused before the first step", "在第一步之前就被拒绝"),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -89,14 +88,21 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices |
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-@contextmanager
-def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterator[None]:
-    """An interface for the messages of torch.distributed, unless the user has chosen one or it is None.
+def variables_of_interface(
+    interface: str | None, environ: Mapping[str, str] = os.environ, *, gloo_alone: bool = False
+) -> dict[str, str]:
+    """What names an interface for messages, unless the user has chosen one or it is None.
 
     `gloo_alone`: NCCL keeps to its own choice, which may be several interfaces between hosts.
     """
     wanted = _INTERFACES[:1] if gloo_alone else _INTERFACES
-    chosen = {name: interface for name in wanted if interface is not None and name not in os.environ}
+    return {name: interface for name in wanted if interface is not None and name not in environ}
+
+
+@contextmanager
+def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterator[None]:
+    """An interface for the messages of torch.distributed, unless the user has chosen one or it is None."""
+    chosen = variables_of_interface(interface, gloo_alone=gloo_alone)
     os.environ.update(chosen)
     try:
         yield
@@ -223,11 +229,6 @@ def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("SAMESTEP_ENV_FILE") or None
 
 
-def host_name() -> str:
-    """How this host calls itself."""
-    return socket.gethostname()
-
-
 def slurm_node(environ: Mapping[str, str] = os.environ) -> str:
     """The name of the node on which Slurm runs this task."""
     return environ["SLURMD_NODENAME"]
@@ -278,10 +279,26 @@ def agent_settings() -> Iterator[None]:
 
 
 def deepspeed_settings(device_type: str, index: int | None) -> AbstractContextManager[None]:
-    """Settings that DeepSpeed reads while it is imported, set up, and at work; `index` is the accelerator's."""
-    # It takes the local rank for the accelerator's number. A process that works alone may have none.
-    number = os.environ.get("LOCAL_RANK", "0") if index is None else str(index)
-    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": number})
+    """Settings that DeepSpeed reads while it is imported and set up; `index` is the accelerator's, None: the CPU."""
+    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": _deepspeed_local_rank(index)})
+
+
+@contextmanager
+def deepspeed_at_work(index: int | None) -> Iterator[None]:
+    """The setting that DeepSpeed also reads in the middle of a step. It is changed only where it isn't right."""
+    before, wanted = os.environ.get("LOCAL_RANK"), _deepspeed_local_rank(index)
+    if before != wanted:
+        os.environ["LOCAL_RANK"] = wanted
+    try:
+        yield
+    finally:
+        if before != wanted:
+            _restore({"LOCAL_RANK": before})
+
+
+def _deepspeed_local_rank(index: int | None) -> str:
+    # DeepSpeed takes the local rank for the accelerator's number. A process that works alone may have none.
+    return os.environ.get("LOCAL_RANK", "0") if index is None else str(index)
 
 
 def _restore(before: Mapping[str, str | None]) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from samestep.cli import cluster_options, output_files
+from samestep.cli import cluster_options, job_options, output_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     ranks = 0 if here is None else found.cluster.hosts[here].slots
     cores = [in_words(each) for each in bindings(this_machine(), ranks, options.bind)] if ranks else []
     shown = hosts_shown(found, options.layout, cores)
+    if not job_options.is_main():
+        return 0  # of many that a launcher has started, one tells it
     if options.json is not None:
         options.json.write_text(json.dumps(shown.to_json(), indent=2) + "\n", encoding="utf-8")
     print_hosts(shown)

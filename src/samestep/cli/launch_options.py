@@ -126,6 +126,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         remote_python=_words("--remote-python", options.remote_python)
         if options.remote_python
         else (sys.executable,),
+        ray=options.ray,
         folder=options.chdir or str(Path.cwd()),
         **own,
     )
@@ -192,6 +193,25 @@ def wishes(options: argparse.Namespace) -> bool:
 def words_of_others(words: Sequence[str]) -> list[str]:
     """The words of a command line that are no options of a launch, in their order."""
     return _own_parser().parse_known_args(words)[1]
+
+
+# Options that a pod's own launch needs; who it is and where the others are, its variables say.
+_IN_A_POD = ("nodes", "start_timeout", "max_restarts", "notice", "silence_limit", "return_limit", "gather", "engine")
+_IN_A_POD += ("bind", "threads", "logs", "output")
+
+
+def words_in_a_pod(options: argparse.Namespace) -> list[str]:
+    """The options of a launch that go into the command of a pod, where they are not as they are anyway."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    usual = parser.parse_args([])
+    words = []
+    for name in _IN_A_POD:
+        value = getattr(options, name)
+        if value != getattr(usual, name):
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words += ["--" + name.replace("_", "-"), text]
+    return words
 
 
 def _own_parser() -> argparse.ArgumentParser:

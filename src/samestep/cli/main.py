@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from samestep import __version__
+from samestep import __version__, environment
 from samestep.cli import (
     checkpoint,
     compare,
@@ -13,6 +13,7 @@ from samestep.cli import (
     drill,
     evaluate,
     hosts,
+    hyperparameters,
     job_options,
     launch,
     layout,
@@ -42,7 +43,8 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
     try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        words = list(hyperparameters.without(given, environment.snapshot()))
         options = _parser().parse_args(words)
         options.words = words
         return options.run(options)

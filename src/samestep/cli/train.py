@@ -70,7 +70,8 @@ def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
     )
     found = launch_options.found_from(options)
 
-    from samestep.api import check_job
+    with environment.quiet_import():
+        from samestep.api import check_job
 
     with environment.as_first_of(*world_of(found, wanted)):
         check_job(job)

@@ -10,16 +10,19 @@ import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from samestep.cluster.addresses import is_loopback
+from samestep.cluster.network import address_towards
 
-from samestep.cluster.network import address_towards, is_loopback
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of linux/sockios.h
 _KEY = "samestep-address-of-rank-"
 
 
-def agreed_before_group(store: dist.Store, rank: int, world_size: int, main: str) -> str:
+def agreed_before_group(store: "dist.Store", rank: int, world_size: int, main: str) -> str:
     """This host's address for the ranks of others, agreed on through the store where all meet, on host `main`."""
     mine = address_towards(main)
     store.set(f"{_KEY}{rank}", mine)
@@ -30,6 +33,8 @@ def agreed_before_group(store: dist.Store, rank: int, world_size: int, main: str
 
 def agreed_in_group(main: str) -> str:
     """The same, by ranks that are in a process group already; every rank must ask."""
+    import torch.distributed as dist
+
     mine = address_towards(main)
     all_ranks: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(all_ranks, mine)

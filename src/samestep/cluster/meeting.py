@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from samestep import environment
 from samestep.cluster import beacon
+from samestep.cluster.addresses import is_loopback, is_ours
 from samestep.cluster.discover.slurm_lists import host_names
-from samestep.cluster.network import LOOPBACK, address_towards, is_loopback, is_ours, store_at
+from samestep.cluster.network import LOOPBACK, address_towards, store_at
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 
@@ -56,6 +57,9 @@ def join_process_group(
     found = meeting(ranks, environment.snapshot())
     if address is not None:
         found = Meeting(job=found.job, addresses=(address,), other=found.other)
+    if not any(_resolved(each) for each in found.addresses):
+        named = ", ".join(found.addresses) or "nobody"
+        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {_TELL_US}")
     if ranks.rank == 0:
         address = _address_of_rank_0(found)
         store = store_at(address)

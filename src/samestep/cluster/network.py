@@ -1,15 +1,15 @@
 """Sockets of a job's ranks: bound to the address by which its own hosts reach them, not to every one of this host."""
 
-import ipaddress
 import os
 import socket
 import stat
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 
@@ -28,27 +28,14 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def is_ours(address: str) -> bool:
-    """Whether an address is one of this host's: no other can be bound to."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
-def store_at(address: str, port: int = 0) -> dist.TCPStore:
+def store_at(address: str, port: int = 0) -> "dist.TCPStore":
     """A store that serves on one address: on a port, or on a free one; `.port` says which. Raises OSError.
 
     PyTorch would listen on every address of the host. It gives its store no password, so whoever reaches the port
     reads and writes.
     """
+    import torch.distributed as dist
+
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, port), family=family, backlog=2048)
     port = listening.getsockname()[1]
@@ -56,11 +43,13 @@ def store_at(address: str, port: int = 0) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def store_client(address: str, port: int, *, answer_within: float) -> dist.TCPStore:
+def store_client(address: str, port: int, *, answer_within: float) -> "dist.TCPStore":
     """A connection to a store. Once it has been silent for so many seconds, every call ends with an error.
 
     Raises RuntimeError where no store answers there.
     """
+    import torch.distributed as dist
+
     store = dist.TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=answer_within)
     )

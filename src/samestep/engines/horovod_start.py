@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster.contracts.horovod import interface_of, slots_of, variables_of
+from samestep.cluster.address import agreed_in_group, interface_of
+from samestep.cluster.contracts.horovod import slots_of, variables_of
 from samestep.cluster.contracts.horovod_server import serving
-from samestep.cluster.network import LOOPBACK, address_towards
+from samestep.cluster.network import LOOPBACK
 from samestep.engines.horovod_config import Settings
 
 
@@ -36,16 +37,12 @@ def _rendezvous() -> Iterator[dict[str, str]]:
     local_rank, local_size = (ranks.local_rank, ranks.local_world_size) if ranks else (0, 1)
     rank, size = dist.get_rank(), dist.get_world_size()
     one_host = local_size == size
-    places: list[Any] = [None] * size
-    dist.all_gather_object(
-        places, (local_rank, LOOPBACK if one_host else address_towards(environment.main_address()))
-    )
-    slots = slots_of([number for number, _ in places])
-    # Towards a rank of another host: its own name may lead rank 0 no further than to its loopback.
-    elsewhere = next((address for number, address in places[1:] if number == 0), LOOPBACK)
-    with serving(address_towards(elsewhere), slots) if rank == 0 else nullcontext() as served:
+    own = LOOPBACK if one_host else agreed_in_group(environment.main_address())
+    local_ranks: list[Any] = [None] * size
+    dist.all_gather_object(local_ranks, local_rank)
+    slots = slots_of(local_ranks)
+    with serving(own, slots) if rank == 0 else nullcontext() as served:
         agreed: list[Any] = [served]
         dist.broadcast_object_list(agreed, src=0)
         address, port = agreed[0]
-        own = LOOPBACK if one_host else address_towards(address)
         yield variables_of(slots[rank], address, port, environment.gloo_interface() or interface_of(own))

@@ -2,19 +2,23 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 from samestep import environment
+from samestep.cluster.address import interface_of
 from samestep.cluster.contracts import torch
 from samestep.cluster.contracts.base import Contract, Expected, Rank
 from samestep.cluster.contracts.meeting import addresses, gathered, meeting
+from samestep.cluster.interfaces import own_name_leads_nowhere
 from samestep.errors import UserError
 
 
 def _expected(rank: Rank) -> Expected:
     ranks, variables = rank.ranks, torch.variables(rank)
+    _check_name(rank)
     with meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store:
         found = addresses(store, rank, variables["MASTER_ADDR"])
         slots = slots_of([int(number) for number in gathered(store, "local rank", rank, str(ranks.local_rank))])
@@ -23,6 +27,16 @@ def _expected(rank: Rank) -> Expected:
         port = int(store.get("port").decode())
     interface = environment.gloo_interface(rank.environ) or interface_of(found[ranks.rank])
     return Expected(variables={**variables, **variables_of(slots[ranks.rank], found[0], port, interface)})
+
+
+def _check_name(rank: Rank) -> None:
+    """Raise UserError where Horovod would not find the other hosts: it looks for some at this one's name alone."""
+    if rank.ranks.local_world_size < rank.ranks.world_size and own_name_leads_nowhere():
+        name = socket.gethostname()
+        raise UserError(
+            f"--engine horovod: on {name} the name {name} leads to no address that other hosts reach, and Horovod's "
+            "gloo goes by it, whatever HOROVOD_GLOO_IFACE says; its address in /etc/hosts there would do"
+        )
 
 
 Slot = Mapping[str, str | int]  # a rank's place, by the names that Horovod has for its parts
@@ -58,14 +72,6 @@ def variables_of(slot: Slot, address: str, port: int, interface: str | None) -> 
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         **({"HOROVOD_GLOO_IFACE": interface} if interface is not None else {}),
     }
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface of this host that has an address; None where none has."""
-    import psutil  # which Horovod needs itself
-
-    there = psutil.net_if_addrs().items()
-    return next((name for name, found in there if any(each.address == address for each in found)), None)
 
 
 def _serve(address: str, slots: Sequence[Slot]) -> int:

@@ -21,8 +21,9 @@ def _expected(rank: Rank) -> Expected:
     # Each rank holds its port until all have theirs, so no two of a host get the same.
     with (
         meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store,
-        socket.create_server(("", 0)) as held,
+        socket.socket() as held,
     ):
+        held.bind(("", 0))  # nobody is to connect: it isn't listened on
         found = addresses(store, rank, variables["MASTER_ADDR"])
         ports = gathered(store, "port", rank, str(held.getsockname()[1]))
     places = [f"{address}:{port}" for address, port in zip(found, ports, strict=True)]

@@ -47,14 +47,10 @@ def gathered(store: "Store", name: str, rank: Rank, mine: str) -> list[str]:
 
 def addresses(store: "Store", rank: Rank, main: str) -> list[str]:
     """The address of each rank's host by which the other hosts reach it; the loopback where there is one host."""
-    from samestep.cluster.network import LOOPBACK, address_towards, is_loopback
+    from samestep.cluster.address import agreed_before_group
+    from samestep.cluster.network import LOOPBACK
 
     ranks = rank.ranks
     if ranks.local_world_size == ranks.world_size:
         return [LOOPBACK] * ranks.world_size
-    towards_main = gathered(store, "address towards rank 0", rank, address_towards(main))
-    mine = towards_main[ranks.rank]
-    if is_loopback(mine):
-        # The name of rank 0's host leads its own ranks no further than to themselves.
-        mine = address_towards(next((other for other in towards_main if not is_loopback(other)), mine))
-    return gathered(store, "address", rank, mine)
+    return gathered(store, "address", rank, agreed_before_group(store, ranks.rank, ranks.world_size, main))

@@ -1,8 +1,10 @@
 """Processes that Open MPI's mpirun has started: each is told its own place, and how many there are."""
 
+import re
+
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found, Given, Variables
-from samestep.cluster.discover.unnamed import unnamed
+from samestep.cluster.discover.unnamed import shares, unnamed
 from samestep.errors import UserError
 
 
@@ -28,25 +30,55 @@ class OpenMpi:
                 "so mpirun has not set all of them"
             )
         read.number("OMPI_COMM_WORLD_LOCAL_RANK")
-        if world_size % local_size:
-            raise UserError(
-                f"OMPI_COMM_WORLD_SIZE is {world_size} and OMPI_COMM_WORLD_LOCAL_SIZE {local_size}; with unequal "
-                "hosts Open MPI doesn't say which is which: --hostfile would"
-            )
-        nodes = world_size // local_size
+        nodes = _nodes(read, world_size, local_size)
         # One process a host, and several hosts: a host's slots are its own to count.
-        agents = local_size == 1 and nodes > 1
-        slots, counted = given.host.slots if agents else (local_size, "listed")
-        this = rank // local_size if agents or nodes == 1 else None
+        agents = world_size == nodes > 1
+        this = rank if agents else 0 if nodes == 1 else None
+        main_address = _mpirun_address(read) if agents else None
         names = unnamed(nodes, this, given.host.name)
+        if agents:
+            own, counted = given.host.slots
+            slots = [own] * nodes
+        else:
+            slots, counted = shares(world_size, local_size, nodes, this or 0), "listed"
         return Found(
             cluster=Cluster(
                 place=self.name,
-                hosts=tuple(Host(name=name, slots=slots) for name in names),
+                hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),
                 this=this,
                 job=read.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
             ),
             read=read.read(),
             slots_from=counted,
             on_every_host=agents,
+            main_address=main_address,
         )
+
+
+def _nodes(read: Variables, world_size: int, local_size: int) -> int:
+    """How many hosts there are: Open MPI 4 says it, and from version 5 on only hosts of equal size show it."""
+    nodes = read.number("OMPI_MCA_orte_num_nodes", 1)
+    if nodes is not None:
+        return nodes
+    if world_size % local_size:
+        raise UserError(
+            f"OMPI_COMM_WORLD_SIZE is {world_size} and OMPI_COMM_WORLD_LOCAL_SIZE {local_size}; this Open MPI "
+            "doesn't say how many hosts share them: --hostfile would"
+        )
+    return world_size // local_size
+
+
+def _mpirun_address(read: Variables) -> str:
+    """The address of mpirun's own host, which is the first one unless the user has put others before it.
+
+    Of several addresses nobody knows by which the others reach it.
+    """
+    uri = read.text("OMPI_MCA_orte_hnp_uri") or ""  # 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865
+    addresses = [address for found in re.findall(r"tcp://([^;:]+):\d+", uri) for address in found.split(",")]
+    if len(addresses) != 1:
+        raise UserError(
+            f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host; on several hosts samestep "
+            "launch wants one of them by --mca oob_tcp_if_include INTERFACE, an option of mpirun; "
+            "or leave samestep launch away, and start a process a rank"
+        )
+    return addresses[0]

@@ -1,12 +1,16 @@
 """A Ray cluster: its live nodes, by the addresses under which they reach each other."""
 
 import importlib.util
+import logging
+import socket
 from typing import Any
 
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found, Given, Read
 from samestep.cluster.discover.who_am_i import which
 from samestep.errors import UserError
+
+_PATIENCE = 5.0  # seconds for a connection
 
 
 class Ray:
@@ -26,6 +30,7 @@ class Ray:
         assert address is not None
         if importlib.util.find_spec("ray") is None:
             raise UserError(f"{source} is {address}, and Ray is not installed; pip install ray would do")
+        _check_answers(source, address)
         nodes = [node for node in _nodes(source, address) if node.get("Alive")]
         accelerated = any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
         kind = "GPU" if accelerated else "CPU"
@@ -47,13 +52,26 @@ class Ray:
         )
 
 
+def _check_answers(source: str, address: str) -> None:
+    """Raise UserError where nobody listens; Ray itself would go on trying for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        return  # auto, or what else Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"{source} is {address}, where nothing answers: {error}; ray start --head says its address"
+        ) from None
+
+
 def _nodes(source: str, address: str) -> list[dict[str, Any]]:
     import ray  # pyright: ignore[reportMissingImports]
 
     ours = not ray.is_initialized()
     try:
         if ours:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return ray.nodes()
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(

@@ -2,7 +2,7 @@
 
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found, Given, Variables
-from samestep.cluster.discover.unnamed import unnamed
+from samestep.cluster.discover.unnamed import shares, unnamed
 from samestep.errors import UserError
 from samestep.ranks import in_pytorchjob
 
@@ -37,7 +37,7 @@ class Torchrun:
         names = unnamed(nodes, this, given.host.name)
         if address is not None and this != 0:
             names[0] = address
-        slots = _slots(world_size, local_size, nodes, this)
+        slots = shares(world_size, local_size, nodes, this)
         return Found(
             cluster=Cluster(
                 place=self.name,
@@ -50,18 +50,3 @@ class Torchrun:
             main_port=read.number("MASTER_PORT", 1),
             read=read.read(),
         )
-
-
-def _slots(world_size: int, local_size: int, nodes: int, this: int) -> list[int]:
-    """Ranks of each host: this one's are known, and the others share the rest as evenly as they can."""
-    others = nodes - 1
-    rest = world_size - local_size
-    if others and rest < others:
-        raise UserError(
-            f"WORLD_SIZE is {world_size} and LOCAL_WORLD_SIZE {local_size}; nothing is left for some of the other "
-            f"{others} of {nodes} hosts"
-        )
-    if not others and rest:
-        raise UserError(f"WORLD_SIZE is {world_size} and LOCAL_WORLD_SIZE {local_size}, and there is one host")
-    shares = [rest // others + (index < rest % others) for index in range(others)] if others else []
-    return [*shares[:this], local_size, *shares[this:]]

@@ -1,6 +1,7 @@
 """Launch: from the hosts that were found and what the user wants to the parts of a job, and how they are started."""
 
 import re
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ class Wanted:
     gather: float = 30.0
     ssh: tuple[str, ...] = ("ssh",)
     remote_python: tuple[str, ...]
+    ray: str | None = None  # the address of a Ray cluster
     folder: str  # in which the ranks work, on every host
 
 
@@ -105,7 +107,7 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
             "would do, the same on all"
         )
     port = wanted.port or found.main_port or DEFAULT_PORT
-    host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=environment.host_name())
+    host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
     job = _job_of(found, wanted, default=re.sub(r"[^\w.-]", "-", f"{address}-{port}") if most > 1 else None)
     part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
     if most == 1:
@@ -135,7 +137,7 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     fewest, most = _nodes(wanted, len(cluster.hosts))
     cluster = replace(cluster, hosts=cluster.hosts[:most])
     job = _job_of(found, wanted)
-    ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, this=cluster.this)
+    ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, ray=wanted.ray, this=cluster.this)
     starter = starter_of(cluster.place)
     other = next(host.name for number, host in enumerate(cluster.hosts) if number != cluster.this)
     try:

@@ -5,6 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+_USERS_MISTAKE = 2  # what samestep's ranks end with, and those of argparse
+_OURS = "samestep: "  # how the message of a samestep rank begins
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -66,6 +69,8 @@ def of_failures(failures: Iterable[Failure]) -> Outcome | None:
     failure = first(failures)
     if failure is None:
         return None
-    # What a rank ends with where the user made a mistake, argparse's included.
-    exit_code = 2 if failure.exit_code == 2 else 1
-    return Outcome(exit_code=exit_code, message=str(failure), failure=failure)
+    if failure.exit_code != _USERS_MISTAKE:
+        return Outcome(exit_code=1, message=str(failure), failure=failure)
+    # A mistake in a job is the job's, not a rank's.
+    message = failure.reason.removeprefix(_OURS) if failure.reason.startswith(_OURS) else str(failure)
+    return Outcome(exit_code=_USERS_MISTAKE, message=message, failure=failure)

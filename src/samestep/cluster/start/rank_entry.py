@@ -8,6 +8,7 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,10 +16,15 @@ from typing import NoReturn
 from samestep import environment
 from samestep.cluster.binding import bind, bindings, check_choice
 from samestep.cluster.contracts import table
+from samestep.cluster.interfaces import for_messages
 from samestep.cluster.machine import this_machine
 from samestep.cluster.start.parent import end_with_parent
 from samestep.errors import UserError
 from samestep.ranks import Ranks
+
+# Ranks of a host make the same mistake together, and the launcher ends all when the first has ended. The others wait
+# so long (seconds) that the mistake is told once.
+_AFTER_YOU = 0.5
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,10 +37,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def tell(error: UserError) -> None:
-    """Ranks of a host make the same mistake together; one of them tells it."""
+    """Say a mistake. Where all ranks of a host make the same one, the first has the time to be the only one."""
     ranks = _ranks_if_readable()
-    if ranks is None or ranks.local_rank == 0:
-        print(f"samestep: {error}", file=sys.stderr, flush=True)
+    if ranks is not None and ranks.local_rank > 0:
+        time.sleep(_AFTER_YOU)
+    print(f"samestep: {error}", file=sys.stderr, flush=True)
 
 
 def _become(arguments: Sequence[str]) -> NoReturn:
@@ -67,7 +74,8 @@ def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     environ = environment.snapshot()
     expected = table.expected(options.engine, ranks, environ, threads)
     started = [*program, *expected.arguments, *command[_own_words(command) :]]
-    return started, {**environ, **environment.share(threads), **expected.variables}
+    between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ, gloo_alone=True)
+    return started, {**environ, **between_hosts, **environment.share(threads), **expected.variables}
 
 
 def _own_words(command: Sequence[str]) -> int:

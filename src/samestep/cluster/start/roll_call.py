@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -62,13 +63,27 @@ class RollCall:
         self._server = _served(part) if part.serves else None
         self._where = f"{part.address}:{part.port}"
         self._await_port(part.address, part.port)
-        try:
-            self._store = store_client(part.address, part.port, answer_within=_ANSWER)
-        except (RuntimeError, ValueError) as error:
-            raise StartError(
-                f"{part.host}: what listens at {self._where} is no job's store ({_first_line(error)}); "
-                "another --master-port would do"
-            ) from None
+        self._store = self._reached(part.address, part.port)
+
+    def _reached(self, address: str, port: int) -> dist.TCPStore:
+        """A connection to the store. PyTorch waits without an end for the first answer of what may be no store."""
+        found: list[dist.TCPStore | Exception] = []
+
+        def reach() -> None:
+            try:
+                found.append(store_client(address, port, answer_within=_ANSWER))
+            except (RuntimeError, ValueError) as error:
+                found.append(error)
+
+        thread = threading.Thread(target=reach, daemon=True)
+        thread.start()
+        thread.join(_ANSWER)
+        if found and isinstance(found[0], dist.TCPStore):
+            return found[0]
+        raise StartError(
+            f"{self._part.host}: what listens at {self._where} is no job's store "
+            f"({_first_line(found[0]) if found else 'no answer'}); another --master-port would do"
+        )
 
     def _await_port(self, address: str, port: int) -> None:
         while True:

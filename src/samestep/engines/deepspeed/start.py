@@ -46,6 +46,13 @@ def without_deprecations() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def at_work(device: torch.device) -> Iterator[None]:
+    """For what runs the model: DeepSpeed may ask which device this rank has, to compare ranks."""
+    with without_deprecations(), environment.deepspeed_at_work(device.index):
+        yield
+
+
 def deepspeed(device: torch.device) -> Any:
     """The package, set up for this device and for the process group that there is at present."""
     with quietly(device):
