@@ -40,7 +40,8 @@ CHINESE = [
     (r"2 hosts with (\S+) ms each way between them", r"2 台主机，单程延迟 \1 ms"),
     (r"2 hosts with (\S+) ms each way and 1 % of frames lost between them", r"2 台主机，单程延迟 \1 ms，丢包 1 %"),
     (r"a checkpoint folder that the hosts don't share", "各主机不共享检查点目录"),
-    (r"a host crashes; stock torchrun, no restarts", "一台主机崩溃；原版 torchrun，不重启"),
+    (r"a host crashes, in a job that wants both", "任务需要两台主机，一台崩溃"),
+    (r"the job ends after (\S+) s and names it", r"任务 \1 秒后结束并指出它"),
     (r"a host crashes and boots again", "一台主机崩溃后重新启动"),
     (r"a host loses its power and boots again", "一台主机断电后重新启动"),
     (
