@@ -288,6 +288,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "3",
     "OMPI_UNIVERSE_SIZE": "4",
     "PMIX_NAMESPACE": "1834352641",
+    "OMPI_MCA_orte_hnp_uri": "1834352640.0;tcp://10.0.0.5:37865;tcp6://[fd00::5]:56449",
 }
 
 
@@ -309,7 +310,10 @@ def test_open_mpi_with_one_process_a_host_is_there_on_every_host() -> None:
     found = at(one_each, host=Here(name="worker-3", accelerators=2))
     assert found.on_every_host
     assert found.cluster.this == 2
+    assert found.main_address == "10.0.0.5"
     assert slots(found) == {"(host 0)": 2, "(host 1)": 2, "worker-3": 2}
+    for uri, named in (("1.0;tcp://10.0.0.5,10.1.0.5:37865", "10.0.0.5 and 10.1.0.5"), ("", "no address")):
+        assert f"Open MPI names {named} for mpirun's host" in refused({**one_each, "OMPI_MCA_orte_hnp_uri": uri})
 
 
 @pytest.mark.parametrize(
