@@ -32,6 +32,7 @@ _REFUSED = "samestep/refused"
 _COMPLETE = "samestep/complete"
 _FAILED = "samestep/failed"
 _ENDED = "samestep/ended"
+_SUCCEEDED = "samestep/succeeded"
 _LEFT = "samestep/left"
 
 
@@ -197,6 +198,20 @@ class RollCall:
     def ended(self) -> str | None:
         """Why the job is over; None while it isn't. Raises StartError where the store is gone."""
         return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
+
+    def tell_success(self) -> None:
+        """Let hosts that come later know that the job has ended as it should."""
+        with suppress(RuntimeError):
+            self._store.set(_SUCCEEDED, "")
+
+    def succeeded(self, seconds: float) -> bool:
+        """Whether a job that is over has ended as it should; it may be so long until that is told."""
+        deadline = time.monotonic() + seconds
+        with suppress(StartError):
+            while not (done := self._there(_SUCCEEDED)) and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+            return done
+        return False
 
     def failures(self) -> list[Failure]:
         """All that was told."""
