@@ -1,6 +1,5 @@
 """Where ranks meet whose launcher doesn't say it: srun and mpirun number the ranks, and leave the rest to them."""
 
-import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from samestep import environment
 from samestep.cluster import beacon
 from samestep.cluster.addresses import is_loopback, is_ours
+from samestep.cluster.discover.open_mpi import mpirun_addresses
 from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.network import LOOPBACK, address_towards, store_at
 from samestep.errors import UserError
@@ -127,14 +127,12 @@ def _slurm(environ: Mapping[str, str]) -> Meeting:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Meeting:
-    """The host of mpirun itself is known, by all its addresses: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865."""
+    """The host of mpirun itself is known, by all its addresses."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    found = re.findall(r"tcp6?://([^;]+):\d+", uri)
-    addresses = [address.strip("[]") for group in found for address in group.split(",")]
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if job is None:
         raise UserError(f"Open MPI's variables don't name the job; {_TELL_US}")
-    return Meeting(job=f"open-mpi {job} {uri}", addresses=tuple(addresses))
+    return Meeting(job=f"open-mpi {job} {uri}", addresses=tuple(mpirun_addresses(uri)))
 
 
 def _pmi(environ: Mapping[str, str]) -> Meeting:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from samestep import environment
+from samestep.cluster.binding import BindChoice
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
 from samestep.cluster.start.outcome import Outcome
@@ -29,7 +30,7 @@ class Wanted:
 
     command: tuple[str, ...]
     engine: str = "torch"
-    bind: str = "auto"
+    bind: BindChoice = "auto"
     threads: int | None = None
     nodes: tuple[int, int] | None = None  # fewest and most hosts of a job that may shrink and grow
     no_ssh: bool = False  # somebody starts this on every host

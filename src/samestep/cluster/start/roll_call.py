@@ -79,11 +79,12 @@ class RollCall:
         thread = threading.Thread(target=reach, daemon=True)
         thread.start()
         thread.join(_ANSWER)
-        if found and isinstance(found[0], dist.TCPStore):
-            return found[0]
+        store = found[0] if found else TimeoutError("no answer")
+        if not isinstance(store, Exception):
+            return store
         raise StartError(
-            f"{self._part.host}: what listens at {self._where} is no job's store "
-            f"({_first_line(found[0]) if found else 'no answer'}); another --master-port would do"
+            f"{self._part.host}: what listens at {self._where} is no job's store ({_first_line(store)}); "
+            "another --master-port would do"
         )
 
     def _await_port(self, address: str, port: int) -> None:
