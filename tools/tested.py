@@ -54,6 +54,11 @@ CHINESE = [
     (r"the losses of one process, to (\S+) in float32", r"与单进程的损失相同（float32，误差 \1 以内）"),
     (r"both have the losses of one process", "两个任务都与单进程的损失相同"),
     (r"same step, largest relative difference (\S+)", r"同一步，最大相对差 \1"),
+    (r"its folders and hyperparameters, 2 containers", "它的目录和超参数，2 个容器"),
+    (
+        r"the losses of one process, in the first container's output folder",
+        "与单进程的损失相同，写在第一个容器的输出目录里",
+    ),
     (r"refused before the first step", "在第一步之前就被拒绝"),
     (r"the other ends after (\S+) s", r"另一台在 \1 秒后结束"),
     (r"the other goes on after (\S+) s; the losses of one process", r"另一台 \1 秒后继续；与单进程的损失相同"),
