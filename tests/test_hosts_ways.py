@@ -12,7 +12,7 @@ import yaml
 from on_hosts import VARIABLES, follow, job_file, losses_alone, losses_in, needs_hosts, needs_programs, python, record
 from testbed import Testbed
 from testbed.possible import program
-from ways_to_start import WAYS, Setting, Way, sagemaker
+from ways_to_start import MPIRUN, WAYS, Setting, Way, sagemaker
 
 pytestmark = [needs_hosts(), pytest.mark.cluster]
 
@@ -118,3 +118,14 @@ def test_a_sagemaker_job_has_folders_and_hyperparameters(tmp_path: Path) -> None
             assert command.wait(120) != 0
             told.append(command.text)
         assert "host-b (rank 1) doesn't see what host-a writes into /opt/ml/checkpoints" in "".join(told)
+
+
+@needs_programs("mpirun")
+def test_ranks_of_mpirun_meet_on_hosts_that_find_their_own_names_on_the_loopback(tmp_path: Path) -> None:
+    train = ["samestep", "train", str(job_file(tmp_path)), "--layout", "dp2", "--folder", str(tmp_path / "run")]
+    with Testbed(2, own_name_on_loopback=True) as debian:
+        command = debian["host-a"].start([*MPIRUN, *python(*train)], env=VARIABLES, cwd=tmp_path)
+        first = follow([command], tmp_path / "run", limit=120)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(), rel=1e-12)
+    tried = "2 hosts that find their own names on the loopback"
+    record("Open MPI", "mpirun ... samestep train job.yaml", tried, "the losses of one process", first)

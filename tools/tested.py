@@ -22,6 +22,11 @@ HEADS = {
 CHINESE = [
     (r"hostfile, over SSH", "hostfile，经 SSH"),
     (r"without SSH", "不经 SSH"),
+    (r"2 ranks and 1", "2 个和 1 个 rank"),
+    (
+        r"each rank sees all three, and the sum of an all-reduce is right",
+        "每个 rank 都看到全部三个，all-reduce 的和正确",
+    ),
     (r"(SageMaker|PyTorchJob)'s variables", r"\1 的环境变量"),
     (r"2 hosts, a rank each", "2 台主机，各 1 个 rank"),
     (r"2 hosts", "2 台主机"),
@@ -35,6 +40,7 @@ CHINESE = [
         r"3 hosts that find their own names on the loopback \(127\.0\.1\.1\)",
         "3 台主机把自己的名字解析到回环地址（127.0.1.1）",
     ),
+    (r"2 hosts that find their own names on the loopback", "2 台主机把自己的名字解析到回环地址"),
     (r"2 jobs at once on the same 2 hosts", "同样的 2 台主机上同时运行 2 个任务"),
     (r"2 hosts with (\S+) Mbit/s between them", r"2 台主机，之间 \1 Mbit/s"),
     (r"2 hosts with (\S+) ms each way between them", r"2 台主机，单程延迟 \1 ms"),
