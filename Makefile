@@ -1,5 +1,6 @@
 # make demo: the main job on 2 processes, and its proof.  make test: what every change must pass.
 # make engines: DeepSpeed, Accelerate and TensorFlow beside PyTorch.  make horovod: Horovod, built here.
+# make test-cluster: jobs on several hosts, which are made on this machine; as root, after tools/cluster-packages.
 # make memory: what a rank holds and sends under each way to share the data out.
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -9,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Without compiled files every start of ranks would compile its sources anew, and the tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo verify memory pictures engines horovod test test-slow test-all lint format clean
+.PHONY: demo verify memory pictures engines horovod test test-slow test-cluster test-all lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -42,6 +43,11 @@ $(VENV)/horovod: tools/build-horovod tools/cxx17 $(VENV)/installed
 test-slow: $(VENV)/installed-dev
 	$(PIP) ".[english]"
 	$(BIN)/python -m pytest -m slow
+
+# Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
+# `tools/cluster-packages .venv/bin/python` does. What was seen goes into build/cluster.json.
+test-cluster: $(VENV)/installed-dev
+	SAMESTEP_TESTED=build/cluster.json $(BIN)/python -m pytest -m cluster -rs
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

@@ -108,8 +108,8 @@ _FAILURES: dict[str, Any] = {"raise": _raise, "kill": _kill, "user error": _user
 class Slow(Points):
     """Takes its time in every loss."""
 
-    def __init__(self, *, seconds: float) -> None:
-        super().__init__()
+    def __init__(self, *, seconds: float, **points: Any) -> None:
+        super().__init__(**points)
         self.seconds = seconds
 
     def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:

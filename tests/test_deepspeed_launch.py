@@ -1,4 +1,4 @@
-"""Ranks that DeepSpeed's own launcher starts."""
+"""Ranks that DeepSpeed's own launcher starts, and a process that none has started."""
 
 import importlib.util
 import json
@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_tasks import Points
 
+import samestep
 from samestep import environment
 
 pytestmark = pytest.mark.skipif(
@@ -47,3 +49,16 @@ def test_a_host_has_as_many_ranks_as_the_deepspeed_command_says() -> None:
     ranks = environment.ranks(started)
     assert ranks is not None
     assert (ranks.rank, ranks.local_rank, ranks.local_world_size) == (5, 1, 4)
+
+
+def test_stage_3_of_a_configuration_takes_steps_without_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing says a local rank then, and DeepSpeed reads it in the middle of a step.
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}}), encoding="utf-8")
+    recipe = samestep.Recipe(task=Points(), batch=33, steps=3, optimizer=samestep.AdamW(lr=1e-2))
+    alone = samestep.train(recipe, "single", device="cpu", threads=1)
+    found = samestep.train(recipe, "single", engine="deepspeed", engine_config=config, device="cpu", threads=1)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -240,8 +241,9 @@ def test_a_port_is_free_or_its_holder_is_named() -> None:
         found = only(ports.port(Asked(port=number)))
         assert found.verdict == "problem"
         name = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
-        assert found.values["held_by"] == [{"pid": os.getpid(), "name": name}]
-        assert f"{name} (process {os.getpid()})" in found.text
+        user = pwd.getpwuid(os.getuid()).pw_name
+        assert found.values["held_by"] == [{"pid": os.getpid(), "name": name, "user": user}]
+        assert f"{name} (process {os.getpid()} of {user})" in found.text
     assert only(ports.port(Asked(port=number))).verdict == "ok"
 
 

@@ -22,6 +22,7 @@ from samestep import environment
 from samestep.cluster.start import local
 from samestep.cluster.world import join
 from samestep.proof import Proof
+from samestep.ranks import Ranks
 
 pytest.importorskip("horovod", reason="Horovod is not built; make horovod would do")
 
@@ -188,7 +189,7 @@ def test_ranks_of_horovodrun_are_seen_and_torchruns_come_first() -> None:
         "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
     }
     found = environment.ranks(of_horovod)
-    assert found == environment.Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2)
+    assert found == Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher="horovodrun")
     run = environment.horovodrun(of_horovod)
     assert run == environment.HorovodRun(host="worker-2", address="10.0.0.1", port=4711)
     of_both = {**of_horovod, "RANK": "0", "WORLD_SIZE": "1"}

@@ -14,6 +14,9 @@ from samestep.errors import LayoutError
 from samestep.layout import PRESETS, Layout, ModelShape, unsized
 
 SIZES = st.integers(1, 64)
+ORDERS = st.one_of(
+    st.sampled_from(["cluster", "spread"]), st.permutations(["pp", "dp", "fsdp", "cp", "tp"]).map(".".join)
+)
 LAYOUTS = st.builds(
     Layout,
     pipeline=SIZES,
@@ -28,6 +31,7 @@ LAYOUTS = st.builds(
     offload=st.sampled_from(
         ["none", "activations", "optimizer", "optimizer-disk", "parameters", "activations+optimizer"]
     ),
+    order=ORDERS,
 )
 
 
@@ -67,6 +71,8 @@ def test_parts_may_stand_in_any_order(parts: list[str]) -> None:
         ("dp2 tp2", Layout(replicate=2, tensor=2)),
         ("pp2 dp2 tp2", Layout(pipeline=2, replicate=2, tensor=2)),
         ("cp2 offload=activations", Layout(context=2, offload="activations")),
+        ("pp2 dp2 order=cluster", Layout(pipeline=2, replicate=2, order="dp.fsdp.pp.cp.tp")),
+        ("pp2 dp2 order=spread", Layout(pipeline=2, replicate=2, order="cp.tp.pp.dp.fsdp")),
         ("pp2 schedule=interleaved-1f1b stages=2", Layout(pipeline=2, schedule="interleaved-1f1b", stages=2)),
     ],
 )
@@ -228,6 +234,11 @@ def test_a_size_too_long_for_a_number_is_refused() -> None:
         ({"shard": 2, "zero": 4}, "layout: zero is 4; it can be 0, 1, 2 or 3"),
         ({"zero": -1}, "layout: zero is -1; it can be 0, 1, 2 or 3"),
         ({"recompute": "some"}, "layout: recompute is 'some'; it can be none, selective, full"),
+        (
+            {"order": "near"},
+            "layout: order is 'near'; it can be cluster, spread, or name each of pp, dp, fsdp, cp, tp once, "
+            "outermost first, such as pp.dp.fsdp.cp.tp",
+        ),
     ],
 )
 def test_a_wrong_value_in_python_is_refused_too(values: dict[str, Any], expected: str) -> None:

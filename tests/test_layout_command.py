@@ -69,7 +69,15 @@ def one_of(size: int, rank: int = 0) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "text", ["dp2", "zero1x2 cp3", "pp2 dp2 tp2", "dp2 fsdp2 cp2", "pp2 dp3 tp2 order=tp.dp.fsdp.pp.cp"]
+    "text",
+    [
+        "dp2",
+        "zero1x2 cp3",
+        "pp2 dp2 tp2",
+        "dp2 fsdp2 cp2",
+        "pp2 dp3 tp2 order=tp.dp.fsdp.pp.cp",
+        "pp2 dp2 tp2 order=spread",
+    ],
 )
 def test_ranks_and_groups_are_those_of_the_mesh(text: str, shown: Any) -> None:
     layout = Layout.parse(text)

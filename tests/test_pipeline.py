@@ -84,7 +84,7 @@ def test_four_ranks_and_data_ranks_take_the_same_step() -> None:
             "pp2 fsdp2 recompute=full",
             "dp2 pp2 schedule=zbv-zero-bubble",
             "pp2 zero1x2 schedule=interleaved-zero-bubble",
-            "pp2 dp2 order=dp.pp.fsdp.cp.tp",
+            "pp2 dp2 order=spread",
         ]
     ]
     cases.append((recipe(Sentences(kind="bert"), batch=3), "dp2 pp2", {}))  # most micro-batches are lent

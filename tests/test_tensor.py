@@ -201,7 +201,7 @@ def test_what_cannot_be_sliced_is_refused_in_one_line(proofs: Mapping[str, Proof
 def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
     cases: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
         "replicas": (LLAMA, "dp2 tp2", {"micro_batch": 2}),
-        "another order": (LLAMA, "dp2 tp2 sequence=split order=tp.pp.dp.fsdp.cp", {}),
+        "another order": (LLAMA, "dp2 tp2 sequence=split order=spread", {}),
         "ZeRO-1": (GPT2, "zero1x2 tp2", {}),
         # Of other sizes on every rank, parameters are dealt out otherwise.
         "ZeRO-1 of uneven slices": (

@@ -8,9 +8,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep import environment
-from samestep.cluster.device import accelerators, check_devices, cores, device_of
+from samestep.cluster.cores import cores, threads_of
+from samestep.cluster.device import accelerators, check_devices, device_of
+from samestep.cluster.discover.resolve import check_not_alone
 from samestep.cluster.start import local
-from samestep.cluster.world import join, threads_of
+from samestep.cluster.world import join
 from samestep.engines import resolve as engines
 from samestep.engines.precision import Precision
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
@@ -69,19 +71,39 @@ def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequ
 
 def train_job(job: Job) -> TrainResult:
     """Train a job. Where this process is already one of many ranks, it takes its part; else it starts them."""
+    round_ = Round.told()
+    if round_ is not None:
+        job = _of_round(job, round_)
     job, layout = _settled(job)
     check_folder(job.run.folder)
     check_place(job.run.checkpoint, job.run.folder)
     _check(job, layout)
-    found = _trained(job, layout)
+    found = _trained(job, layout, round_)
     if isinstance(found, Exception):  # on all ranks alike, which have ended in good order
         raise found
     return found
 
 
-def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
+def _of_round(job: Job, round_: Round) -> Job:
+    """The job of ranks that their hosts' agents have started, perhaps again and with fewer or more hosts."""
+    job = restarts.again(job) if round_.number > 0 else job
+    if round_.run_folder is not None:
+        job = replace(job, run=replace(job.run, folder=round_.run_folder))
+    ranks = environment.ranks()
+    if not job.run.elastic or ranks is None or unsized(job.run.layout):
+        return job
+    layout = Layout.parse(job.run.layout, None)
+    for candidate in smaller(layout, job.run.min_processes):
+        if candidate.size == ranks.world_size:
+            inject = tuple(fault for fault in job.run.inject if fault.rank < ranks.world_size)
+            of_this = {"layout": str(candidate), "elastic": False, "min_processes": 1, "inject": inject}
+            return replace(job, run=replace(job.run, processes=None, **of_this))
+    return job
+
+
+def _trained(job: Job, layout: Layout, round_: Round | None) -> TrainResult | InterruptedJobError | NonFiniteError:
     if environment.ranks() is not None or not restarts.needed(job, layout):
-        return _train_rank(job, layout, Round())
+        return _train_rank(job, layout, round_ or Round())
     folder = chosen_folder(job)  # the same for every round
     job = replace(job, run=replace(job.run, folder=folder))
     return restarts.supervised(job, layout, folder, start=_start_round, smaller=_smaller)
@@ -265,6 +287,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
     engine = engines.resolve(job.run.engine)
     engines.check(engine, layout, recipe.precision, job.run.engine_config)
     if environment.ranks() is None:
+        check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device)
     Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:

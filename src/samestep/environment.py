@@ -2,53 +2,30 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from samestep.errors import UserError
+from samestep.ranks import Ranks, by_horovodrun, integer
+from samestep.ranks import read as read_ranks
+from samestep.visible import VARIABLES, VisibleDevices
+from samestep.visible import read as read_visible
 
 # What this process began with. In a rank: what the server that it was forked from had at its start.
 _AT_FIRST: Final = dict(os.environ)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Which rank this process is, as torchrun, PyTorch's elastic agent or horovodrun say it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    # Whether all ranks are known to share this host; a launcher that doesn't say how many there are leaves it open.
-    one_host: bool = False
-
-
 def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """Read the rank that a launcher gave this process; None if none did."""
-    if horovodrun(environ) is not None:
-        world_size, local_size = _integer(environ, "HOROVOD_SIZE"), _integer(environ, "HOROVOD_LOCAL_SIZE")
-        return Ranks(
-            rank=_integer(environ, "HOROVOD_RANK"),
-            world_size=world_size,
-            local_rank=_integer(environ, "HOROVOD_LOCAL_RANK"),
-            local_world_size=local_size,
-            one_host=local_size == world_size,
-        )
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        return None
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    # DeepSpeed's launcher has another name for it.
-    named = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), None)
-    local_size = _integer(environ, named) if named is not None else world_size
-    return Ranks(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_integer(environ, "LOCAL_RANK", rank),
-        local_world_size=local_size,
-        one_host=named is not None and local_size == world_size,
-    )
+    return read_ranks(environ)
+
+
+def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManager[None]:
+    """As if this process were the first of so many ranks, to look at what they are to do."""
+    wanted = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
+    return given({name: str(value) for name, value in wanted.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +39,12 @@ class HorovodRun:
 
 def horovodrun(environ: Mapping[str, str] = os.environ) -> HorovodRun | None:
     """How ranks that `horovodrun` started meet; None where something else started them, or nothing."""
-    if "RANK" in environ or "HOROVOD_RANK" not in environ or "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in environ:
+    if not by_horovodrun(environ):
         return None
     return HorovodRun(
         host=environ.get("HOROVOD_HOSTNAME", "localhost"),
         address=environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-        port=_integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        port=integer(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     )
 
 
@@ -81,14 +58,30 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("HOROVOD_GLOO_IFACE", environ.get("GLOO_SOCKET_IFNAME"))
 
 
+def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices | None:
+    """Which accelerators a variable chooses for this process; None where none does."""
+    return read_visible(environ)
+
+
 # Where gloo and NCCL take the interface that their sockets listen on.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
+def variables_of_interface(
+    interface: str | None, environ: Mapping[str, str] = os.environ, *, gloo_alone: bool = False
+) -> dict[str, str]:
+    """What names an interface for messages, unless the user has chosen one or it is None.
+
+    `gloo_alone`: NCCL keeps to its own choice, which may be several interfaces between hosts.
+    """
+    wanted = _INTERFACES[:1] if gloo_alone else _INTERFACES
+    return {name: interface for name in wanted if interface is not None and name not in environ}
+
+
 @contextmanager
-def messages_over(interface: str | None) -> Iterator[None]:
+def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterator[None]:
     """An interface for the messages of torch.distributed, unless the user has chosen one or it is None."""
-    chosen = {name: interface for name in _INTERFACES if interface is not None and name not in os.environ}
+    chosen = variables_of_interface(interface, gloo_alone=gloo_alone)
     os.environ.update(chosen)
     try:
         yield
@@ -99,12 +92,71 @@ def messages_over(interface: str | None) -> Iterator[None]:
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     """Threads a process that the user asked for by OMP_NUM_THREADS.
 
-    torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is nobody's wish.
+    torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is nobody's wish, unless samestep has
+    shared out the cores of the host.
     """
     if "OMP_NUM_THREADS" not in environ:
         return None
-    threads = _integer(environ, "OMP_NUM_THREADS")
-    return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ else threads
+    threads = integer(environ, "OMP_NUM_THREADS")
+    return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads
+
+
+# Set for a rank that has its share of its host's cores and threads.
+_SHARED_OUT = "SAMESTEP_SHARED_OUT"
+
+
+def share(threads: int) -> dict[str, str]:
+    """Variables for a rank that has its share of its host's cores: the threads that it starts on them."""
+    return {"OMP_NUM_THREADS": str(threads), _SHARED_OUT: "1"}
+
+
+def on_sagemaker(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to a SageMaker job."""
+    return "SM_HOSTS" in environ
+
+
+def accelerate_config(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `accelerate config` writes its file when it isn't told where."""
+    cache = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToldRound:
+    """What this host's agent tells its ranks about the start that they are part of."""
+
+    number: int  # of the start, from 0, the same on all hosts
+    folder: str  # on this host, where the ranks leave how far they are
+    run_folder: str | None = None  # that an earlier round chose for what the run leaves; None: none did
+
+
+_ROUND, _ROUND_FOLDER, _RUN_FOLDER = "SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER"
+
+
+def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
+    """The round that an agent of samestep's told this rank; None where something else started it, or nothing."""
+    if _ROUND not in environ or _ROUND_FOLDER not in environ or "RANK" not in environ:
+        return None
+    return ToldRound(
+        number=integer(environ, _ROUND), folder=environ[_ROUND_FOLDER], run_folder=environ.get(_RUN_FOLDER)
+    )
+
+
+def tell_round(round_: ToldRound) -> None:
+    """Tell the ranks that this process starts from now on."""
+    os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
+    if round_.run_folder is not None:
+        os.environ[_RUN_FOLDER] = round_.run_folder
+
+
+def agent_signals(names: str) -> AbstractContextManager[None]:
+    """The signals upon which PyTorch's elastic agent ends, and what it tells its ranks: for as long as it runs."""
+    return given({"TORCHELASTIC_SIGNALS_TO_HANDLE": names})
+
+
+def own_bootstrap() -> AbstractContextManager[None]:
+    """While PyTorch's rendezvous meets, it makes no store of its own for the ranks."""
+    return given({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 _MARK = "SAMESTEP_RUN"
@@ -132,6 +184,64 @@ def tensorflow_settings(cluster: Mapping[str, Any] | None = None) -> AbstractCon
     return given(wanted)
 
 
+def quiet_import() -> AbstractContextManager[None]:
+    """Let PyTorch, where it is first imported now, not warn that names and peers can't be found while hosts meet."""
+    return given({"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")})
+
+
+def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What leaves these accelerators to the ranks, counted among those that are left to this process."""
+    visible = visible_devices(environ)
+    if visible is None:
+        return {VARIABLES[0]: ",".join(map(str, chosen))}
+    return {visible.variable: ",".join(visible.devices[number] for number in chosen)}
+
+
+def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the elastic agent that started this rank looks for why it ended."""
+    name = environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The file that the user names for variables that go to every host."""
+    return environ.get("SAMESTEP_ENV_FILE") or None
+
+
+def slurm_node(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of the node on which Slurm runs this task."""
+    return environ["SLURMD_NODENAME"]
+
+
+def given_address(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The host of rank 0 that the user, or a launcher, has said."""
+    return environ.get("MASTER_ADDR") or None
+
+
+def main_port(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The port that the user, or a launcher, has said for rank 0's store."""
+    return integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None
+
+
+def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The network interface that a place names for the messages between its hosts: SageMaker does."""
+    return environ.get("SM_NETWORK_INTERFACE_NAME") or None
+
+
+def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager[None]:
+    """torchrun's variables, for engines that read nothing else, in a rank that another launcher started."""
+    return given(
+        {
+            "RANK": str(ranks.rank),
+            "WORLD_SIZE": str(ranks.world_size),
+            "LOCAL_RANK": str(ranks.local_rank),
+            "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+    )
+
+
 @contextmanager
 def agent_settings() -> Iterator[None]:
     """Settings that PyTorch's elastic agent reads from its own environment, for as long as it runs."""
@@ -147,10 +257,27 @@ def agent_settings() -> Iterator[None]:
         _restore(before)
 
 
-def deepspeed_settings(device_type: str, local_rank: int) -> AbstractContextManager[None]:
-    """Settings that DeepSpeed reads while it is imported and set up."""
-    # A launcher says which rank this is; LOCAL_RANK is only missing where a process works alone.
-    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(local_rank))})
+def deepspeed_settings(device_type: str, index: int | None) -> AbstractContextManager[None]:
+    """Settings that DeepSpeed reads while it is imported and set up; `index` is the accelerator's, None: the CPU."""
+    return given({"DS_ACCELERATOR": device_type, "LOCAL_RANK": _deepspeed_local_rank(index)})
+
+
+@contextmanager
+def deepspeed_at_work(index: int | None) -> Iterator[None]:
+    """The setting that DeepSpeed also reads in the middle of a step. It is changed only where it isn't right."""
+    before, wanted = os.environ.get("LOCAL_RANK"), _deepspeed_local_rank(index)
+    if before != wanted:
+        os.environ["LOCAL_RANK"] = wanted
+    try:
+        yield
+    finally:
+        if before != wanted:
+            _restore({"LOCAL_RANK": before})
+
+
+def _deepspeed_local_rank(index: int | None) -> str:
+    # DeepSpeed takes the local rank for the accelerator's number. A process that works alone may have none.
+    return os.environ.get("LOCAL_RANK", "0") if index is None else str(index)
 
 
 def _restore(before: Mapping[str, str | None]) -> None:
@@ -177,6 +304,13 @@ def adopt(environ: Mapping[str, str]) -> None:
     os.environ.update({**environ, **for_this_rank})
 
 
+def become(variables: Mapping[str, str]) -> None:
+    """In a new rank: have these variables and no others."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 @contextmanager
 def given(variables: Mapping[str, str]) -> Iterator[None]:
     """Variables for a package that takes its settings from them. Afterwards all are as before, whoever wrote them."""
@@ -188,13 +322,3 @@ def given(variables: Mapping[str, str]) -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise UserError(f"environment variable {name}={text!r} is not a whole number") from None

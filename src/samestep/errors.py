@@ -31,6 +31,17 @@ class RankFailedError(Exception):
         return type(self), (self.rank, self.reason)
 
 
+class HostLostError(Exception):
+    """A job over several hosts that can't go on here: which host or store was lost, and what would do.
+
+    The command line prints it and exits with 1.
+    """
+
+
+class JobOverError(HostLostError):
+    """A host has come, or come back, to a job that the others have ended."""
+
+
 class InterruptedJobError(Exception):
     """The user or the scheduler stopped the job by a signal; the exit code is 128 + the signal's number."""
 
@@ -61,3 +72,10 @@ class NonFiniteError(Exception):
 
     def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[int, str, str, str]]:
         return type(self), (self.step, self.values, self.samples, self.file)
+
+
+class StartError(Exception):
+    """The hosts of a job can't be brought together: one is not reached, does not come, or is lost.
+
+    The command line prints it and exits with 1.
+    """

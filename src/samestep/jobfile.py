@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from samestep import environment
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.validation import explain, shown
@@ -41,6 +42,7 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
             path = path[:-1]
         return f"{sources.get(path, str(file))}: "
 
+    values = _with_variables(values, (), environment.snapshot(), place)
     try:
         job = TypeAdapter(Job).validate_python(values)
     except ValidationError as error:
@@ -49,6 +51,26 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
         job = replace(job, name=file.stem)
         sources[("name",)] = "the file's name"
     return LoadedJob(_resolve_paths(job, file), file, sources)
+
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][\w-]*)\}", re.ASCII)
+
+
+def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: Callable[[Keys], str]) -> Any:
+    """A value with ${NAME} in its texts replaced by environment variables, such as the folders that a place names."""
+    if isinstance(value, dict):
+        return {key: _with_variables(inner, (*path, str(key)), environ, place) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_variables(inner, (*path, str(index)), environ, place) for index, inner in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    for name in _VARIABLE.findall(value):
+        if name not in environ:
+            raise UserError(
+                f"{place(path)}{'.'.join(path)} is {shown(value)}, and the environment variable {name} is not set; "
+                "set it, or write the value itself"
+            )
+    return _VARIABLE.sub(lambda match: environ[match[1]], value)
 
 
 def dump(loaded: LoadedJob) -> str:

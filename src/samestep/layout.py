@@ -35,6 +35,9 @@ _FEWEST_STAGES: Mapping[str, int] = {"interleaved-1f1b": 2, "zbv-zero-bubble": 2
 _OFFLOADS_TOGETHER = [["activations", other] for other in get_args(Offload) if other not in ("none", "activations")]
 DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_DIMENSIONS)
 
+# Orders with a name, as SageMaker's placement_strategy has them: a model's ranks side by side, or replicas.
+PLACEMENTS: Mapping[str, str] = {"cluster": "dp.fsdp.pp.cp.tp", "spread": "cp.tp.pp.dp.fsdp"}
+
 # A preset is a layout whose unsized dimension takes the processes that are left.
 PRESETS: Mapping[str, str] = {
     "single": "",
@@ -78,7 +81,7 @@ class Layout:
     offload: str = "none"  # an Offload, or several that go together: activations+optimizer
     sequence: SequenceOption = "whole"  # split: between its slices tensor parallel also splits the tokens
     balance: Balance = "speed"  # what pipeline stages have alike: the time they take, or the memory they fill
-    order: str = DEFAULT_ORDER  # of the mesh dimensions over the ranks, outermost first
+    order: str = DEFAULT_ORDER  # of the mesh dimensions over the ranks, outermost first; or a name in PLACEMENTS
 
     def __post_init__(self) -> None:
         for name in (*MESH_DIMENSIONS, "stages"):
@@ -87,10 +90,11 @@ class Layout:
         for name in _OPTIONS:
             if wrong := _wrong_choice(name, getattr(self, name)):
                 raise LayoutError(f"layout: {name} is {getattr(self, name)!r}; {wrong}")
+        object.__setattr__(self, "order", PLACEMENTS.get(self.order, self.order))
         if sorted(self.order.split(".")) != sorted(_LETTERS):
             raise LayoutError(
-                f"layout: order is {self.order!r}; it names each of {', '.join(_LETTERS)} once, outermost first, "
-                f"such as {DEFAULT_ORDER}"
+                f"layout: order is {self.order!r}; it can be {', '.join(PLACEMENTS)}, or name each of "
+                f"{', '.join(_LETTERS)} once, outermost first, such as {DEFAULT_ORDER}"
             )
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"layout: zero is {self.zero}; it can be 0, 1, 2 or 3")

@@ -46,16 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
 
 def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
     """The job file, or another one, with the command line's values over it. Raises UserError."""
-    from samestep import jobfile
+    from samestep import environment, jobfile
+    from samestep.cli import hyperparameters
     from samestep.errors import UserError
 
-    overrides = []
+    keys = {flag: key for flag, (key, _) in {**_FLAGS, **_OWN_FLAGS}.items()}
+    overrides = hyperparameters.overrides(environment.snapshot(), keys)
     for text in options.set:
         key, separator, value = text.partition("=")
         if not separator:
             raise UserError(f"--set {text}: write KEY=VALUE, such as recipe.optimizer.lr=1e-3")
         overrides.append((key, value, f"--set {text}"))
-    for flag, (key, _) in {**_FLAGS, **_OWN_FLAGS}.items():
+    for flag, key in keys.items():
         value = getattr(options, flag.replace("-", "_"), None)
         if value is not None:
             overrides.append((key, value, f"--{flag}"))
@@ -72,6 +74,20 @@ def print_config(loaded: "LoadedJob") -> int:
 def is_main() -> bool:
     """Whether this process is the one that talks: rank 0, or one that no launcher started."""
     from samestep import environment
+    from samestep.errors import UserError
 
-    ranks = environment.ranks()
+    try:
+        ranks = environment.ranks()
+    except UserError:  # a variable that can't be read, which is told as every other mistake
+        return True
     return ranks is None or ranks.rank == 0
+
+
+def tell_launcher(message: str) -> None:
+    """Leave a message for whoever started this rank, who ends it as soon as another one has ended."""
+    from samestep import environment
+
+    if (file := environment.error_file()) is not None:
+        from samestep.cluster.start.error_file import tell
+
+        tell(file, message)

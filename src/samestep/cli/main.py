@@ -5,36 +5,56 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from samestep import __version__
+from samestep import __version__, environment
 from samestep.cli import (
     checkpoint,
     compare,
     doctor,
     drill,
     evaluate,
+    hosts,
+    hyperparameters,
     job_options,
+    launch,
     layout,
     predict,
     train,
     translate,
     verify,
 )
-from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
+from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
 
-COMMANDS = (train, verify, evaluate, predict, compare, drill, checkpoint, layout, translate, doctor)
+COMMANDS = (
+    train,
+    launch,
+    verify,
+    evaluate,
+    predict,
+    compare,
+    drill,
+    checkpoint,
+    layout,
+    hosts,
+    translate,
+    doctor,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
     try:
-        options = _parser().parse_args(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        words = list(hyperparameters.without(given, environment.snapshot()))
+        options = _parser().parse_args(words)
+        options.command_line = words
         return options.run(options)
     except UserError as error:
         # A launcher's ranks make the same mistake together, before they meet; one of them tells it.
         if job_options.is_main():
             print(f"samestep: {error}", file=sys.stderr)
+        job_options.tell_launcher(f"samestep: {error}")
         return 2
-    except RankFailedError as error:
+    except (RankFailedError, StartError) as error:
         print(f"samestep: {error}", file=sys.stderr)
         return 1
     except NonFiniteError as error:

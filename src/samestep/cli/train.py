@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, output_files
+from samestep.cli import job_options, launch_options, output_files
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take three steps, write no run, print what each rank held and sent",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --dry-run: write its numbers to a file")
+    launch_options.add_arguments(parser, without=launch_options.OF_LAUNCH)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,6 +37,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.json is not None and not options.dry_run:
         raise UserError("--json goes with --dry-run; a training writes report.json into its folder")
+    if options.print_variables:
+        return launch_options.print_variables(options)
+    if launch_options.wishes(options):
+        return _on_hosts(options, loaded.job)
     if options.dry_run:
         return _dry_run(loaded.job, options.json)
 
@@ -46,6 +51,31 @@ def run(options: argparse.Namespace) -> int:
     if job_options.is_main():
         print_result(result)
     return 0
+
+
+def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
+    """The same command as ranks on hosts, checked here before any of them starts."""
+    from samestep import environment
+    from samestep.cluster.start.launch import world_of
+
+    if environment.ranks() is not None:
+        raise UserError("this process is a rank already, which a launcher started: it starts no other hosts")
+    wanted = launch_options.wanted_from(
+        options,
+        ("-m", "samestep", *launch_options.words_of_others(options.command_line)),
+        engine="torch",  # what every engine of samestep finds its ranks by
+        threads=job.run.threads,
+        max_restarts=job.run.max_restarts,
+        notice=job.run.notice,
+    )
+    found = launch_options.found_from(options)
+
+    with environment.quiet_import():
+        from samestep.api import check_job
+
+    with environment.as_first_of(*world_of(found, wanted)):
+        check_job(job)
+    return launch_options.launch(options, found, wanted)
 
 
 def _dry_run(job: "Job", file: Path | None) -> int:

@@ -1,6 +1,6 @@
 """Which device a rank computes on, and the back end that its messages take. No other module names a device."""
 
-import os
+import importlib
 import resource
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from samestep import environment
 from samestep.errors import UserError
 
 DeviceChoice = Literal["auto", "cpu"]
@@ -36,22 +37,26 @@ def build() -> str:
     return "CPU"
 
 
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def device_of(local_rank: int, choice: DeviceChoice = "auto") -> torch.device:
-    """The accelerator of a local rank, or the CPU where there is none or it was asked for."""
+    """The accelerator of a local rank, or the CPU where there is none or it was asked for.
+
+    A launcher lets each rank see all accelerators of its host, or its own alone, which is then the first.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if choice == "cpu" or accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, local_rank)
+    return torch.device(accelerator.type, 0 if accelerators() == 1 else local_rank)
 
 
-def check_devices(local_ranks: int, choice: DeviceChoice = "auto") -> None:
-    """Raise UserError where this host has accelerators, but fewer than ranks."""
+def check_devices(local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank: bool = False) -> None:
+    """Raise UserError where this host has accelerators, but fewer than ranks.
+
+    A rank that its launcher lets see one accelerator has that for itself. Should several ranks see the same one, NCCL
+    refuses it by name as they meet.
+    """
     there = accelerators()
+    if in_a_rank and there == 1 and environment.visible_devices() is not None:
+        return
     if choice == "auto" and 0 < there < local_ranks:
         raise UserError(
             f"{local_ranks} processes on this host, which has {there} accelerator{'s' if there > 1 else ''}; "
@@ -60,10 +65,28 @@ def check_devices(local_ranks: int, choice: DeviceChoice = "auto") -> None:
 
 
 def backend_of(device: torch.device) -> str:
-    """The process group's back end: the device's own, and gloo for what stays on the CPU."""
+    """The process group's back end: the device's own, and gloo for what stays on the CPU.
+
+    On SageMaker the device's is SageMaker's own where that is installed.
+    """
     if device.type == "cpu":
         return "gloo"
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    own = _SAGEMAKERS if _has_sagemakers() else dist.get_default_backend_for_device(device)
+    return f"cpu:gloo,{device.type}:{own}"
+
+
+_SAGEMAKERS = "smddp"
+
+
+def _has_sagemakers() -> bool:
+    """Whether this is a SageMaker job with its data-parallel library; importing that makes its back end known."""
+    if not environment.on_sagemaker():
+        return False
+    try:
+        importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
+    except ImportError:
+        return False
+    return _SAGEMAKERS in dist.Backend.backend_list
 
 
 def peak_memory(device: torch.device) -> int:

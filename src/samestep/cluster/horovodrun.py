@@ -7,7 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from samestep.cluster.network import LOOPBACK, address_towards, store_at
-from samestep.environment import HorovodRun, Ranks
+from samestep.environment import HorovodRun
+from samestep.ranks import Ranks
 
 _SCOPE, _KEY = "samestep", "store"
 

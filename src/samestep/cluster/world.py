@@ -1,18 +1,20 @@
 """World: who this rank is, on which device it computes, and the process group that it has joined."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster import horovodrun
-from samestep.cluster.device import DeviceChoice, backend_of, check_devices, cores, device_of
+from samestep.cluster import address, horovodrun, meeting
+from samestep.cluster.cores import threads_of
+from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
+from samestep.cluster.meeting import Met
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
-from samestep.environment import Ranks
+from samestep.ranks import Ranks
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, one_host=True)
 
@@ -27,20 +29,16 @@ class World:
     threads: int
 
 
-def threads_of(local_ranks: int, asked: int | None) -> int:
-    """Threads a rank: as asked, else the cores shared out."""
-    return asked or environment.asked_threads() or max(1, cores() // local_ranks)
-
-
 @contextmanager
 def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | None = None) -> Iterator[World]:
     """Take this process's place among the ranks that a launcher started; alone where none did.
 
     With `alone` the process works by itself, even as one of many. A process group that is there already is used
-    and left as it is. Ranks that share one host listen on its loopback alone.
+    and left as it is. Ranks that share one host listen on its loopback alone, those of several hosts on the interface
+    that leads to the others.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
-    check_devices(ranks.local_world_size, device)
+    check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE)
     world = World(
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -50,14 +48,15 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     threads_before = torch.get_num_threads()
     torch.set_num_threads(world.threads)
     if world.device.type != "cpu":
-        torch.accelerator.set_device_index(ranks.local_rank)
+        torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
-    interface = loopback_interface() if ours and ranks.one_host else None
+    met = _met(ranks) if ours else None
+    interface = _interface(ranks, met) if ours else None
     try:
         # For as long as the group is there: groups of a mesh's dimensions are made later.
-        with environment.messages_over(interface):
+        with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
             if ours:
-                _join_process_group(world, ranks)
+                _join_process_group(world, ranks, met, while_here)
             yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
@@ -69,13 +68,41 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         torch.set_num_threads(threads_before)
 
 
-def _join_process_group(world: World, ranks: Ranks) -> None:
+def _met(ranks: Ranks) -> Met | None:
+    """Where ranks have met that torch.distributed doesn't bring together by itself, or that are on several hosts."""
+    if ranks.world_size == 1 or environment.horovodrun() is not None:
+        return None
+    if meeting.tells_no_address(ranks):
+        return meeting.meet(ranks)
+    if ranks.local_world_size == ranks.world_size:
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return Met(store=store, address=environment.main_address())
+
+
+def _interface(ranks: Ranks, met: Met | None) -> str | None:
+    """The interface for messages between ranks; None where the back end finds it as well."""
+    if ranks.one_host:
+        return loopback_interface()
+    if (named := environment.place_interface()) is not None:
+        return named
+    if met is None:
+        return None
+    return address.interface_of(address.agreed_before_group(met.store, ranks.rank, ranks.world_size, met.address))
+
+
+def _join_process_group(world: World, ranks: Ranks, met: Met | None, while_here: ExitStack) -> None:
     backend = backend_of(world.device)
-    bound = world.device if world.device.type != "cpu" else None
+    bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
     if world.world_size == 1:
-        store = dist.HashStore()  # no port, nobody to meet
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound)
+        alone = dist.HashStore()  # no port, nobody to meet
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
     elif (run := environment.horovodrun()) is not None:
         horovodrun.join_process_group(run, ranks, backend, device_id=bound)
+    elif met is not None:
+        store = dist.PrefixStore("default_pg", met.store)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=bound)
+        if met.port is not None:
+            while_here.enter_context(environment.as_torchrun(ranks, met.address, met.port))
     else:
         dist.init_process_group(backend, device_id=bound)

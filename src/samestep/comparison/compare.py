@@ -9,7 +9,8 @@ from typing import Any
 
 from samestep import environment
 from samestep.api import check_job
-from samestep.cluster.device import accelerators, check_devices, cores
+from samestep.cluster.cores import cores
+from samestep.cluster.device import accelerators, check_devices
 from samestep.comparison import figures, process
 from samestep.comparison.entries import Entry, cores_of, entries
 from samestep.comparison.failure import explain

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from samestep import environment
 from samestep.api import check_job
-from samestep.cluster.device import accelerators, cores
+from samestep.cluster.cores import cores
+from samestep.cluster.device import accelerators
 from samestep.comparison.methods import Method
 from samestep.comparison.rows import Row
 from samestep.engines import ENGINES

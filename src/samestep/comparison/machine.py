@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from samestep.cluster.device import accelerators, cores
+from samestep.cluster.cores import cores
+from samestep.cluster.device import accelerators
 
 # What methods are made of, beside what every run reports of itself.
 _PACKAGES = ("torch", "deepspeed", "accelerate", "horovod", "tensorflow", "tensorflow-cpu", "tf_keras")

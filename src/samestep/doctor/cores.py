@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from samestep import environment
-from samestep.cluster.device import cores as usable_cores
+from samestep.cluster.cores import cores as usable_cores
 from samestep.doctor.finding import Asked, Finding, ok, warning
 
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -4,8 +4,8 @@ import errno
 import socket
 from collections.abc import Iterator
 
+from samestep.cluster import sockets
 from samestep.cluster.network import LOOPBACK
-from samestep.doctor import sockets
 from samestep.doctor.finding import Asked, Finding, ok, problem
 
 
@@ -41,7 +41,7 @@ def port(asked: Asked) -> Iterator[Finding]:
             subject,
             f"taken by {who}",
             "another port, or end that process; jobs that samestep starts take free ports by themselves",
-            held_by=[{"pid": each.pid, "name": each.name} for each in held_by],
+            held_by=[{"pid": each.pid, "name": each.name, "user": each.user} for each in held_by],
         )
 
 

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from samestep import environment
-from samestep.environment import Ranks
 from samestep.handwritten.start import run_rank, spawn_ranks
+from samestep.ranks import Ranks
 
 
 def main() -> int:

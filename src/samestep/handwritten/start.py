@@ -7,11 +7,11 @@ from tempfile import TemporaryDirectory
 
 from torch.multiprocessing.spawn import spawn
 
-from samestep.environment import Ranks
 from samestep.errors import UserError
 from samestep.handwritten import FAILED, REFUSED
 from samestep.handwritten.training import train
 from samestep.jobfile import load
+from samestep.ranks import Ranks
 
 
 def spawn_ranks(job: Path, folder: Path, processes: int) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from samestep.cluster.cores import threads_of
 from samestep.cluster.device import backend_of, device_of, peak_memory
-from samestep.cluster.world import threads_of
 from samestep.comm.leave import leave_process_group
-from samestep.environment import Ranks
 from samestep.handwritten.loop import Loop, Step
 from samestep.job import Job
+from samestep.ranks import Ranks
 from samestep.tasks.resolve import resolve
 from samestep.training import usage as usages
 from samestep.training.records import Records
@@ -29,7 +29,7 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
     threads = threads_of(ranks.local_world_size, job.run.threads)
     torch.set_num_threads(threads)
     if device.type != "cpu":
-        torch.accelerator.set_device_index(ranks.local_rank)
+        torch.accelerator.set_device_index(device.index)
     if world_size > 1:
         dist.init_process_group(backend_of(device), init_method=meet_at, rank=rank, world_size=world_size)
     loop = Loop(

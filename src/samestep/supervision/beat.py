@@ -7,7 +7,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,10 +108,10 @@ class Beat:
         )
 
 
-def read(folder: Path, ranks: int) -> list[Progress]:
-    """The ranks that have said anything yet, in their order."""
+def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
+    """Those of the ranks that have said anything yet, in their order."""
     found = []
-    for rank in range(ranks):
+    for rank in ranks:
         try:
             content = (folder / f"rank-{rank}").read_bytes()
         except FileNotFoundError:

@@ -33,7 +33,8 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
             f"run.checkpoint.memory is {run.checkpoint.memory}, and copies in memory are for restarts, of which "
             "there are none; run.max_restarts of 1 or more would do"
         )
-    if environment.ranks() is not None and (run.max_restarts or run.elastic):
+    alone = environment.ranks() is not None and environment.told_round() is None
+    if alone and (run.max_restarts or run.elastic):
         what = f"run.max_restarts is {run.max_restarts}" if run.max_restarts else "run.elastic is true"
         raise UserError(
             f"{what}, and a launcher started these ranks, which alone can start them anew; its own restarts, "

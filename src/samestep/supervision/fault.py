@@ -21,6 +21,7 @@ class Fault:
     at: str  # UTC, ISO 8601
     processes: int
     layout: str
+    host: str | None = None  # the rank's, where a job has several
     # What it cost; None where the training did not go on.
     goes_on_at: int | None = None  # the first step of the next round
     steps_lost: int | None = None  # taken once more
@@ -32,7 +33,8 @@ class Fault:
 
     def __str__(self) -> str:
         where = f"in step {self.step}" if self.step >= 0 else "before its first step"
-        line = f"rank {self.rank} failed {where}: {self.cause}"
+        on = f" on {self.host}" if self.host is not None else ""
+        line = f"rank {self.rank}{on} failed {where}: {self.cause}"
         if self.goes_on_at is None:
             return line
         lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"

@@ -7,7 +7,7 @@ that is the host's part of the step alone.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -65,12 +65,12 @@ def write(folder: Path, rank: int, seconds: float) -> None:
     new.replace(folder / f"pace-{rank}")
 
 
-def read(folder: Path, ranks: int) -> list[float]:
-    """Every rank's; none before all have left theirs."""
+def read(folder: Path, ranks: Iterable[int]) -> dict[int, float]:
+    """Each rank's; none before all have left theirs."""
     try:
-        return [float((folder / f"pace-{rank}").read_text(encoding="ascii")) for rank in range(ranks)]
+        return {rank: float((folder / f"pace-{rank}").read_text(encoding="ascii")) for rank in ranks}
     except FileNotFoundError:
-        return []
+        return {}
 
 
 class Slowest:
@@ -79,10 +79,12 @@ class Slowest:
     def __init__(self) -> None:
         self._told: list[int] = []
 
-    def look(self, seconds: Sequence[float]) -> None:
-        slow = lagging(seconds)
+    def look(self, seconds: Mapping[int, float]) -> None:
+        """`seconds` by rank."""
+        ranks = list(seconds)
+        slow = [ranks[index] for index in lagging(list(seconds.values()))]
         if slow and slow != self._told:
-            usual = min(seconds)
+            usual = min(seconds.values())
             named = ", ".join(f"rank {rank} ({seconds[rank]:.3f} s)" for rank in slow)
             print(f"samestep: slow: {named} a step by itself, the fastest {usual:.3f} s", file=sys.stderr, flush=True)
         self._told = slow

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -9,7 +10,8 @@ from typing import IO, Any, Self
 from samestep import environment
 from samestep.errors import UserError
 from samestep.job import Job, Run
-from samestep.supervision import stacks
+from samestep.layout import Layout
+from samestep.supervision import about, stacks
 from samestep.supervision.beat import Beat, Phase
 from samestep.supervision.heartbeat import Heartbeat
 from samestep.supervision.inject import Injection, spoiled
@@ -40,6 +42,7 @@ class RankSupervision:
     def __enter__(self) -> Self:
         folder = self._round.folder
         if folder is not None:
+            about.write(folder, self._rank, about.about(self._run))
             self._stack_file = stacks.answer(folder, self._rank)
             self._beat = Beat(folder, self._rank)
             limit = self._run.hang_limit
@@ -73,6 +76,12 @@ class RankSupervision:
     def goes_on(self, job: Job) -> bool:
         """Whether the run may have been begun before, in an earlier round or an earlier start of the job."""
         return self._round.number > 0 or (job.run.checkpoint is not None and job.run.checkpoint.resume != "never")
+
+    def runs(self, layout: Layout, folder: Path) -> None:
+        """The ranks have met, and agree on the run's folder."""
+        if self._round.folder is not None:
+            said = replace(about.about(self._run), layout=str(layout), run_folder=str(folder.absolute()))
+            about.write(self._round.folder, self._rank, said)
 
     def check(self, total_steps: int) -> None:
         """Raise UserError for a fault that would never be committed."""

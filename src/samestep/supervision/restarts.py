@@ -92,9 +92,8 @@ class _Rounds:
     def run(self) -> Any:
         while True:
             with TemporaryDirectory(prefix="samestep-round-", ignore_cleanup_errors=True) as place:
-                watch = Watch(
-                    Path(place), self._layout.size, limit=self._job.run.hang_limit, goes_on=self._tell_what_it_cost
-                )
+                ranks = range(self._layout.size)
+                watch = Watch(Path(place), ranks, limit=self._job.run.hang_limit, goes_on=self._tell_what_it_cost)
                 try:
                     return self._round(Path(place), watch)
                 except RankFailedError as error:

@@ -1,9 +1,12 @@
-"""Watch: a thread of the starting process that looks at how far each rank is, and ends a round that gets nowhere."""
+"""Watch: a thread of the starting process that looks at how far each rank is, and ends a round that gets nowhere.
+
+Of a job over several hosts it looks after this host's ranks, and knows of the others what their hosts tell.
+"""
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,22 +39,32 @@ class Hang:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """How far the ranks of other hosts are, and what they have entered."""
+
+    ranks: Sequence[Progress] = ()
+    entered: Mapping[int, counts.Counts] = field(default_factory=dict)
+
+
 class Watch:
-    """Looks after the ranks of one round from its start to its end."""
+    """Looks after the ranks of one round, or those of them that this host has, from its start to its end."""
 
     def __init__(
         self,
         folder: Path,
-        ranks: int,
+        ranks: Collection[int],
         *,
         limit: float | None,
         goes_on: Callable[[Sequence[Progress]], None],
+        elsewhere: Callable[[], Elsewhere] = Elsewhere,
     ) -> None:
-        """`goes_on` is called once, when a first step is done."""
+        """`goes_on` is called once, when a first step is done; `elsewhere` tells of ranks that other hosts have."""
         self._goes_on: Callable[[Sequence[Progress]], None] | None = goes_on
         self._folder = folder
         self._ranks = ranks
-        self._limit = limit
+        self._elsewhere = elsewhere
+        self.limit = limit  # seconds; may change while the ranks run
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="watch", daemon=True)
         self._handles: dict[int, Handle] = {}
@@ -59,6 +72,7 @@ class Watch:
         self.hang: Hang | None = None
         self._died_at: float | None = None
         self.last: Sequence[Progress] = ()  # how far the ranks were at the last look
+        self.entered: Mapping[int, counts.Counts] = {}  # and which collectives they had entered
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -118,18 +132,20 @@ class Watch:
             if seconds - looked_at > _PACE_APART:
                 looked_at = seconds
                 slowest.look(pace.read(self._folder, self._ranks))
-            entered = counts.read(self._folder, range(self._ranks))
-            state = [(each.phase, each.step, each.done, each.moved_at) for each in ranks], entered, self._work(ranks)
+            self.entered = counts.read(self._folder, self._ranks)
+            others = self._elsewhere()
+            everyone, entered = [*ranks, *others.ranks], {**others.entered, **self.entered}
+            state = [(each.phase, each.step, each.done, each.moved_at) for each in everyone], entered
+            state = *state, self._work(ranks)
             if state != before:
                 before, moved_at = state, seconds
-            elif self.hang is None and self._too_long(ranks, seconds - moved_at):
-                self.hang = find(
-                    self._folder, self._ranks, ranks, entered, seconds - moved_at, end_others=self._end_others
-                )
-                self.end_now()
+            elif self.hang is None and self._too_long(everyone, still := seconds - moved_at):
+                self.hang = self._find(everyone, entered, still, alone=self._too_long(everyone, still / 2))
+                if self.hang is not None:
+                    self.end_now()
 
     def _see_the_first_step(self) -> None:
-        done = len(self.last) == self._ranks and all(each.first_done_at for each in self.last)
+        done = len(self.last) == len(self._ranks) and all(each.first_done_at for each in self.last)
         if self._goes_on is not None and done:
             goes_on, self._goes_on = self._goes_on, None
             goes_on(self.last)
@@ -146,47 +162,52 @@ class Watch:
 
     def _too_long(self, ranks: Sequence[Progress], seconds: float) -> bool:
         working = [each for each in ranks if not each.over]
-        if self._limit is None or not working:
+        if self.limit is None or not working:
             return False
-        limit = max(self._limit, _LONGER_STEP * max(each.longest for each in working))
-        if len(ranks) < self._ranks or any(each.phase in _LONG for each in working):
+        limit = max(self.limit, _LONGER_STEP * max(each.longest for each in working))
+        if len(self.last) < len(self._ranks) or any(each.phase in _LONG for each in working):
             limit *= _LONGER
         return seconds > limit
 
+    def _find(
+        self, everyone: Sequence[Progress], entered: Mapping[int, counts.Counts], seconds: float, *, alone: bool
+    ) -> Hang | None:
+        """Name the rank for which the others wait, with its stack; None where it is not one of these.
 
-def find(
-    folder: Path,
-    size: int,
-    ranks: Sequence[Progress],
-    entered: Mapping[int, counts.Counts],
-    seconds: float,
-    *,
-    end_others: Callable[[int], None],
-) -> Hang:
-    """Name the rank for which the others wait, with its stack.
+        A stopped one goes on to tell its stack; the others are ended before, or it would train on with them.
+        `alone`: one of these is to be named whatever others may have done.
+        """
+        absent = sorted(set(self._ranks) - {each.rank for each in self.last})
+        if absent:
+            return Hang(rank=absent[0], reason=f"its process has not begun after {seconds:.0f} s")
+        working = {each.rank: each for each in everyone if not each.over}
+        mine = {rank: each for rank, each in working.items() if rank in self._ranks}
+        halted = [rank for rank, each in mine.items() if missing.stopped(each.pid)]
+        late = [rank for rank in missing.behind(entered) if rank in working]
+        early = missing.earliest(list(working.values()))
+        known: dict[int, str] = {}
+        candidates = halted or late or early
+        if not candidates:
+            known = {rank: stacks.ask(self._folder, rank, each.pid) for rank, each in mine.items()}
+            candidates = missing.not_waiting(known)
+        if not candidates and len(mine) == len(working):
+            candidates = sorted(mine)
+        if alone and not mine.keys() & candidates[:1]:
+            candidates = sorted(mine)
+        if not candidates or candidates[0] not in mine:
+            return None
+        culprit = mine[candidates[0]]
+        if halted:
+            self._end_others(culprit.rank)
+        stack = known.get(culprit.rank) or stacks.ask(self._folder, culprit.rank, culprit.pid)
+        return Hang(rank=culprit.rank, reason=_told(culprit, seconds, stack, halted=culprit.rank in halted))
 
-    A stopped one goes on to tell its stack; the others are ended before, or it would train on with them.
-    """
-    absent = sorted(set(range(size)) - {each.rank for each in ranks})
-    if absent:
-        return Hang(rank=absent[0], reason=f"its process has not begun after {seconds:.0f} s")
-    working = {each.rank: each for each in ranks if not each.over}
-    halted = [rank for rank, each in working.items() if missing.stopped(each.pid)]
-    late = [rank for rank in missing.behind(entered) if rank in working]
-    early = missing.earliest(list(working.values()))
-    known: dict[int, str] = {}
-    candidates = halted or late or early
-    if not candidates:
-        known = {rank: stacks.ask(folder, rank, each.pid) for rank, each in working.items()}
-        candidates = missing.not_waiting(known) or sorted(working)
-    culprit = working[candidates[0]]
-    if halted:
-        end_others(culprit.rank)
-    stack = known.get(culprit.rank) or stacks.ask(folder, culprit.rank, culprit.pid)
+
+def _told(culprit: Progress, seconds: float, stack: str, *, halted: bool) -> str:
     where = f"in step {culprit.step}" if culprit.phase in ("step", "first step") else f"in phase {culprit.phase}"
     if culprit.step < 0:
         where = "before its first step"
-    what = "it was stopped (SIGSTOP)" if culprit.rank in halted else "it did not come to what the others wait in"
+    what = "it was stopped (SIGSTOP)" if halted else "it did not come to what the others wait in"
     lines = [f"it hung {where}: no rank moved on for {seconds:.0f} s, and {what}"]
     lines.append(stack or "its stack could not be had")
-    return Hang(rank=culprit.rank, reason="\n".join(lines))
+    return "\n".join(lines)

@@ -13,6 +13,7 @@ from samestep.checkpoint.folder import best_of, found_in, prune, steps_in
 from samestep.checkpoint.info import Info
 from samestep.checkpoint.recipes import changes
 from samestep.checkpoint.save import Saver
+from samestep.checkpoint.shared import check_shared
 from samestep.comm.mesh import new_group
 from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
@@ -69,6 +70,7 @@ class Checkpoints:
         self._steps_per_epoch = steps_per_epoch
         if self._settings is None:
             return 0
+        check_shared(self._folder, self._group)
         step = self._resumed(self._settings.resume)
         self._saver.prepare()
         if self._memory is not None:

@@ -186,6 +186,7 @@ def fit(
     training = Training(job, task, world, layout)
     session = training.session
     folder = results.folder_of(job)
+    supervision.runs(layout, folder)
     timeline = session.trainer.timeline
     if timeline is not None:
         timeline.step = training.late_step()

@@ -1,7 +1,6 @@
 """Start ranks on this machine by PyTorch's elastic agent, and bring back what they return or why they failed."""
 
 import json
-import logging
 import multiprocessing
 import os
 import pickle
@@ -23,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep import environment
 from samestep.cluster.start import fork_server, one_host
+from samestep.cluster.start.elastic_agent import silent_agent
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
 
 # A rank whose peer died sees its connection break within milliseconds. It waits this long (seconds) before it
@@ -51,7 +51,7 @@ def start(
     fork_server.preload()
     one_host.register()
     call = _pickled(function, arguments)
-    with tempfile.TemporaryDirectory(prefix="samestep-") as folder, _signal_handlers_kept(), _silent_agent():
+    with tempfile.TemporaryDirectory(prefix="samestep-") as folder, _signal_handlers_kept(), silent_agent():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -181,20 +181,6 @@ def _signal_handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _silent_agent() -> Iterator[None]:
-    """The agent logs each failure at length; the root cause is reported once, by us."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _show_cursor() -> None:

@@ -24,7 +24,7 @@ _NO_NEWS = ("ZeRO with an untested optimizer", "learning rate from scheduler bef
 @contextmanager
 def quietly(device: torch.device) -> Iterator[None]:
     """For what DeepSpeed warns of while it is imported and set up: deprecated parts of PyTorch that it uses."""
-    with environment.deepspeed_settings(device.type, device.index or 0), warnings.catch_warnings():
+    with environment.deepspeed_settings(device.type, device.index), warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning, UserWarning):
             warnings.simplefilter("ignore", category)
         yield
@@ -43,6 +43,13 @@ def without_deprecations() -> Iterator[None]:
     """For steps: DeepSpeed's messages go by names that PyTorch has given up."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)
+        yield
+
+
+@contextmanager
+def at_work(device: torch.device) -> Iterator[None]:
+    """For what runs the model: DeepSpeed may ask which device this rank has, to compare ranks."""
+    with without_deprecations(), environment.deepspeed_at_work(device.index):
         yield
 
 

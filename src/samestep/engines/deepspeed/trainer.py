@@ -15,7 +15,7 @@ from samestep.engines.base import Loss, StepReport, Trainer
 from samestep.engines.deepspeed import shards
 from samestep.engines.deepspeed.gradients import gradients_of
 from samestep.engines.deepspeed.order import SameOrder
-from samestep.engines.deepspeed.start import quietly, without_deprecations
+from samestep.engines.deepspeed.start import at_work, quietly
 from samestep.errors import UserError
 from samestep.layout import Layout
 from samestep.parallel.buffers import Versions, check_buffers, versions
@@ -58,7 +58,7 @@ class DeepSpeedTrainer(Trainer):
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         if not self.model.training:
             self.engine.train()
-        with without_deprecations():
+        with at_work(self._device):
             totals = self._begin()
             self._backward(batch, loss, totals)
             self._settle(batch, totals)
@@ -145,7 +145,7 @@ class DeepSpeedTrainer(Trainer):
     def predict(self, inputs: Any) -> Any:
         if self.model.training:
             self.engine.eval()
-        with torch.no_grad(), without_deprecations(), self._in_order(training=False):
+        with torch.no_grad(), at_work(self._device), self._in_order(training=False):
             return call(self.engine.module, self._as_computed(inputs))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import environment
+from samestep.cluster.address import agreed_in_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +29,10 @@ def agree(kinds: Sequence[str]) -> Task:
 
     Ranks of one host meet on its loopback. Each holds its port until all have theirs, so no two get the same.
     """
+    address = agreed_in_group(environment.main_address())
     with socket.socket() as probe:
         probe.bind(("", 0))
-        mine = (socket.gethostname(), _address(), probe.getsockname()[1])
+        mine = (socket.gethostname(), address, probe.getsockname()[1])
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
         dist.barrier()
@@ -43,10 +45,3 @@ def agree(kinds: Sequence[str]) -> Task:
             place = len(tasks)
         tasks.append(f"{'127.0.0.1' if local else address}:{port}")
     return Task(cluster=cluster, kind=kinds[dist.get_rank()], index=place)
-
-
-def _address() -> str:
-    """The address by which this host reaches the one where the ranks meet; nothing is sent to find it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((environment.main_address(), 1))
-        return probe.getsockname()[0]

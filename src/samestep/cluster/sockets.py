@@ -1,5 +1,6 @@
 """Which sockets of this machine listen, and which process holds each: read from /proc on Linux."""
 
+import pwd
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ class Holder:
 
     pid: int
     name: str
+    user: str
 
     def __str__(self) -> str:
-        return f"{self.name} (process {self.pid})"
+        return f"{self.name} (process {self.pid} of {self.user})"
 
 
 def holders(port: int) -> list[Holder]:
@@ -30,7 +32,7 @@ def holders(port: int) -> list[Holder]:
     for process in sorted(_PROC.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         with suppress(OSError):
             if any(_target(link) in wanted for link in (process / "fd").iterdir()):
-                found.append(Holder(pid=int(process.name), name=_name(process)))
+                found.append(Holder(pid=int(process.name), name=_name(process), user=_user(process)))
     return found
 
 
@@ -52,3 +54,11 @@ def _target(link: Path) -> str:
 
 def _name(process: Path) -> str:
     return (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _user(process: Path) -> str:
+    number = process.stat().st_uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # such as in a container
+        return f"user {number}"

@@ -1,0 +1,84 @@
+"""Hyperparameters of a SageMaker job, as its toolkit passes them, laid over the job file's values."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from samestep.errors import UserError
+
+# Names under which tuning jobs and notebooks know these keys.
+_ALSO = {
+    "learning_rate": "recipe.optimizer.lr",
+    "batch_size": "recipe.batch",
+    "momentum": "recipe.optimizer.momentum",
+}
+
+# What SageMaker adds for itself.
+_THEIRS = ("sagemaker_", "_tuning")
+
+
+def overrides(environ: Mapping[str, str], flags: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Dotted key, value and source of each hyperparameter in SM_HPS; none where that is not set.
+
+    A name is a dotted key (recipe.optimizer.lr), a flag of the command line (layout, micro-batch: `flags` has their
+    keys), or a key of the recipe or its optimizer alone (seed, lr); dashes and underscores are the same.
+    Raises UserError for what is none of them.
+    """
+    found: dict[str, tuple[str, str, str]] = {}
+    names = _names(flags)
+    for name, value in _given(environ).items():
+        if name.startswith(_THEIRS):
+            continue
+        key = _key(name, names)
+        if key in found:
+            raise UserError(f"{found[key][2]} and hyperparameter {name} both set {key}; keep one of them")
+        found[key] = (key, value if isinstance(value, str) else json.dumps(value), f"hyperparameter {name}")
+    return list(found.values())
+
+
+def without(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """A command line without the hyperparameters that SageMaker has put behind it: SM_HPS says them all."""
+    given = _json(environ, "SM_USER_ARGS", list, 'a list such as ["--lr","1e-3"]') or []
+    words = [str(word) for word in given]
+    if words and list(arguments[-len(words) :]) == words:
+        return list(arguments[: -len(words)])
+    return list(arguments)
+
+
+def _given(environ: Mapping[str, str]) -> dict[str, Any]:
+    return _json(environ, "SM_HPS", dict, 'a mapping such as {"lr": 1e-3}') or {}
+
+
+def _json(environ: Mapping[str, str], name: str, kind: type, wanted: str) -> Any:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name} is {text!r}, which is not JSON: {error.msg}; {wanted} is wanted") from None
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is {text!r}; {wanted} is wanted")
+    return value
+
+
+def _names(flags: Mapping[str, str]) -> dict[str, str]:
+    """Every short name and its key."""
+    from dataclasses import fields
+
+    from samestep.recipe import AdamW, Recipe
+
+    recipe = {field.name: f"recipe.{field.name}" for field in fields(Recipe)}
+    optimizer = {field.name: f"recipe.optimizer.{field.name}" for field in fields(AdamW) if field.name != "name"}
+    return {**_ALSO, **optimizer, **recipe, **{flag.replace("-", "_"): key for flag, key in flags.items()}}
+
+
+def _key(name: str, names: Mapping[str, str]) -> str:
+    from samestep.validation import closest
+
+    plain = name.replace("-", "_")
+    if plain.startswith(("recipe.", "run.")):
+        return plain
+    if plain not in names:
+        raise UserError(f"hyperparameter {name}: {closest(plain, names)}, or a dotted key such as recipe.data.source")
+    return names[plain]

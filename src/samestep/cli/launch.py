@@ -1,0 +1,69 @@
+"""Start a script or a program as ranks: on this machine, on the hosts of a file over SSH, or as one host of many."""
+
+import argparse
+import sys
+
+from samestep.cli import cluster_options, launch_options
+from samestep.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    launch_options.add_arguments(parser)
+    kubernetes = parser.add_argument_group("Kubernetes")
+    kubernetes.add_argument("--k8s", action="store_true", help="print a PyTorchJob that runs this launch, and stop")
+    kubernetes.add_argument("--image", metavar="IMAGE", help="of its containers; samestep is installed in it")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="train.py --lr 3e-4, or -m package.module, or any program, with its arguments",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        return _launch(options)
+    except UserError as error:
+        # Told here: in a pod, variables call this process a rank, and only the first rank would tell it.
+        print(f"samestep: {error}", file=sys.stderr)
+        return 2
+
+
+def _launch(options: argparse.Namespace) -> int:
+    if options.print_variables:
+        return launch_options.print_variables(options)
+
+    from samestep.cluster.start.launch import parse_command
+
+    command = parse_command(options.command)
+    if options.k8s:
+        return _manifest(options, command)
+    if options.image is not None:
+        raise UserError("--image goes with --k8s")
+    wanted = launch_options.wanted_from(options, command)
+    return launch_options.launch(options, launch_options.found_from(options), wanted)
+
+
+def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
+    """Print the PyTorchJob whose pods run this launch, each for its own host."""
+    from samestep.cluster.start.kubernetes_manifest import Wish, manifest
+    from samestep.cluster.start.launch import parse_nodes
+
+    if options.image is None:
+        raise UserError("--k8s needs --image, the image of the pods' containers")
+    if named := [flag for flag in cluster_options.named(options) if flag not in ("--num-nodes", "--num-procs")]:
+        raise UserError(f"--k8s names no hosts, which Kubernetes chooses; leave {' and '.join(named)} out")
+    for flag, number in (("--num-nodes", options.num_nodes), ("--num-procs", options.num_procs)):
+        if number is not None and number < 1:
+            raise UserError(f"{flag} is {number}; it should be 1 or more")
+    fewest, most = parse_nodes(options.nodes) if options.nodes is not None else (options.num_nodes or 1,) * 2
+    wish = Wish(
+        name=options.job_id or "samestep",
+        image=options.image,
+        fewest=fewest,
+        most=most,
+        num_procs=options.num_procs,
+        command=("samestep", "launch", *launch_options.words_in_a_pod(options), "--", *command),
+    )
+    sys.stdout.write(manifest(wish))
+    return 0

@@ -1,0 +1,253 @@
+"""Options that say how ranks are started on hosts, for `samestep launch` and `samestep train`; and the start."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.cli import cluster_options
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from samestep.cluster.discover.place import Found
+    from samestep.cluster.start.launch import Wanted
+    from samestep.cluster.variables import Variables
+
+# What `samestep train` has from its job, under names of its own.
+OF_LAUNCH = ("engine", "threads", "max_restarts", "notice")
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """All options of a launch, but those of `without`."""
+    cluster_options.add_arguments(parser)
+    start = parser.add_argument_group("start", "over SSH, or by the same command on each host")
+    add = _Adder(start, without)
+    add("--nodes", metavar="MIN:MAX", help="a job that goes on with MIN hosts and takes up to MAX")
+    add("--no-ssh", action="store_true", help="this is started on every host, as in containers")
+    add("--node-rank", type=int, metavar="N", help="which of the hosts this is, from 0")
+    add("--master-addr", metavar="ADDRESS", help="where the hosts meet: with --no-ssh, the host with node rank 0")
+    add("--master-port", type=_port, metavar="PORT", help="its port (default: a free one; with --no-ssh 29500)")
+    add("--job-id", metavar="ID", help="the same on all hosts (default: the place's, or made)")
+    add("--start-timeout", type=_seconds, default=300.0, metavar="TIME", help="hosts wait so long (default: 5m)")
+    add("--max-restarts", type=_count, default=0, metavar="N", help="times that ranks start anew (default: 0)")
+    add("--notice", type=_seconds, default=30.0, metavar="TIME", help="ranks have so long to end (default: 30s)")
+    add(
+        "--silence-limit",
+        type=_seconds,
+        default=8.0,
+        metavar="TIME",
+        help="without a sign of life for so long, a host is lost (default: 8s)",
+    )
+    add(
+        "--return-limit",
+        type=_seconds,
+        default=10.0,
+        metavar="TIME",
+        help="a host that is cut off tries to come back for so long (default: 10s)",
+    )
+    add(
+        "--gather",
+        type=_seconds,
+        default=30.0,
+        metavar="TIME",
+        help="with --nodes: wait so long for more than MIN hosts at the start (default: 30s)",
+    )
+    add("--ssh", default="ssh", metavar="COMMAND", help='OpenSSH, with options of your own: "ssh -F config"')
+    add("--remote-python", metavar="COMMAND", help="Python on the hosts (default: the path of this one)")
+    add("--chdir", metavar="FOLDER", help="the folder in which ranks work, on every host (default: this one)")
+    ranks = parser.add_argument_group("ranks")
+    add = _Adder(ranks, without)
+    add("--engine", default="torch", help="whose scripts: torch, deepspeed, accelerate, horovod, keras")
+    add("--bind", default="auto", metavar="WAY", help="ranks to cores: auto, none, cores or numa")
+    add("--threads", type=_positive, metavar="N", help="threads a rank (default: the cores shared out)")
+    add("--logs", type=Path, metavar="FOLDER", help="what each rank prints (default: runs/launch-<job id>)")
+    add(
+        "--output",
+        choices=("terminal", "files"),
+        default="terminal",
+        help="where else it goes: the terminal, or none",
+    )
+    given = parser.add_argument_group("variables", "of NCCL, Python, samestep, ... go to every host; secrets stay")
+    add = _Adder(given, without)
+    add("--pass", dest="passed", action="append", default=[], metavar="NAME", help="this one goes too")
+    add("--print-variables", action="store_true", help="print what goes to every host, and stop")
+
+
+class _Adder:
+    def __init__(self, group: "argparse._ArgumentGroup", without: Collection[str]) -> None:
+        self._group = group
+        self._without = without
+
+    def __call__(self, flag: str, **settings: object) -> None:
+        if flag.removeprefix("--").replace("-", "_") not in self._without:
+            self._group.add_argument(flag, **settings)  # pyright: ignore[reportArgumentType]
+
+
+def found_from(options: argparse.Namespace) -> "Found":
+    """The hosts of the job. Raises UserError."""
+    if not options.no_ssh or options.hostfile is not None or options.ray is not None:
+        return cluster_options.cluster_from(options)
+    # Each host by itself: how many there are is said, not found, and this is one of them.
+    from samestep import environment
+    from samestep.cluster.discover.place import Given
+    from samestep.cluster.discover.resolve import find
+    from samestep.cluster.filters import Filters, apply
+
+    environ = environment.snapshot()
+    found = find(Given(environ=environ), options.place or "this-machine")
+    filters = Filters(include=options.include, exclude=options.exclude, num_procs=options.num_procs)
+    return apply(found, filters, environ)
+
+
+def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwise: Any) -> "Wanted":
+    """What the options say of the start; `otherwise`: what is known from elsewhere. Raises UserError."""
+    from samestep.cluster.start.launch import Wanted, parse_nodes
+
+    own: dict[str, Any] = {name: otherwise.get(name, getattr(options, name, None)) for name in OF_LAUNCH}
+    return Wanted(
+        command=command,
+        bind=options.bind,
+        nodes=parse_nodes(options.nodes) if options.nodes is not None else None,
+        no_ssh=options.no_ssh,
+        num_nodes=options.num_nodes,
+        node_rank=options.node_rank,
+        address=options.master_addr,
+        port=options.master_port,
+        job=options.job_id,
+        logs=options.logs,
+        output=options.output,
+        start_timeout=options.start_timeout,
+        silence_limit=options.silence_limit,
+        return_limit=options.return_limit,
+        gather=options.gather,
+        ssh=_words("--ssh", options.ssh),
+        remote_python=_words("--remote-python", options.remote_python)
+        if options.remote_python
+        else (sys.executable,),
+        ray=options.ray,
+        folder=options.chdir or str(Path.cwd()),
+        **own,
+    )
+
+
+def launch(options: argparse.Namespace, found: "Found", wanted: "Wanted") -> int:
+    """Start a command as ranks on the hosts that were found, and see it end. Raises UserError."""
+    _check(wanted)
+    variables = variables_from(options)
+
+    from samestep.cluster.start.launch import launch as start
+
+    outcome = start(found, wanted, variables)
+    if outcome.message is not None:
+        print(f"samestep: {outcome.message}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def _check(wanted: "Wanted") -> None:
+    from samestep.cluster.binding import check_choice
+    from samestep.cluster.contracts import table
+    from samestep.cluster.start.limits import Limits
+
+    table.check(wanted.engine)
+    check_choice(wanted.bind)
+    Limits(silence=wanted.silence_limit).check()
+
+
+def variables_from(options: argparse.Namespace) -> "Variables":
+    """What goes to every host. Raises UserError."""
+    from samestep import environment
+    from samestep.cluster.variables import files_of, gather
+
+    environ = environment.snapshot()
+    files = files_of(environment.variables_file(environ), Path.cwd(), Path.home())
+    return gather(environ, asked=options.passed, files=files)
+
+
+def print_variables(options: argparse.Namespace) -> int:
+    variables = variables_from(options)
+    for name, value, source in variables.shown():
+        print(f"{name}={value}    ({source})")
+    for name in variables.kept_back:
+        print(f"{name} stays here: its name is that of a secret; --pass {name} sends it")
+    return 0
+
+
+def _words(flag: str, text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"{flag} {text}: {error}".replace("No closing quotation", "a quote has no end")) from None
+    if not words:
+        raise UserError(f"{flag} is empty; a command is wanted")
+    return words
+
+
+def wishes(options: argparse.Namespace) -> bool:
+    """Whether any option of a launch is given, in a command that has them beside its own."""
+    parser = _own_parser()
+    return any(getattr(options, name) != value for name, value in vars(parser.parse_args([])).items())
+
+
+def words_of_others(words: Sequence[str]) -> list[str]:
+    """The words of a command line that are no options of a launch, in their order."""
+    return _own_parser().parse_known_args(words)[1]
+
+
+# Options that a pod's own launch needs; who it is and where the others are, its variables say.
+_IN_A_POD = ("nodes", "start_timeout", "max_restarts", "notice", "silence_limit", "return_limit", "gather", "engine")
+_IN_A_POD += ("bind", "threads", "logs", "output")
+
+
+def words_in_a_pod(options: argparse.Namespace) -> list[str]:
+    """The options of a launch that go into the command of a pod, where they are not as they are anyway."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    usual = parser.parse_args([])
+    words = []
+    for name in _IN_A_POD:
+        value = getattr(options, name)
+        if value != getattr(usual, name):
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words += ["--" + name.replace("_", "-"), text]
+    return words
+
+
+def _own_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser, without=OF_LAUNCH)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    from samestep.job import seconds_of
+
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = seconds_of(text)
+        except (ValueError, KeyError):
+            raise argparse.ArgumentTypeError(f'"{text}" is no time; 90s, 5m or 1h would do') from None
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f'"{text}" is no time; 90s, 5m or 1h would do')
+    return seconds
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f'"{text}" is no port; a number from 1 to 65535 is')
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f'"{text}" is no number; 0 or more is wanted')
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is no number; 1 or more is wanted')
+    return int(text)

@@ -1,0 +1,1 @@
+"""Places: where a cluster is found, one file each."""

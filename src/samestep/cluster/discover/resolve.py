@@ -1,0 +1,74 @@
+"""From what the user named and what the variables show to the place whose hosts are taken."""
+
+from collections.abc import Mapping, Sequence
+
+from samestep.cluster.discover.hostfile import Hostfile
+from samestep.cluster.discover.open_mpi import OpenMpi
+from samestep.cluster.discover.place import Found, Given, Place
+from samestep.cluster.discover.pytorchjob import PyTorchJob
+from samestep.cluster.discover.ray_cluster import Ray
+from samestep.cluster.discover.sagemaker import SageMaker
+from samestep.cluster.discover.slurm import Slurm
+from samestep.cluster.discover.this_machine import ThisMachine
+from samestep.cluster.discover.torchrun import Torchrun
+from samestep.errors import UserError
+from samestep.validation import closest
+
+# What the user names wins; else the first that shows. A launcher inside another stands before it: torchrun in a Slurm
+# job, mpirun in SageMaker.
+PLACES: Sequence[Place] = (
+    Hostfile(),
+    Torchrun(),
+    OpenMpi(),
+    SageMaker(),
+    PyTorchJob(),
+    Slurm(),
+    Ray(),
+    ThisMachine(),
+)
+
+
+def find(given: Given, place: str | None = None) -> Found:
+    """The hosts of a place: of the one with that name, of the one that the user named, or of the first that shows.
+
+    Raises UserError where two are named, where the one with that name doesn't show, or where what it offers can't be
+    read.
+    """
+    named = [each for each in PLACES if each.named(given)]
+    if place is not None:
+        return _called(place, given, named).find(given)
+    if len(named) > 1:
+        raise UserError(f"{' and '.join(each.sign for each in named)} both name hosts; leave one of them out")
+    chosen = named[0] if named else next(each for each in PLACES if each.there(given))
+    return chosen.find(given)
+
+
+def check_not_alone(environ: Mapping[str, str]) -> None:
+    """Raise UserError where every one of several hosts would do the whole job for itself.
+
+    For a process that is no rank, and is about to start its own.
+    """
+    given = Given(environ=environ)
+    place = next(each for each in PLACES if each.there(given))
+    if not place.everywhere:
+        return
+    hosts = place.find(given).cluster.hosts
+    if len(hosts) > 1:
+        raise UserError(
+            f"this is one of {len(hosts)} hosts of a {place.name} job, which all run this command, and each would do "
+            "the whole job for itself; behind samestep launch -- they do it together"
+        )
+
+
+def _called(name: str, given: Given, named: Sequence[Place]) -> Place:
+    places = {each.name: each for each in PLACES}
+    if name not in places:
+        raise UserError(f'--place "{name}" is not known; {closest(name, places)}')
+    other = next((each for each in named if each.name != name), None)
+    if other is not None:
+        raise UserError(f'--place "{name}" and {other.sign} are two places; leave one of them out')
+    chosen = places[name]
+    if not chosen.named(given) and not chosen.there(given):
+        shown = [each.name for each in PLACES if each.there(given)]
+        raise UserError(f'--place "{name}": {chosen.sign} would show it; what shows here: {", ".join(shown)}')
+    return chosen

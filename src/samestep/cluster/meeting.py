@@ -1,0 +1,148 @@
+"""Where ranks meet whose launcher doesn't say it: srun and mpirun number the ranks, and leave the rest to them."""
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from samestep import environment
+from samestep.cluster import beacon
+from samestep.cluster.addresses import is_loopback, is_ours
+from samestep.cluster.discover.open_mpi import mpirun_addresses
+from samestep.cluster.discover.slurm_lists import host_names
+from samestep.cluster.network import LOOPBACK, address_towards, store_at
+from samestep.errors import UserError
+from samestep.ranks import Ranks
+
+_TELL_US = "tell all ranks where to meet by MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What the ranks of a job know alike."""
+
+    job: str  # names the job, and no other at the same time
+    addresses: tuple[str, ...]  # rank 0's host is reached under one of them
+    other: str | None = None  # another host of the job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """Where ranks have met."""
+
+    store: dist.Store
+    address: str  # of rank 0's host
+    port: int | None = None  # of the store, where the ranks' variables don't say it
+
+
+def meeting(ranks: Ranks, environ: Mapping[str, str]) -> Meeting:
+    """Where the ranks of a launcher meet. Raises UserError where its variables don't say enough."""
+    found = _LAUNCHERS[ranks.launcher](environ)
+    return Meeting(job=found.job, addresses=(LOOPBACK,)) if ranks.one_host else found
+
+
+def tells_no_address(ranks: Ranks) -> bool:
+    """Whether the launcher leaves it to the ranks where they meet."""
+    return ranks.launcher in _LAUNCHERS
+
+
+def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
+    """Find rank 0's store, or serve it. Every rank must come.
+
+    Raises UserError where the launcher's variables don't say enough, TimeoutError where a rank doesn't come in time.
+    """
+    address, port = environment.given_address(), environment.main_port()
+    if address is not None and port is not None:
+        store, _, _ = next(dist.rendezvous(_tcp(address, port), ranks.rank, ranks.world_size))
+        return Met(store=store, address=address, port=port)
+    found = meeting(ranks, environment.snapshot())
+    if address is not None:
+        found = Meeting(job=found.job, addresses=(address,), other=found.other)
+    if not any(_resolved(each) for each in found.addresses):
+        named = ", ".join(found.addresses) or "nobody"
+        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {_TELL_US}")
+    if ranks.rank == 0:
+        address = _address_of_rank_0(found)
+        store = store_at(address)
+        with beacon.lit(address, found.job, ranks.world_size, store.port):
+            _wait_for_all(store, ranks.world_size, timeout)
+        port = store.port
+    else:
+        address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
+        store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
+        store.set(_arrived(ranks.rank), "")
+    return Met(store=store, address=address, port=port)
+
+
+def _tcp(address: str, port: int) -> str:
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def _arrived(rank: int) -> str:
+    return f"arrived/{rank}"
+
+
+def _wait_for_all(store: dist.Store, world_size: int, timeout: float) -> None:
+    """Until every rank has found the store; before that the beacon must not go out."""
+    others = range(1, world_size)
+    try:
+        store.wait([_arrived(rank) for rank in others], timedelta(seconds=timeout))
+    except dist.DistStoreError:
+        missing = [rank for rank in others if not store.check([_arrived(rank)])]
+        raise TimeoutError(
+            f"ranks {', '.join(map(str, missing))} of {world_size} did not come within {timeout:.0f} s"
+        ) from None
+
+
+def _address_of_rank_0(found: Meeting) -> str:
+    """The address of this host, which is rank 0's, by which the others reach it."""
+    resolved = [_resolved(address) for address in found.addresses]
+    ours = [address for address in resolved if address is not None and is_ours(address)]
+    if not ours:
+        raise UserError(
+            f"rank 0 runs on {socket.gethostname()}, and the launcher names {', '.join(found.addresses)}; {_TELL_US}"
+        )
+    far = [address for address in ours if not is_loopback(address)]
+    if far or found.other is None:
+        return (far or ours)[0]
+    return address_towards(found.other)  # systems give a host's own name a loopback address, for itself
+
+
+def _resolved(address: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def _slurm(environ: Mapping[str, str]) -> Meeting:
+    name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+    nodes = host_names(name, environ.get(name, ""))
+    parts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return Meeting(
+        job=" ".join(["slurm", *(environ.get(part, "") for part in parts)]),
+        addresses=(nodes[0],),
+        other=nodes[1] if len(nodes) > 1 else None,
+    )
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Meeting:
+    """The host of mpirun itself is known, by all its addresses."""
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    if job is None:
+        raise UserError(f"Open MPI's variables don't name the job; {_TELL_US}")
+    return Meeting(job=f"open-mpi {job} {uri}", addresses=tuple(mpirun_addresses(uri)))
+
+
+def _pmi(environ: Mapping[str, str]) -> Meeting:
+    raise UserError(f"mpirun's variables don't name the job or rank 0's host; {_TELL_US}")
+
+
+_LAUNCHERS: Mapping[str, Callable[[Mapping[str, str]], Meeting]] = {
+    "slurm": _slurm,
+    "open-mpi": _open_mpi,
+    "pmi": _pmi,
+}

@@ -1,0 +1,241 @@
+"""Agent: one host's part of a job, by PyTorch's elastic agent. It starts the host's ranks and sees them end."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from samestep import environment
+from samestep.cluster.device import accelerators
+from samestep.cluster.start import host_agent, one_host, several_hosts
+from samestep.cluster.start.command import check_command
+from samestep.cluster.start.elastic_agent import silent_agent
+from samestep.cluster.start.failure import first_of
+from samestep.cluster.start.host_rounds import Ended
+from samestep.cluster.start.outcome import Failure, Outcome, of_failures
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.rank_command import rank_command
+from samestep.cluster.start.rank_files import Follower, RankFiles
+from samestep.cluster.start.roll_call import RollCall
+from samestep.errors import HostLostError, JobOverError, StartError, UserError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
+_LOOK = 0.5  # seconds between two looks at whether the job has ended elsewhere
+_AFTER_END = 5.0  # seconds that ranks have to end when the job has failed elsewhere
+_SETTLE = 3.0  # seconds for all hosts to tell their failures
+
+
+def run(part: Part) -> Outcome:
+    """Take this host's part in a job, from the first meeting of the hosts to the end of its ranks.
+
+    No process is left running, whatever happens. Mistakes and failures are in what it returns.
+    """
+    roll_call: RollCall | None = None
+    with _Signals() as signals, silent_agent():
+        try:
+            program = _program(part)  # a script that isn't there is found before anybody waits
+            if part.address is not None:
+                roll_call = RollCall(part)
+                roll_call.agree()
+            outcome = _Ranks(part, program, signals, roll_call).run()
+            if roll_call is not None and outcome.exit_code == 0:
+                roll_call.tell_success()
+        except JobOverError as error:
+            # A host that was lost may come back when the others are done.
+            well = roll_call is not None and roll_call.succeeded(_SETTLE)
+            outcome = Outcome() if well else Outcome(exit_code=1, message=str(error))
+        except SignalException:
+            outcome = _interrupted(signals)
+            if roll_call is not None and not part.elastic:
+                roll_call.end(f"{part.host} was told to stop by {_name(signals.number)}")
+        except UserError as error:
+            outcome = Outcome(exit_code=2, message=str(error))
+        except (StartError, HostLostError) as error:
+            outcome = Outcome(exit_code=1, message=str(error))
+        if roll_call is not None:
+            if outcome.exit_code != 0 and not part.controlled:
+                outcome = _over_all_hosts(outcome, roll_call)
+            roll_call.leave(_SETTLE)
+    return outcome
+
+
+def _over_all_hosts(outcome: Outcome, roll_call: RollCall) -> Outcome:
+    """What one host knows of the end, after what the others tell."""
+    if outcome.failure is not None:
+        time.sleep(_SETTLE / 2)
+    told = roll_call.failures()
+    return of_failures([*told, outcome.failure] if outcome.failure is not None else told) or outcome
+
+
+def _program(part: Part) -> list[str]:
+    check_command(part.command, part.host)
+    return rank_command(
+        part.command, engine=part.engine, bind=part.bind, threads=part.threads, local_ranks=part.num_procs
+    )
+
+
+def _interrupted(signals: "_Signals") -> Outcome:
+    return Outcome(exit_code=128 + signals.number, message=f"stopped by signal {signals.number}")
+
+
+class _Ranks:
+    """The ranks of this host, in as many rounds as it takes."""
+
+    def __init__(self, part: Part, program: Sequence[str], signals: "_Signals", roll_call: RollCall | None) -> None:
+        self._part = part
+        self._program = program
+        self._signals = signals
+        self._roll_call = roll_call
+        self._over = threading.Event()
+        self._ended: str | None = None  # why, where the job ended elsewhere
+
+    def run(self) -> Outcome:
+        part = self._part
+        with ExitStack() as stack:
+            follower = stack.enter_context(Follower()) if part.output == "terminal" else None
+            files = RankFiles(Path(part.logs), part.host, follower)
+            config = LaunchConfig(
+                min_nodes=part.fewest,
+                max_nodes=part.most,
+                nproc_per_node=part.num_procs,
+                run_id=part.job,
+                max_restarts=part.max_restarts,
+                monitor_interval=0.1,
+                logs_specs=files,
+                signals_to_handle="",  # they are ours
+                shutdown_timeout=round(part.notice),
+                **self._rendezvous(),
+            )
+            stack.enter_context(environment.agent_settings())
+            stack.enter_context(environment.given(self._variables()))
+            stack.enter_context(self._watch())
+            try:
+                self._start(config, files)
+            except ChildFailedError as error:
+                return self._failed(first_of(error.failures, part.host, files.here))
+            except SignalException:
+                if self._ended is None:
+                    raise
+                return Outcome(exit_code=1, message=self._ended)
+        return Outcome()
+
+    def _start(self, config: LaunchConfig, files: RankFiles) -> None:
+        """By PyTorch's elastic agent, or by the one of ours that notices when another host is gone."""
+        program, *arguments = self._program
+        if self._part.address is None:
+            elastic_launch(config, program)(*arguments)
+            return
+
+        def explain(failures: Mapping[int, ProcessFailure]) -> Ended:
+            failure = first_of(failures, self._part.host, files.here)
+            told = failure.reason.startswith("Traceback")
+            reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
+            return Ended(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
+
+        host_agent.run(config, program, arguments, explain=explain)
+
+    def _rendezvous(self) -> dict[str, Any]:
+        """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
+        part = self._part
+        if part.address is None:
+            one_host.register()
+            return {"rdzv_backend": one_host.BACKEND}
+        several_hosts.register()
+        return {
+            "rdzv_backend": several_hosts.BACKEND,
+            "rdzv_endpoint": f"{part.address}:{part.port}",
+            "rdzv_configs": {
+                "node_rank": part.node_rank,
+                "name": part.host,
+                "limits": part.limits,
+            },
+        }
+
+    def _variables(self) -> dict[str, str]:
+        chosen = self._part.chosen
+        # Without accelerators, what was chosen are slots, which are all alike.
+        return environment.devices(chosen) if chosen is not None and accelerators() else {}
+
+    def _failed(self, failure: Failure) -> Outcome:
+        if self._roll_call is not None:
+            self._roll_call.tell_failure(failure)
+        outcome = of_failures([failure])
+        assert outcome is not None
+        return outcome
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        """End this host's ranks when the job has ended elsewhere: they may wait for ranks that are gone."""
+        thread = threading.Thread(target=self._look, daemon=True)
+        if self._roll_call is not None:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            if self._roll_call is not None:
+                thread.join(_LOOK)  # it may wait for a store that is silent
+
+    def _look(self) -> None:
+        assert self._roll_call is not None
+        while not self._over.wait(_LOOK):
+            try:
+                self._ended = self._roll_call.ended()
+            except StartError:
+                return  # whether the job can go on without its store is not decided here
+            if self._ended is not None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not self._over.wait(_AFTER_END):
+                    end_children()
+                return
+
+
+class _Signals:
+    """The first signal ends the ranks in good order, the second one at once."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.number == 0:
+            self.number, self._at = number, now
+            raise SignalException(f"signal {number}", signal.Signals(number))
+        if now - self._at > _AGAIN:
+            end_children()
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def end_children() -> None:
+    """Kill this process's children, each with the process group that it leads."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # pid (name) state parent group ...; the name may hold anything
+            parent, group = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1:3]
+            if int(parent) == os.getpid() and int(group) == int(folder.name):
+                os.killpg(int(group), signal.SIGKILL)
+        except (OSError, ValueError):
+            continue

@@ -1,0 +1,243 @@
+"""Launch: from the hosts that were found and what the user wants to the parts of a job, and how they are started."""
+
+import re
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from samestep import environment
+from samestep.cluster.binding import BindChoice
+from samestep.cluster.cluster import Cluster, Host
+from samestep.cluster.discover.place import Found
+from samestep.cluster.start.outcome import Outcome
+from samestep.cluster.start.part import Output, Part
+from samestep.cluster.variables import Variables
+from samestep.errors import UserError
+
+DEFAULT_PORT = 29500  # PyTorch's
+
+_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the user wants of a launch, beside the hosts."""
+
+    command: tuple[str, ...]
+    engine: str = "torch"
+    bind: BindChoice = "auto"
+    threads: int | None = None
+    nodes: tuple[int, int] | None = None  # fewest and most hosts of a job that may shrink and grow
+    no_ssh: bool = False  # somebody starts this on every host
+    num_nodes: int | None = None
+    node_rank: int | None = None
+    address: str | None = None  # of the job's store
+    port: int | None = None
+    job: str | None = None
+    logs: Path | None = None
+    output: Output = "terminal"
+    max_restarts: int = 0
+    start_timeout: float = 300.0
+    notice: float = 30.0
+    silence_limit: float = 8.0
+    return_limit: float = 10.0
+    gather: float = 30.0
+    ssh: tuple[str, ...] = ("ssh",)
+    remote_python: tuple[str, ...]
+    ray: str | None = None  # the address of a Ray cluster
+    folder: str  # in which the ranks work, on every host
+
+
+def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
+    """Start a job and see it end. `variables` go to every host. Raises UserError before anything is started."""
+    part = part_here(found, wanted)
+    if part is None:
+        return _from_here(found, wanted, variables)
+    with environment.quiet_import():
+        from samestep.cluster.start import agent
+    with environment.given(variables.values):
+        return agent.run(part)
+
+
+def part_here(found: Found, wanted: Wanted) -> Part | None:
+    """The part of this process in the job; None where it is to bring agents up on other hosts."""
+    cluster = found.cluster
+    if wanted.no_ssh or found.on_every_host:
+        return _one_of_many(found, wanted)
+    if wanted.node_rank is not None:
+        raise UserError("--node-rank goes with --no-ssh, by which each host is started by itself")
+    if len(cluster.hosts) == 1 and cluster.this == 0:
+        if wanted.nodes is not None and wanted.nodes != (1, 1):
+            raise UserError(
+                f"--nodes {wanted.nodes[0]}:{wanted.nodes[1]}, and there is this host alone; "
+                "--hostfile names others, or --no-ssh starts one host after another"
+            )
+        return _part(wanted, _job_of(found, wanted), cluster, 0)
+    return None
+
+
+def world_of(found: Found, wanted: Wanted) -> tuple[int, int]:
+    """The most ranks that a job may have, in all and on its first host."""
+    hosts = found.cluster.hosts
+    if wanted.no_ssh and len(hosts) == 1:  # the others are like this one
+        return hosts[0].slots * _nodes(wanted, None)[1], hosts[0].slots
+    most = _nodes(wanted, len(hosts))[1]
+    return sum(host.slots for host in hosts[:most]), hosts[0].slots
+
+
+def _one_of_many(found: Found, wanted: Wanted) -> Part:
+    """This host's part, where somebody starts the same command on each."""
+    cluster, named = found.cluster, found.on_every_host or len(found.cluster.hosts) > 1
+    fewest, most = _nodes(wanted, len(cluster.hosts) if named else None)
+    node_rank = wanted.node_rank if wanted.node_rank is not None else (cluster.this if named else None)
+    if node_rank is None and most == 1:
+        node_rank = 0
+    if node_rank is None:
+        raise UserError(f"which of the {most} hosts is this? --node-rank 0 to {most - 1} would say it")
+    if not 0 <= node_rank < most:
+        raise UserError(f"--node-rank is {node_rank}, and {most} hosts have the ranks 0 to {most - 1}")
+    address = wanted.address or (found.main_address or cluster.hosts[0].name if named else None)
+    if address is None and most > 1:
+        raise UserError(
+            f"{most} hosts must know where they meet: --master-addr and the address of the host with --node-rank 0 "
+            "would do, the same on all"
+        )
+    port = wanted.port or found.main_port or DEFAULT_PORT
+    host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
+    job = _job_of(found, wanted, default=re.sub(r"[^\w.-]", "-", f"{address}-{port}") if most > 1 else None)
+    part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
+    if most == 1:
+        return part
+    return replace(
+        part,
+        node_rank=node_rank,
+        hosts=tuple(each.name for each in cluster.hosts) if named else (),
+        fewest=fewest,
+        most=most,
+        alike=len({each.slots for each in cluster.hosts}) == 1,
+        address=address,
+        port=port,
+        serves=node_rank == 0,
+    )
+
+
+def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
+    """Bring the agents of all hosts up, and serve the store where they meet."""
+    with environment.quiet_import():
+        from samestep.cluster.network import address_towards, store_at
+        from samestep.cluster.start.controller import Controller
+    from samestep.cluster.start.starter import Ways
+    from samestep.cluster.start.starters import starter_of
+
+    cluster = found.cluster
+    fewest, most = _nodes(wanted, len(cluster.hosts))
+    cluster = replace(cluster, hosts=cluster.hosts[:most])
+    job = _job_of(found, wanted)
+    ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, ray=wanted.ray, this=cluster.this)
+    starter = starter_of(cluster.place)
+    other = next(host.name for number, host in enumerate(cluster.hosts) if number != cluster.this)
+    try:
+        address = wanted.address or address_towards(starter.resolve(other, ways))
+        store = store_at(address, wanted.port or 0)
+    except OSError as error:
+        raise UserError(_no_store(wanted, other, error)) from None
+    parts = [
+        replace(
+            _part(wanted, job, cluster, number),
+            fewest=fewest,
+            most=most,
+            alike=False,
+            address=address,
+            port=store.port,
+            controlled=True,
+        )
+        for number in range(len(cluster.hosts))
+    ]
+    if variables.kept_back:
+        names = ", ".join(variables.kept_back)
+        print(f"samestep: not sent to other hosts, by their names secrets: {names}", file=sys.stderr)
+    brings = starter.bring(parts, ways)
+    controller = Controller(brings, wanted.folder, variables.values, notice=wanted.notice, elastic=fewest != most)
+    return controller.run()
+
+
+def _no_store(wanted: Wanted, other: str, error: OSError) -> str:
+    from samestep.cluster import sockets
+
+    if wanted.port is not None and (held_by := ", ".join(map(str, sockets.holders(wanted.port)))):
+        return f"--master-port {wanted.port} is taken by {held_by}; without it a free one is taken"
+    if wanted.address is not None:
+        return f"--master-addr {wanted.address} is no address of this machine, where the hosts meet: {error.strerror}"
+    return (
+        f"the address of this machine towards {other} can't be found: {error.strerror}; "
+        "--master-addr and an address of this machine that the hosts reach would do"
+    )
+
+
+def _part(wanted: Wanted, job: str, cluster: Cluster, number: int) -> Part:
+    host: Host = cluster.hosts[number]
+    return Part(
+        job=job,
+        host=host.name,
+        node_rank=number,
+        hosts=tuple(each.name for each in cluster.hosts),
+        num_procs=host.slots,
+        chosen=host.chosen,
+        command=wanted.command,
+        engine=wanted.engine,
+        bind=wanted.bind,
+        threads=wanted.threads,
+        logs=str(wanted.logs if wanted.logs is not None else Path("runs") / f"launch-{job}"),
+        output=wanted.output,
+        max_restarts=wanted.max_restarts,
+        start_timeout=wanted.start_timeout,
+        notice=wanted.notice,
+        silence_limit=wanted.silence_limit,
+        return_limit=wanted.return_limit,
+        gather=wanted.gather,
+    )
+
+
+def _nodes(wanted: Wanted, there: int | None) -> tuple[int, int]:
+    """Fewest and most hosts; `there`: how many the place offers, where it says so."""
+    if wanted.nodes is not None and wanted.num_nodes is not None:
+        raise UserError("--nodes and --num-nodes are both given; --nodes 1:4 is for a job that may shrink and grow")
+    if wanted.nodes is None and wanted.num_nodes is None and there is None:
+        raise UserError("--no-ssh needs to know how many hosts there are: --num-nodes 2, the same on all, would do")
+    fewest, most = wanted.nodes or ((wanted.num_nodes or there or 1),) * 2
+    if there is not None and most > there:
+        raise UserError(f"--nodes {fewest}:{most}, and there {'is' if there == 1 else 'are'} {there}")
+    return fewest, most
+
+
+def _job_of(found: Found, wanted: Wanted, default: str | None = None) -> str:
+    """The id of the job: given, the place's, or made here."""
+    job = wanted.job or found.cluster.job or default
+    if job is None:
+        job = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+    if not _ID.fullmatch(job):
+        raise UserError(f'--job-id "{job}": letters, digits, dots, dashes and underscores would do')
+    return job
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """The fewest and most hosts of `--nodes 1:4`. Raises UserError."""
+    first, _, last = text.partition(":")
+    with suppress(ValueError):
+        fewest, most = int(first), int(last or first)
+        if 1 <= fewest <= most:
+            return fewest, most
+    raise UserError(f'--nodes "{text}": the fewest and the most hosts are wanted, such as 1:4')
+
+
+def parse_command(words: Sequence[str]) -> tuple[str, ...]:
+    """The command behind the options of a launch, with or without -- before it. Raises UserError."""
+    command = tuple(words[1:] if words[:1] == ["--"] else words)
+    if not command:
+        raise UserError("there is no command to start; write it after --, such as -- train.py --lr 3e-4")
+    return command

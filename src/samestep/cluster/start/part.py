@@ -1,0 +1,72 @@
+"""Part: what one host does in a job. Its agent needs to know no more, and it travels to that host as JSON."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from samestep.cluster.binding import BindChoice
+from samestep.cluster.start.limits import Limits
+
+Output = Literal["terminal", "files"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One host's part of a job."""
+
+    job: str  # the job's id, the same on all hosts
+    host: str  # this one, as messages call it
+    node_rank: int = 0  # which of the hosts it is
+    hosts: tuple[str, ...] = ()  # all, by node rank, as far as they are known
+    fewest: int = 1  # hosts that the job needs
+    most: int = 1  # hosts that it takes
+    num_procs: int  # ranks of this host
+    chosen: tuple[int, ...] | None = None  # of its accelerators, those that the ranks see; None: the first ones
+    alike: bool = True  # whether every host has so many
+    address: str | None = None  # of the store where the hosts meet; None: this one is alone
+    port: int = 0
+    serves: bool = False  # whether this host's agent holds the store
+    command: tuple[str, ...]  # a script or a program with its arguments, as the user gave them
+    engine: str = "torch"  # which variables the ranks expect
+    bind: BindChoice = "auto"  # to which cores the ranks are bound
+    threads: int | None = None  # a rank
+    logs: str  # the folder of the ranks' files
+    output: Output = "terminal"
+    max_restarts: int = 0
+    start_timeout: float = 300.0  # seconds that hosts wait for each other
+    notice: float = 30.0  # seconds that the ranks have to end when they are told to
+    silence_limit: float = 8.0  # seconds without a sign of life, after which a host is lost
+    return_limit: float = 10.0  # seconds in which a host that is cut off may come back
+    gather: float = 30.0  # seconds that a job waits for more hosts than it needs, when it starts
+    controlled: bool = False  # whether a controller tells the user how the job ended
+
+    @property
+    def elastic(self) -> bool:
+        return self.fewest != self.most
+
+    @property
+    def limits(self) -> Limits:
+        """When this host takes others for lost."""
+        return Limits(
+            meet=self.start_timeout,
+            silence=self.silence_limit,
+            come_back=self.return_limit,
+            first_call=self.gather,
+        )
+
+    @property
+    def size(self) -> str:
+        """The number of hosts, as the command line says it."""
+        return f"{self.fewest}:{self.most}" if self.elastic else str(self.most)
+
+    def name_of(self, node_rank: int) -> str:
+        """How messages call another host."""
+        return self.hosts[node_rank] if node_rank < len(self.hosts) else f"node rank {node_rank}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Part":
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**{**values, **lists})

@@ -1,0 +1,99 @@
+"""The far end of a start from elsewhere, brought up by ssh, srun or Ray: the agent of its host.
+
+All that the user said comes as two lines of JSON on standard input, so that nothing of it stands in a command line:
+the variables, which the first moments of Python set, and what this host does. The input stays open. A line
+"signal 15" on it is that signal, "kill" ends the ranks at once, and its end means that who started this is gone.
+What the ranks print goes to standard output and error as it is; what this process itself has to say are lines of the
+output that begin with a mark.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from io import FileIO
+from typing import Any
+
+from samestep import environment
+from samestep.cluster.start.outcome import Outcome
+from samestep.cluster.start.part import Part
+
+_MODULE = "samestep.cluster.start.remote"
+MARK = b"\x1esamestep "
+_LEAVE = 5.0  # seconds beyond the ranks' notice, for an agent whose starter is gone
+
+# Variables such as PYTHONPATH are read while a process starts; so one without them makes way for one that has them.
+# It is one line, and in quotes no shell reads more in it than a word.
+_FIRST = (
+    "import json,os,sys; os.environ.update(json.loads(open(0,'rb',0,closefd=False).readline())); "
+    f"os.execv(sys.executable,[sys.executable,'-m','{_MODULE}'])"
+)
+
+
+def far_end(python: Sequence[str]) -> list[str]:
+    """The command of a far end, the same for every job."""
+    return [*python, "-c", _FIRST]
+
+
+def request(parts: Sequence[Part], folder: str, variables: Mapping[str, str]) -> bytes:
+    """What a far end is told. Of several parts it takes its own host's."""
+    lines = dict(variables), {"parts": [part.to_json() for part in parts], "folder": folder}
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def main() -> int:
+    """Be the agent of this host."""
+    orders = FileIO(0, closefd=False)  # unbuffered: what is not read yet is the next line
+    asked = json.loads(orders.readline())
+    parts = {values["host"]: Part.from_json(values) for values in asked["parts"]}
+    part = next(iter(parts.values())) if len(parts) == 1 else parts[environment.slurm_node()]
+    _say(part, started=True)
+    try:
+        os.chdir(asked["folder"])
+    except OSError as error:
+        message = f"{part.host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
+        outcome = Outcome(exit_code=2, message=message)
+    else:
+        threading.Thread(target=_obey, args=(orders, part.notice), daemon=True).start()
+
+        with environment.quiet_import():
+            from samestep.cluster.start import agent  # it takes seconds, in which an order may come
+
+        outcome = agent.run(part)
+    _say(part, outcome=outcome.to_json())
+    return outcome.exit_code
+
+
+def _say(part: Part, **message: Any) -> None:
+    try:
+        sys.stdout.buffer.write(MARK + json.dumps({"host": part.host, **message}).encode() + b"\n")
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        return
+
+
+def _obey(orders: FileIO, notice: float) -> None:
+    """Do what comes on standard input, in a thread of its own."""
+    for line in orders:
+        word, _, number = line.decode().strip().partition(" ")
+        if word == "signal":
+            os.kill(os.getpid(), int(number))
+        elif word == "kill":
+            _kill()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(notice + _LEAVE)
+    _kill()
+    os._exit(1)
+
+
+def _kill() -> None:
+    from samestep.cluster.start.agent import end_children
+
+    end_children()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""Roll call: before they rendezvous, the hosts of a job see that all have come and agree; later, that one has failed.
+
+All of it stands in the store that the controller or the first host serves, one store a job.
+"""
+
+import json
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep import __version__
+from samestep.cluster import sockets
+from samestep.cluster.network import store_at, store_client
+from samestep.cluster.start.outcome import Failure
+from samestep.cluster.start.part import Part
+from samestep.errors import StartError, UserError
+
+_LOOK = 0.1  # seconds between two looks into the store
+_ANSWER = 10.0  # seconds for one answer of the store
+
+_FIRST = "samestep/first"
+_REFUSED = "samestep/refused"
+_COMPLETE = "samestep/complete"
+_FAILED = "samestep/failed"
+_ENDED = "samestep/ended"
+_SUCCEEDED = "samestep/succeeded"
+_LEFT = "samestep/left"
+
+
+def describe(part: Part) -> dict[str, str]:
+    """What all hosts of a job must have in common."""
+    found = {
+        "job": part.job,
+        "number of hosts": part.size,
+        "samestep version": __version__,
+        "PyTorch version": str(torch.__version__),
+        "Python version": platform.python_version(),
+    }
+    if part.alike:
+        found["ranks a host"] = str(part.num_procs)
+    return found
+
+
+class RollCall:
+    """A job's store, as one host's agent uses it."""
+
+    def __init__(self, part: Part) -> None:
+        """Reach the store, and serve it where that is this host's part.
+
+        Raises UserError for an address or a port that can't be, StartError where nothing answers in time.
+        """
+        assert part.address is not None
+        self._part = part
+        self._deadline = time.monotonic() + part.start_timeout
+        self._server = _served(part) if part.serves else None
+        self._where = f"{part.address}:{part.port}"
+        self._await_port(part.address, part.port)
+        self._store = self._reached(part.address, part.port)
+
+    def _reached(self, address: str, port: int) -> dist.TCPStore:
+        """A connection to the store. PyTorch waits without an end for the first answer of what may be no store."""
+        found: list[dist.TCPStore | Exception] = []
+
+        def reach() -> None:
+            try:
+                found.append(store_client(address, port, answer_within=_ANSWER))
+            except (RuntimeError, ValueError) as error:
+                found.append(error)
+
+        thread = threading.Thread(target=reach, daemon=True)
+        thread.start()
+        thread.join(_ANSWER)
+        store = found[0] if found else TimeoutError("no answer")
+        if not isinstance(store, Exception):
+            return store
+        raise StartError(
+            f"{self._part.host}: what listens at {self._where} is no job's store ({_first_line(store)}); "
+            "another --master-port would do"
+        )
+
+    def _await_port(self, address: str, port: int) -> None:
+        while True:
+            try:
+                with socket.create_connection((address, port), timeout=_ANSWER):
+                    return
+            except socket.gaierror as error:
+                raise UserError(
+                    f"{self._part.host}: the name {address} does not resolve ({error.strerror}); "
+                    "a line in /etc/hosts, or an address instead of the name would do"
+                ) from None
+            except OSError as error:
+                reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
+            if time.monotonic() > self._deadline:
+                raise StartError(
+                    f"{self._part.host} waited {self._part.start_timeout:.0f} s for the job's store "
+                    f"at {self._where}: {reason}; {self._hint()}"
+                )
+            time.sleep(_LOOK * 5)
+
+    def _hint(self) -> str:
+        if self._part.controlled:
+            return "a firewall may be in between, or --master-addr should be another address of the starting machine"
+        return f"{self._part.name_of(0)} is to serve it: has it been started, and is there a firewall?"
+
+    def agree(self) -> None:
+        """Wait until enough hosts are here that all say the same.
+
+        Raises UserError where hosts differ, StartError where some don't come.
+        """
+        self._compare()
+        self._take_seat()
+        self._await_others()
+
+    def _compare(self) -> None:
+        part = self._part
+        mine = {"host": part.host, **describe(part)}
+        theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
+        wrong = [name for name in describe(part) if theirs.get(name, mine[name]) != mine[name]]
+        if not wrong:
+            return
+        name = wrong[0]
+        message = (
+            f"the hosts of this job differ in their {name}: "
+            f'{theirs["host"]} has "{theirs[name]}", {part.host} has "{mine[name]}"'
+        )
+        if name == "job":
+            message = (
+                f'the store at {self._where} is that of job "{theirs[name]}", which {theirs["host"]} began; '
+                f'{part.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
+            )
+        elif not self._there(_COMPLETE):
+            self._store.set(_REFUSED, message)  # the others need not wait
+        raise UserError(message)
+
+    def _take_seat(self) -> None:
+        """One agent for each node rank. One that comes again, as after a crash, takes its old place."""
+        part = self._part
+        mine = json.dumps({"host": part.host, "machine": socket.gethostname(), "process": os.getpid()})
+        seat = _seat(part.node_rank)
+        there = self._store.compare_set(seat, "", mine).decode()
+        if there == mine:
+            return
+        other = json.loads(there)
+        if other["host"] != part.host or _runs_here(other):
+            raise UserError(
+                f"node rank {part.node_rank} of job {part.job} is held by {other['host']} "
+                f"(process {other['process']}) already, and {part.host} comes with it too; "
+                "give each host its own --node-rank, and each job its own --master-port"
+            )
+        self._store.set(seat, mine)
+
+    def _await_others(self) -> None:
+        part = self._part
+        while True:
+            came = [number for number in range(part.most) if self._there(_seat(number))]
+            if len(came) >= part.fewest:
+                self._store.set(_COMPLETE, "")
+                return
+            if self._there(_REFUSED):
+                raise UserError(self._store.get(_REFUSED).decode())
+            if time.monotonic() > self._deadline:
+                missing = [part.name_of(number) for number in range(part.most) if number not in came]
+                raise StartError(
+                    f"only {len(came)} of {part.size} hosts came within {part.start_timeout:.0f} s: "
+                    f"{', '.join(map(part.name_of, came))}; not {', '.join(missing)}"
+                )
+            time.sleep(_LOOK)
+
+    def _there(self, key: str) -> bool:
+        try:
+            return self._store.check([key])
+        except RuntimeError as error:
+            raise StartError(
+                f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}"
+            ) from None
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Let all hosts know that this one's ranks have failed for good."""
+        with suppress(RuntimeError):
+            number = self._store.add(_FAILED, 1)
+            self._store.set(f"{_FAILED}/{number}", json.dumps(asdict(failure)))
+        self.end(f"a rank on {self._part.host} failed")
+
+    def end(self, reason: str) -> None:
+        """Let all hosts know that the job is over."""
+        with suppress(RuntimeError):
+            self._store.compare_set(_ENDED, "", reason)
+
+    def ended(self) -> str | None:
+        """Why the job is over; None while it isn't. Raises StartError where the store is gone."""
+        return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
+
+    def tell_success(self) -> None:
+        """Let hosts that come later know that the job has ended as it should."""
+        with suppress(RuntimeError):
+            self._store.set(_SUCCEEDED, "")
+
+    def succeeded(self, seconds: float) -> bool:
+        """Whether a job that is over has ended as it should; it may be so long until that is told."""
+        deadline = time.monotonic() + seconds
+        with suppress(StartError):
+            while not (done := self._there(_SUCCEEDED)) and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+            return done
+        return False
+
+    def failures(self) -> list[Failure]:
+        """All that was told."""
+        found = []
+        with suppress(RuntimeError):
+            for number in range(1, self._store.add(_FAILED, 0) + 1):
+                if self._store.check([f"{_FAILED}/{number}"]):
+                    found.append(Failure(**json.loads(self._store.get(f"{_FAILED}/{number}"))))
+        return found
+
+    def leave(self, seconds: float) -> None:
+        """Say that this host is done; who serves the store stays so long at most for the others to say it."""
+        with suppress(RuntimeError, StartError):
+            left = self._store.add(_LEFT, 1)
+            came = sum(self._there(_seat(number)) for number in range(self._part.most))
+            deadline = time.monotonic() + seconds
+            while self._server is not None and left < came and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+                left = self._store.add(_LEFT, 0)
+
+
+def _seat(node_rank: int) -> str:
+    return f"samestep/node/{node_rank}"
+
+
+def _runs_here(other: Mapping[str, Any]) -> bool:
+    """Whether an agent is another process of this machine that still runs."""
+    if other["machine"] != socket.gethostname() or other["process"] == os.getpid():
+        return False
+    try:
+        os.kill(other["process"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _served(part: Part) -> dist.TCPStore:
+    assert part.address is not None
+    try:
+        address = str(socket.getaddrinfo(part.address, part.port, type=socket.SOCK_STREAM)[0][4][0])
+        return store_at(address, part.port)
+    except socket.gaierror as error:
+        raise UserError(f"--master-addr {part.address} does not resolve on {part.host}: {error.strerror}") from None
+    except OSError as error:
+        held_by = ", ".join(map(str, sockets.holders(part.port)))
+        if held_by:
+            raise UserError(
+                f"port {part.port} on {part.host} is taken by {held_by}; another --master-port would do, "
+                "the same on all hosts"
+            ) from None
+        raise UserError(
+            f"{part.host} has node rank 0 and can't serve the job's store at {part.address}:{part.port}: "
+            f"{error.strerror}; --master-addr is to be an address of the host with --node-rank 0"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

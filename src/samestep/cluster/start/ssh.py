@@ -1,0 +1,51 @@
+"""Start by SSH: OpenSSH as it is configured, one connection a host, with one fixed command at its other end."""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.remote import far_end
+from samestep.cluster.start.starter import Bring, Starter, Ways
+
+# Nothing is asked at the terminal, and a host that has fallen silent is given up within 20 seconds. OpenSSH takes an
+# option's first value: the user's own, in --ssh, come before these.
+_OPTIONS = (
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+
+
+def _bring(parts: Sequence[Part], ways: Ways) -> list[Bring]:
+    # The shell at the other end reads this one line, and nothing of the user's but the path of Python is in it.
+    line = shlex.join(far_end(ways.remote_python))
+    return [
+        Bring(
+            command=tuple(far_end([sys.executable]))
+            if part.node_rank == ways.this
+            else (*ways.ssh, *_OPTIONS, "--", part.host, line),
+            parts=(part,),
+        )
+        for part in parts
+    ]
+
+
+def _resolve(host: str, ways: Ways) -> str:
+    """The name behind a host's, which may be one of OpenSSH's configuration alone."""
+    try:
+        done = subprocess.run(
+            [*ways.ssh, "-G", "--", host],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return host  # its own message comes when it is to connect
+    lines = (line.partition(" ") for line in done.stdout.splitlines())
+    return next((value for key, _, value in lines if key == "hostname"), host)
+
+
+STARTER = Starter(bring=_bring, resolve=_resolve)

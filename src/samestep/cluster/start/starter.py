@@ -1,0 +1,37 @@
+"""What a starter is: how the agents of a job's hosts are brought up from one of them, or from none."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from samestep.cluster.start.part import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """What the user says about how to reach the hosts."""
+
+    ssh: tuple[str, ...] = ("ssh",)  # the command, with its options
+    remote_python: tuple[str, ...]  # Python on the hosts
+    ray: str | None = None  # the address of a Ray cluster
+    this: int | None = None  # which of the hosts is this machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bring:
+    """A process here behind which the far ends of some hosts stand: its streams are theirs."""
+
+    command: tuple[str, ...]
+    parts: tuple[Part, ...]  # of several, each far end takes its own host's
+
+    @property
+    def hosts(self) -> str:
+        return ", ".join(part.host for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starter:
+    """A way to bring agents up."""
+
+    bring: Callable[[Sequence[Part], Ways], list[Bring]]
+    # What a host's name stands for, in the eyes of this starter: an address or a name that resolves here.
+    resolve: Callable[[str, Ways], str] = lambda host, ways: host

@@ -1,0 +1,192 @@
+"""Ranks: which rank a process is, as the launcher that started it says in environment variables."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from samestep.errors import UserError
+
+Environ = Mapping[str, str]
+Launcher = Literal["torchrun", "horovodrun", "pytorchjob", "open-mpi", "pmi", "slurm"]
+
+# Slurm numbers the steps that are not srun's, such as the batch script, from here on.
+_NO_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Which rank this process is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    # Whether all ranks are known to share this host; a launcher that doesn't say how many there are leaves it open.
+    one_host: bool = False
+    launcher: Launcher = "torchrun"  # or whatever says it with torchrun's variables
+
+
+def read(environ: Environ) -> Ranks | None:
+    """The rank that a launcher gave this process; None if none did.
+
+    Of launchers inside each other the innermost one counts: torchrun's variables win, and mpirun's over those of the
+    Slurm job around it.
+    """
+    for launcher in _LAUNCHERS:
+        if (found := launcher(environ)) is not None:
+            return found
+    return None
+
+
+def _horovodrun(environ: Environ) -> Ranks | None:
+    if not by_horovodrun(environ):
+        return None
+    world_size, local_size = integer(environ, "HOROVOD_SIZE"), integer(environ, "HOROVOD_LOCAL_SIZE")
+    return Ranks(
+        rank=integer(environ, "HOROVOD_RANK"),
+        world_size=world_size,
+        local_rank=integer(environ, "HOROVOD_LOCAL_RANK"),
+        local_world_size=local_size,
+        one_host=local_size == world_size,
+        launcher="horovodrun",
+    )
+
+
+def _pytorchjob(environ: Environ) -> Ranks | None:
+    """A pod of a PyTorchJob that is one rank. RANK counts pods there, also where each is to hold several ranks."""
+    if not in_pytorchjob(environ):
+        return None
+    processes = environ.get("PET_NPROC_PER_NODE", "1")
+    if processes.isdigit() and int(processes) > 1:
+        return None  # somebody has yet to start them
+    return Ranks(
+        rank=integer(environ, "RANK"),
+        world_size=integer(environ, "WORLD_SIZE"),
+        local_rank=0,
+        local_world_size=1,
+        launcher="pytorchjob",
+    )
+
+
+def _torchrun(environ: Environ) -> Ranks | None:
+    if "RANK" not in environ or "WORLD_SIZE" not in environ or in_pytorchjob(environ):
+        return None
+    rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
+    # DeepSpeed's launcher has another name for it.
+    named = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), None)
+    local_size = integer(environ, named) if named is not None else world_size
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=integer(environ, "LOCAL_RANK", rank),
+        local_world_size=local_size,
+        one_host=named is not None and local_size == world_size,
+    )
+
+
+def _open_mpi(environ: Environ) -> Ranks | None:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return _of_many(environ, [f"OMPI_COMM_WORLD_{name}" for name in names], "open-mpi")
+
+
+def _pmi(environ: Environ) -> Ranks | None:
+    """MPICH's and Intel's mpirun; the variables of PMI alone, without the local ones, may be anybody's."""
+    return _of_many(environ, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"], "pmi")
+
+
+def _of_many(environ: Environ, names: list[str], launcher: Launcher) -> Ranks | None:
+    """One of several ranks, from variables that must all be there; a single process is free to start its own."""
+    if any(name not in environ for name in names):
+        return None
+    rank, world_size, local_rank, local_size = (integer(environ, name) for name in names)
+    if world_size < 2:
+        return None
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        one_host=local_size == world_size,
+        launcher=launcher,
+    )
+
+
+def _slurm(environ: Environ) -> Ranks | None:
+    """A task of a step of several, as srun starts them. A batch script is no task, whatever its variables say."""
+    if not in_slurm_step(environ) or "SLURM_PROCID" not in environ:
+        return None
+    world_size = integer(environ, "SLURM_STEP_NUM_TASKS", integer(environ, "SLURM_NTASKS", 1))
+    if world_size < 2:
+        return None
+    name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
+    tasks, node = counts(name, environ.get(name, "")), integer(environ, "SLURM_NODEID")
+    if node >= len(tasks) or sum(tasks) != world_size:
+        raise UserError(
+            f"environment variable {name}={environ.get(name)!r} doesn't say the tasks of node {node} in a step of "
+            f"{world_size}; srun sets both"
+        )
+    return Ranks(
+        rank=integer(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=integer(environ, "SLURM_LOCALID"),
+        local_world_size=tasks[node],
+        one_host=len(tasks) == 1,
+        launcher="slurm",
+    )
+
+
+_LAUNCHERS: tuple[Callable[[Environ], Ranks | None], ...] = (
+    _horovodrun,
+    _pytorchjob,
+    _torchrun,
+    _open_mpi,
+    _pmi,
+    _slurm,
+)
+
+
+def by_horovodrun(environ: Environ) -> bool:
+    needed = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    return "RANK" not in environ and all(name in environ for name in needed)
+
+
+def in_pytorchjob(environ: Environ) -> bool:
+    """Whether this is what Kubeflow's operator has put into a pod, and no launcher has set its own over it."""
+    pod = "KUBERNETES_SERVICE_HOST" in environ or "PET_NNODES" in environ
+    return (
+        pod
+        and all(name in environ for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+        and not any(name in environ for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+    )
+
+
+def in_slurm_step(environ: Environ) -> bool:
+    """Whether srun started this process, and not sbatch or salloc."""
+    return "SLURM_STEP_ID" in environ and integer(environ, "SLURM_STEP_ID") < _NO_STEP
+
+
+_COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)
+
+
+def counts(name: str, text: str) -> list[int]:
+    """A number for each node, as Slurm writes it: 2(x3),1 for 2, 2, 2, 1."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            raise UserError(
+                f"environment variable {name}={text!r} doesn't say a number for each node, as 2(x3),1 does"
+            )
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def integer(environ: Environ, name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UserError(f"environment variable {name}={text!r} is not a whole number") from None

@@ -1,0 +1,149 @@
+"""Agents of a job on one machine, each as if it were a host: started, stopped, paused and killed one by one."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import pytest
+import yaml
+
+TESTS = Path(__file__).parent
+MARK = "SAMESTEP_TEST_AGENT"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def job_file(folder: Path, *, steps: int, seconds: float = 0.0, **run: Any) -> Path:
+    """A small training with a checkpoint after every second step."""
+    values = {
+        "recipe": {
+            "task": f"{TESTS}/small_tasks.py:Slow",
+            "args": {"samples": 57, "held_out": 20, "seconds": seconds},
+            "batch": 10,
+            "steps": steps,
+            "precision": "fp64",
+        },
+        "run": {
+            "layout": "dp2",
+            "elastic": True,
+            "threads": 1,
+            "device": "cpu",
+            "tensorboard": False,
+            "folder": str(folder / "run"),
+            "checkpoint": {"every": 2, "asynchronous": False, "resume": "auto"},
+            **run,
+        },
+    }
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return file
+
+
+def losses(folder: Path) -> list[float]:
+    """Of the run's steps so far."""
+    file = folder / "run" / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
+
+
+def faults(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "run" / "faults.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+class Agent:
+    """One host's agent with its ranks."""
+
+    def __init__(
+        self, folder: Path, node: int, nodes: str, port: int, command: Sequence[str], options: Sequence[str]
+    ):
+        number = len(list(folder.glob(f"agent-{node}-*")))
+        self.log = folder / f"agent-{node}-{number}.log"
+        self._mark = f"{folder}-{node}-{number}"
+        where = ["--no-ssh", "--node-rank", str(node), "--nodes", nodes, "--num-procs", "1", "--bind", "none"]
+        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--job-id", "elastic", "--gather", "20s"]
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "samestep", "launch", *where, *meeting, *options, "--", *command],
+                stdout=file,
+                stderr=file,
+                env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1"},
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def all(self) -> list[psutil.Process]:
+        """The agent, and every process that it or a server of its has started."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    found.append(process)
+        return found
+
+    def send(self, number: signal.Signals, *, to_all: bool = False) -> None:
+        for process in self.all() if to_all else [psutil.Process(self.process.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """As a host's death does: all of its processes end at once."""
+        self.send(signal.SIGKILL, to_all=True)
+        self.process.wait(20)
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the agent runs for more than {seconds:.0f} s:\n{self.text}")
+
+
+class Agents:
+    """The agents of a job; none is left running."""
+
+    def __init__(self, folder: Path, command: Sequence[str], nodes: str = "1:2", options: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self._command, self._nodes, self._options = command, nodes, options
+        self._port = free_port()
+        self._all: list[Agent] = []
+
+    def start(self, node: int, nodes: str | None = None) -> Agent:
+        agent = Agent(self.folder, node, nodes or self._nodes, self._port, self._command, self._options)
+        self._all.append(agent)
+        return agent
+
+    def wait_for(self, what: Callable[[], Any], limit: float = 60.0) -> float:
+        """Seconds until something is so."""
+        began = time.monotonic()
+        while not what():
+            if time.monotonic() - began > limit:
+                told = "\n".join(f"--- {agent.log.name}\n{agent.text}" for agent in self._all)
+                pytest.fail(f"not so after {limit:.0f} s\n{told}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for agent in self._all:
+            agent.kill()

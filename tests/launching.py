@@ -1,0 +1,69 @@
+"""What tests of `samestep launch` share: a folder of their own, and processes that end with the test."""
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TOLD = str(SCRIPTS / "told.py")
+
+
+@contextmanager
+def in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work there, with nobody's files of variables; fail where a process of the test is left."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (left := ranks_alive()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def ranks_alive() -> list[psutil.Process]:
+    """Processes of this test's jobs, whoever is their parent now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            ours = process.environ().get("SAMESTEP_TEST") == os.environ["SAMESTEP_TEST"]
+            if ours and any(word == TOLD or word.startswith("samestep.cluster.start") for word in words):
+                found.append(process)
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+@contextmanager
+def started(*words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """`samestep launch` in a process of its own, which ends with the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "samestep", "launch", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environ},
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def await_files(*files: str) -> None:
+    deadline = time.monotonic() + 60
+    while not all(Path(file).exists() for file in files):
+        assert time.monotonic() < deadline, f"{files} are not there"
+        time.sleep(0.05)

@@ -1,0 +1,155 @@
+"""Jobs on hosts of a testbed: the job of all ways to start, its losses, and a record of what was seen."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import testbed
+import yaml
+from testbed import Host, Running
+from testbed.possible import program
+
+import samestep
+from samestep import jobfile
+from samestep.api import train_job
+
+TESTS = Path(__file__).parent
+PATH = os.pathsep.join([str(Path(samestep.__file__).parents[1]), str(TESTS)])
+
+# What every command on a host is given: the samestep that is tested; and one thread, since all hosts share the cores.
+VARIABLES = {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "NO_COLOR": "1"}
+
+STEPS = 6
+JOB: dict[str, Any] = {
+    "recipe": {
+        "task": f"{TESTS}/small_tasks.py:Points",
+        "args": {"samples": 57, "held_out": 20},
+        "batch": 10,
+        "steps": STEPS,
+        "precision": "fp64",
+        "clip": 0.5,
+    },
+    "run": {"device": "cpu", "threads": 1, "tensorboard": False},
+}
+
+
+def needs_hosts(*, ssh: bool = True) -> pytest.MarkDecorator:
+    """Skip what needs hosts where none can be made, with the reason."""
+    reason = testbed.why_not(ssh=ssh)
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
+
+
+def needs_programs(*names: str) -> pytest.MarkDecorator:
+    """Skip what needs programs that are not installed."""
+    missing = [name for name in names if program(name) is None]
+    return pytest.mark.skipif(
+        bool(missing), reason=f"{', '.join(missing)} is not installed; tools/cluster-packages would do"
+    )
+
+
+# Losses of recipes that have been trained here.
+_ALONE: dict[str, tuple[float, ...]] = {}
+
+
+def job_file(folder: Path, name: str = "job", **recipe: Any) -> Path:
+    """The job of all ways to start, with some values of the recipe changed."""
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump({**JOB, "recipe": {**JOB["recipe"], **recipe}}), encoding="utf-8")
+    return file
+
+
+def slow_job(folder: Path, *, steps: int, seconds: float) -> Path:
+    """The same job with a loss that takes its time, so that something can happen in the middle."""
+    args = {**JOB["recipe"]["args"], "seconds": seconds}
+    return job_file(folder, "slow", task=f"{TESTS}/small_tasks.py:Slow", args=args, steps=steps)
+
+
+def losses_alone(**recipe: Any) -> tuple[float, ...]:
+    """The losses of the job in one process, this one."""
+    key = json.dumps(recipe, sort_keys=True)
+    if key not in _ALONE:
+        with TemporaryDirectory() as folder:
+            file = job_file(Path(folder), **recipe)
+            _ALONE[key] = train_job(jobfile.load(file, [("run.folder", f"{folder}/run", "test")]).job).losses
+    return _ALONE[key]
+
+
+def losses_in(folder: Path) -> list[float]:
+    """The losses that a run has written, a line a step."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def steps_in(folder: Path) -> int:
+    """How many steps a run has written so far."""
+    file = folder / "metrics.jsonl"
+    return len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """A command of the Python that runs these tests."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def torchrun(rank: int, nodes: int, command: Sequence[str], *, ranks: int = 1, main: str = "host-a") -> list[str]:
+    """torchrun with a node rank, as it stands in a script that runs on every host."""
+    where = [f"--nnodes={nodes}", f"--node-rank={rank}", f"--nproc-per-node={ranks}"]
+    meeting = [f"--master-addr={main}", "--master-port=29500"]
+    return [*python("torch.distributed.run", *where, *meeting), "-m", *command]
+
+
+def follow(commands: Sequence[Running], folder: Path, *, limit: float) -> float:
+    """Wait for the good end of commands that train into a folder; seconds until it told of the first step.
+
+    Raises AssertionError with what all have printed where one fails, or they take longer than `limit` seconds.
+    """
+    began = time.monotonic()
+    first: float | None = None
+    while any(command.poll() is None for command in commands):
+        now = time.monotonic() - began
+        if first is None and steps_in(folder):
+            first = now
+        if now > limit or any(command.poll() for command in commands):
+            _end(commands, f"more than {limit:.0f} s" if now > limit else "a command failed")
+        time.sleep(0.02)
+    if any(command.poll() for command in commands):
+        _end(commands, "a command failed")
+    assert steps_in(folder), "\n".join(command.text for command in commands)
+    return first if first is not None else time.monotonic() - began
+
+
+def _end(commands: Sequence[Running], reason: str) -> None:
+    time.sleep(1.0)  # the others say why they end, too
+    for command in commands:
+        command.stop()
+    told = "\n".join(f"--- {command}\n{command.text}" for command in commands)
+    pytest.fail(f"{reason}\n{told}")
+
+
+def start_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], **env: str) -> list[Running]:
+    """Start a command on each host, in the same moment."""
+    return [host.start(command, env={**VARIABLES, **env}) for host, command in zip(hosts, commands, strict=True)]
+
+
+def record(place: str, command: str, tried: str, seen: str, first_step: float | None = None) -> None:
+    """Note what a test has seen, where SAMESTEP_TESTED names a file: the table of docs/tested.md is made from it."""
+    name = os.environ.get("SAMESTEP_TESTED")
+    if name is None:
+        return
+    file = Path(name)
+    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    rows[f"{place}: {command}: {tried}"] = {
+        "place": place,
+        "command": command,
+        "tried": tried,
+        "seen": seen,
+        "first_step_seconds": first_step,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,102 @@
+"""Which accelerator a rank takes and over which back end, on hosts whose accelerators are only pretended."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from samestep.cluster import device
+from samestep.errors import UserError
+
+
+@pytest.fixture
+def visible(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A host whose accelerators are as many as the variable names; 4 without it."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+
+    def there() -> int:
+        named = device.environment.visible_devices()
+        return 4 if named is None else len(named.devices)
+
+    monkeypatch.setattr(torch.accelerator, "device_count", there)
+    return monkeypatch
+
+
+def test_a_rank_takes_the_accelerator_of_its_local_rank(visible: pytest.MonkeyPatch) -> None:
+    for in_a_rank in (False, True):
+        device.check_devices(4, in_a_rank=in_a_rank)
+    assert [device.device_of(rank) for rank in range(4)] == [torch.device("cuda", rank) for rank in range(4)]
+    assert device.device_of(3, "cpu") == torch.device("cpu")
+    visible.setenv("CUDA_VISIBLE_DEVICES", "6,2")
+    assert device.device_of(1) == torch.device("cuda", 1)
+
+
+def test_a_rank_that_sees_its_own_accelerator_alone_takes_that(visible: pytest.MonkeyPatch) -> None:
+    visible.setenv("CUDA_VISIBLE_DEVICES", "3")  # as a scheduler sets it for local rank 3 of 4
+    device.check_devices(4, in_a_rank=True)
+    assert device.device_of(3) == torch.device("cuda", 0)
+
+
+def test_more_ranks_than_accelerators_are_refused(visible: pytest.MonkeyPatch) -> None:
+    for in_a_rank in (False, True):
+        with pytest.raises(UserError, match="5 processes on this host, which has 4 accelerators; ask for 4 or fewer"):
+            device.check_devices(5, in_a_rank=in_a_rank)
+    device.check_devices(5, "cpu")
+    visible.setenv("CUDA_VISIBLE_DEVICES", "3")
+    # Whoever starts the ranks here would have all of them see the same one.
+    with pytest.raises(UserError, match="4 processes on this host, which has 1 accelerator; ask for 1 or fewer"):
+        device.check_devices(4)
+    visible.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    with pytest.raises(UserError, match="which has 2 accelerators"):
+        device.check_devices(4, in_a_rank=True)
+
+
+SMDDP = """
+import torch.distributed as dist
+
+def create(store, rank, size, timeout):
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+if "smddp" not in dist.Backend.backend_list:
+    dist.Backend.register_backend("smddp", create, devices=["cpu", "cuda"])
+"""
+
+
+@pytest.fixture
+def sagemaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A host of a SageMaker job, with a package of the name of SageMaker's that makes a back end of gloo known."""
+    package = tmp_path / "smdistributed" / "dataparallel" / "torch"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "torch_smddp.py").write_text(SMDDP, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SM_HOSTS", '["algo-1"]')
+    yield monkeypatch
+    for name in [name for name in sys.modules if name.partition(".")[0] == "smdistributed"]:
+        del sys.modules[name]
+
+
+def test_on_sagemaker_messages_take_sagemakers_own_back_end(sagemaker: pytest.MonkeyPatch) -> None:
+    assert device.backend_of(torch.device("cuda", 0)) == "cpu:gloo,cuda:smddp"
+    assert device.backend_of(torch.device("cpu")) == "gloo"
+    dist.init_process_group("cpu:smddp", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        total = torch.tensor([3.0])
+        dist.all_reduce(total)
+        assert total.item() == 3
+        assert dist.get_backend_config() == "cpu:smddp"
+    finally:
+        dist.destroy_process_group()
+    sagemaker.delenv("SM_HOSTS")
+    assert device.backend_of(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+
+
+def test_on_sagemaker_without_its_library_messages_take_the_devices_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_HOSTS", '["algo-1"]')
+    assert device.backend_of(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"

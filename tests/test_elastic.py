@@ -1,0 +1,175 @@
+"""Jobs of several agents that lose one: noticed soon, gone on from the last checkpoint, joined again."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from elastic_agents import Agents, faults, free_port, job_file, losses
+
+from samestep import jobfile
+from samestep.api import train_job
+from samestep.cli.main import main
+from samestep.cluster.network import reach
+
+TRAIN = ("-m", "samestep", "train", "job.yaml")
+STEPS = 60
+
+
+def alone(folder: Path) -> tuple[float, ...]:
+    """The losses of the same job in this process."""
+    own = {"layout": "single", "elastic": "false", "folder": f"{folder}/alone", "checkpoint": "null", "inject": "[]"}
+    values = [(f"run.{key}", value, "test") for key, value in own.items()]
+    job = jobfile.load(folder / "job.yaml", [*values, ("recipe.args.seconds", "0", "test")]).job
+    return train_job(job).losses
+
+
+@pytest.mark.timeout(90)
+def test_every_round_has_a_store_of_its_own(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent / "scripts" / "two_rounds.py")
+    with Agents(tmp_path, [script], "2:2", ["--max-restarts", "1"]) as agents:
+        one, other = agents.start(0), agents.start(1)
+        assert (one.wait(60), other.wait(60)) == (0, 0), one.text + other.text
+        for agent in (one, other):
+            told = re.findall(r"\] round (\d) port (\d+) restart (\d) (\w+)", agent.text)
+            assert [(number, restart, found) for number, _, restart, found in told] == [
+                ("0", "0", "False"),
+                ("1", "1", "False"),
+            ]
+            assert told[0][1] != told[1][1]
+        assert "failed before its first step: exit code 3" in one.text
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=9, inject={"rank": 1, "step": 7, "fault": "kill"})
+    with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "1"]) as agents:
+        one, other = agents.start(0), agents.start(1)
+        assert (one.wait(60), other.wait(60)) == (0, 0), one.text + other.text
+        told = [line for line in (one.text + other.text).splitlines() if "goes on at step" in line]
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-12)
+    (fault,) = faults(tmp_path)
+    known = {name: fault[name] for name in ("round", "rank", "step", "goes_on_at", "steps_lost", "layout")}
+    assert known == {"round": 0, "rank": 1, "step": 7, "goes_on_at": 6, "steps_lost": 1, "layout": "dp2"}
+    assert "SIGKILL" in fault["cause"]
+    assert 0 < fault["seconds"] < 30
+    (line,) = told
+    assert line.startswith(f"samestep: rank 1 on {fault['host']} failed in step 7: ")
+
+
+@pytest.mark.timeout(120)
+def test_a_pause_is_survived_and_a_death_is_not_waited_for(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=STEPS, seconds=0.1)
+    with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
+        here, there = agents.start(0), agents.start(1)
+        agents.wait_for(lambda: len(losses(tmp_path)) > 3)
+        there.send(signal.SIGSTOP)
+        time.sleep(3)
+        there.send(signal.SIGCONT)
+        time.sleep(2)
+        assert faults(tmp_path) == []
+        steps = len(losses(tmp_path))
+        there.kill()
+        agents.wait_for(lambda: faults(tmp_path), limit=30)
+        assert here.wait(60) == 0, here.text
+    (fault,) = faults(tmp_path)
+    assert (fault["rank"], fault["next_layout"]) == (1, "single")
+    assert fault["cause"] == "its host is gone"
+    assert fault["goes_on_at"] >= steps - 3
+    assert fault["seconds"] < 20
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_host_that_says_nothing_is_lost_and_joins_again(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=150, seconds=0.1)
+    with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "3", "--silence-limit", "4s"]) as agents:
+        here, there = agents.start(0), agents.start(1)
+        agents.wait_for(lambda: len(losses(tmp_path)) > 3)
+        there.send(signal.SIGSTOP, to_all=True)  # its connections stand, and nothing comes
+        agents.wait_for(lambda: "has given no sign of life for" in here.text, limit=10)
+        agents.wait_for(lambda: faults(tmp_path), limit=20)
+        there.kill()
+        before = len(losses(tmp_path))
+        agents.start(1)
+        agents.wait_for(lambda: "joins; goes on at step" in here.text, limit=30)
+        after = len(losses(tmp_path))
+        assert here.wait(90) == 0, here.text
+    assert after >= before  # what was taken was saved before the ranks started anew
+    assert len(faults(tmp_path)) == 1
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_rank_that_hangs_is_named_by_its_own_host(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=9, hang_limit="3s", inject={"rank": 1, "step": 7, "fault": "hang"})
+    with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "1"]) as agents:
+        one, other = agents.start(0), agents.start(1)
+        assert (one.wait(90), other.wait(90)) == (0, 0), one.text + other.text
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-12)
+    (fault,) = faults(tmp_path)
+    assert (fault["rank"], fault["step"], fault["goes_on_at"]) == (1, 7, 6)
+    assert fault["cause"].startswith("it hung in step 7")
+    assert "inject.py" in fault["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_host_that_is_told_to_stop_lets_all_save(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=STEPS, seconds=0.1, checkpoint={"every": 1000, "resume": "auto"})
+    with Agents(tmp_path, TRAIN, "1:2") as agents:
+        here, there = agents.start(0), agents.start(1)
+        agents.wait_for(lambda: len(losses(tmp_path)) > 10)
+        there.send(signal.SIGTERM)
+        assert there.wait(30) == 143, there.text
+        assert here.wait(90) == 0, here.text
+    assert faults(tmp_path) == []
+    first = re.search(r"goes on from .*, after step (\d+)", here.text)
+    assert first is not None
+    assert int(first[1]) > 10  # saved on notice: none was due
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=9, layout="tp3")
+    with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "3"]) as agents:
+        one, other = agents.start(0), agents.start(1)
+        codes = one.wait(60), other.wait(60)
+    assert 2 in codes, one.text + other.text
+    assert (one.text + other.text).count('layout "tp3"') in (1, 2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=STEPS, seconds=0.1)
+    with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
+        keeper, other = agents.start(0), agents.start(1)
+        agents.wait_for(lambda: len(losses(tmp_path)) > 3)
+        keeper.kill()
+        began = time.monotonic()
+        assert other.wait(20) == 1
+        assert time.monotonic() - began < 20
+        assert "the job's store at 127.0.0.1" in other.text
+        assert "started anew with --resume" in other.text
+        steps = len(losses(tmp_path))
+        assert agents.start(0, "1:1").wait(60) == 0
+        first = len(losses(tmp_path))
+    assert 3 < steps < STEPS == first
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+
+
+def test_a_silence_limit_that_ends_every_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "--no-ssh", "--node-rank", "0", "--num-nodes", "2", "--silence-limit", "1s"]
+    assert main([*words, "--", "true"]) == 2
+    assert "hosts give a sign of life every 0.5 s; 2 s or more would do" in capsys.readouterr().err
+
+
+def test_whether_anything_listens_on_a_port() -> None:
+    port = free_port()
+    assert reach("127.0.0.1", port, within=1.0) == "refuses"

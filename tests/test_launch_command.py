@@ -1,0 +1,159 @@
+"""`samestep launch` on this machine: ranks, their files and output, how a job ends, and what a user can get wrong."""
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import TOLD, await_files, in_a_folder_of_its_own, ranks_alive, started
+
+from samestep.cli.main import main
+
+# PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with in_a_folder_of_its_own(tmp_path, monkeypatch):
+        yield
+
+
+def launch(*words: str) -> int:
+    return main(["launch", "--logs", "logs", *words])
+
+
+def test_ranks_are_told_who_they_are_and_their_lines_who_wrote_them(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("--num-procs", "2", "--", TOLD, "tell", "--lr", "a b", "$(id) 'x'") == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [
+        f"[localhost {rank}] RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 GROUP_RANK=0 "
+        f"MASTER_ADDR=127.0.0.1 colour=None ['--lr', 'a b', \"$(id) 'x'\"]"
+        for rank in (0, 1)
+    ]
+    assert err == ""
+    assert Path("logs/localhost/round-0/rank-1.out").read_text(encoding="utf-8").startswith("RANK=1")
+
+
+def test_one_rank_writes_as_it_would_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("--num-procs", "1", "--", TOLD, "tell") == 0
+    assert capfd.readouterr().out.startswith("RANK=0 WORLD_SIZE=1")
+
+
+def test_output_into_files_alone_and_variables_of_a_file(capfd: pytest.CaptureFixture[str]) -> None:
+    Path(".samestep_env").write_text("# ours\nSAMESTEP_COLOUR='deep red'\n", encoding="utf-8")
+    assert launch("--num-procs", "1", "--output", "files", "--", TOLD, "tell") == 0
+    assert capfd.readouterr().out == ""
+    assert "colour=deep red" in Path("logs/localhost/round-0/rank-0.out").read_text(encoding="utf-8")
+
+
+def test_a_module_and_a_program_run_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("--num-procs", "1", "--", "-m", "platform") == 0
+    assert launch("--num-procs", "1", "--", "echo", "--lr", "3") == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "--lr 3"
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("raise", ["rank 1 on localhost failed first: exit code 1", "ValueError: planted in rank 1", "rank-1.err"]),
+        ("lose", ["rank 1 on localhost failed first", "ValueError: planted in rank 1", "rank-1.err"]),
+        ("kill", ["rank 1 on localhost failed first: ended by SIGKILL; the system kills so when memory runs out"]),
+    ],
+)
+def test_the_rank_that_failed_first_is_named_once(
+    way: str, says: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("--num-procs", "2", "--output", "files", "--", TOLD, way) == 1
+    err = capfd.readouterr().err
+    assert all(text in err for text in says), err
+    assert err.count("samestep: ") == 1
+    assert err.count("Traceback") == (0 if way == "kill" else 1)
+    assert "about to fail" not in err
+
+
+def test_exit_codes_and_restarts(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("--num-procs", "2", "--", TOLD, "exit", "2") == 2
+    assert launch("--num-procs", "2", "--", TOLD, "exit", "7") == 1
+    assert "exit code 7" in capfd.readouterr().err
+    assert launch("--num-procs", "1", "--max-restarts", "1", "--", TOLD, "once") == 0
+    rounds = [file.read_text(encoding="utf-8") for file in sorted(Path("logs/localhost").glob("*/rank-0.err"))]
+    assert rounds[-2:] == ["rank 0 fails the first time\n", ""]
+
+
+def test_a_jobs_mistake_is_told_though_another_rank_ends_first(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text("recipe: {task: nowhere, batch: 4, steps: 1}\nrun: {layout: dp2}\n", encoding="utf-8")
+    assert launch("--num-procs", "2", "--output", "files", "--", "-m", "samestep", "train", "job.yaml") == 2
+    err = capfd.readouterr().err
+    assert re.fullmatch(r"samestep: [^\n]*nowhere[^\n]*\n", err)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_ranks(number: signal.Signals, code: int) -> None:
+    with started("--num-procs", "2", "--", TOLD, "wait", "here") as process:
+        await_files("here-0", "here-1")
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert err.rstrip().endswith(f"samestep: stopped by signal {int(number)}")
+
+
+def test_a_second_signal_ends_ranks_that_take_no_notice() -> None:
+    with started("--num-procs", "2", "--", TOLD, "deaf", "here") as process:
+        await_files("here-0", "here-1")
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert sum("-u" in each.cmdline() for each in ranks_alive()) == 2
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 130
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system doesn't end processes with their parents")
+def test_ranks_end_with_an_agent_that_is_killed() -> None:
+    with started("--num-procs", "2", "--", TOLD, "deaf", "here") as process:
+        await_files("here-0", "here-1")
+        process.kill()
+
+
+WRONG = [
+    (["--"], "no command to start; write it after --"),
+    (["--", "nowhere.py"], "there is no script nowhere.py in "),
+    (["--", "no-such-program"], "there is no program no-such-program"),
+    (["--", "-m"], "-m names no module"),
+    (["--engine", "jax", "--", TOLD], "--engine jax: it can be torch, deepspeed"),
+    (["--bind", "tight", "--", TOLD], "--bind tight: it can be auto, none"),
+    (["--num-procs", "0", "--", TOLD], "--num-procs is 0; it should be 1 or more"),
+    (["--num-procs", "two", "--", TOLD], "argument --num-procs: invalid int value: 'two'"),
+    (["--threads", "0", "--", TOLD], '--threads: "0" is no number; 1 or more is wanted'),
+    (["--max-restarts", "-1", "--", TOLD], '--max-restarts: "-1" is no number; 0 or more is wanted'),
+    (["--start-timeout", "soon", "--", TOLD], '--start-timeout: "soon" is no time; 90s, 5m or 1h would do'),
+    (["--notice", "0", "--", TOLD], '--notice: "0" is no time; 90s, 5m or 1h would do'),
+    (["--master-port", "99999", "--", TOLD], '--master-port: "99999" is no port; a number from 1 to 65535 is'),
+    (["--job-id", "a b", "--", TOLD], '--job-id "a b": letters, digits, dots'),
+    (["--output", "printer", "--", TOLD], "invalid choice: 'printer'"),
+    (["--ssh", "ssh 'x", "--", TOLD], "--ssh ssh 'x: a quote has no end"),
+    (["--ssh", "", "--", TOLD], "--ssh is empty; a command is wanted"),
+    (["--nodes", "3:1", "--", TOLD], '--nodes "3:1": the fewest and the most hosts are wanted, such as 1:4'),
+    (["--nodes", "1:4", "--", TOLD], "--nodes 1:4, and there is this host alone; --hostfile names others"),
+    (["--node-rank", "1", "--", TOLD], "--node-rank goes with --no-ssh"),
+    (["--hostfile", "nowhere", "--", TOLD], "--hostfile nowhere: No such file"),
+    (["--no-ssh", "--", TOLD], "--no-ssh needs to know how many hosts there are"),
+    (["--no-ssh", "--num-nodes", "2", "--nodes", "1:2", "--", TOLD], "--nodes and --num-nodes are both given"),
+    (["--no-ssh", "--num-nodes", "2", "--", TOLD], "which of the 2 hosts is this? --node-rank 0 to 1 would say it"),
+    (["--no-ssh", "--num-nodes", "2", "--node-rank", "2", "--", TOLD], "--node-rank is 2, and 2 hosts have"),
+    (["--no-ssh", "--num-nodes", "2", "--node-rank", "1", "--", TOLD], "--master-addr and the address of the host"),
+    (["--pass", "NOT_SET_ANYWHERE", "--", TOLD], "--pass NOT_SET_ANYWHERE: it is not set here"),
+    (["--pass", "A=B", "--", TOLD], '--pass "A=B" is no name of a variable'),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG, ids=[" ".join(words[:-1]) or "nothing" for words, _ in WRONG])
+def test_a_mistake_is_one_message(words: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *words]) == 2
+    err = capfd.readouterr().err
+    assert re.fullmatch(r"samestep: [^\n]*\n", err)
+    assert says in err

@@ -1,0 +1,245 @@
+"""`samestep launch` over several hosts, all of them this machine: on the loopback, and by a stand-in of SSH."""
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launching import SCRIPTS, TOLD, await_files, in_a_folder_of_its_own, started
+
+import samestep.cluster.start.roll_call
+from samestep.cli.main import main
+from samestep.cluster.network import store_at
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.roll_call import RollCall
+from samestep.errors import StartError, UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with in_a_folder_of_its_own(tmp_path, monkeypatch):
+        yield
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def one_of_two(node_rank: int, port: int, *words: str) -> list[str]:
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return ["--no-ssh", "--num-nodes", "2", "--node-rank", str(node_rank), *where, *words]
+
+
+def test_two_hosts_started_one_by_one_are_one_job(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with started(*one_of_two(1, port, "--num-procs", "1", "--", TOLD, "tell")) as other:
+        assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "tell")]) == 0
+        out, _ = other.communicate(timeout=60)
+    name = re.escape(socket.gethostname())
+    assert re.match(
+        rf"\[{name} 0\] RANK=0 WORLD_SIZE=2 .* GROUP_RANK=0 MASTER_ADDR=127.0.0.1", capfd.readouterr().out
+    )
+    assert re.match(rf"\[{name} 1\] RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=1", out)
+    assert other.returncode == 0
+
+
+def test_a_failure_on_one_host_ends_the_other_and_both_tell_it(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with started(*one_of_two(1, port, "--num-procs", "1", "--", TOLD, "raise")) as other:
+        assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "wait")]) == 1
+        _, err = other.communicate(timeout=60)
+    for said in (capfd.readouterr().err, err):
+        assert said.count("failed first: exit code 1\n") == 1
+        assert "samestep: rank 1 on " in said
+        assert "ValueError: planted in rank 1" in said
+    assert other.returncode == 1
+
+
+def test_hosts_that_differ_do_not_begin(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with started(*one_of_two(1, port, "--num-procs", "2", "--", TOLD, "tell")) as other:
+        assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "tell")]) == 2
+        _, err = other.communicate(timeout=60)
+    name = socket.gethostname()
+    says = f'differ in their ranks a host: {name} has "1", {name} has "2"'
+    assert says in capfd.readouterr().err
+    assert says in err
+    assert other.returncode == 2
+
+
+def part(node_rank: int, port: int, **values: object) -> Part:
+    known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "start_timeout": 20.0, "logs": "logs"}
+    where = {"address": "127.0.0.1", "port": port, "serves": node_rank == 0, "node_rank": node_rank}
+    return Part(**{"host": f"host-{'ab'[node_rank]}", "command": ("x",), **known, **where, **values})  # pyright: ignore
+
+
+@contextmanager
+def waiting(first: RollCall) -> Iterator[list[str]]:
+    """The first host's agent as it waits for the second; what it was told at last."""
+    told: list[str] = []
+
+    def wait() -> None:
+        try:
+            first.agree()
+        except (UserError, StartError) as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield told
+    thread.join()
+
+
+def test_versions_that_differ_are_named_with_both_hosts(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RollCall(part(0, port))
+    with waiting(first) as told:
+        await_seat(first)
+        monkeypatch.setattr(samestep.cluster.start.roll_call, "__version__", "9.9")
+        with pytest.raises(
+            UserError, match=r'differ in their samestep version: host-a has ".*", host-b has "9.9"'
+        ) as late:
+            RollCall(part(1, port)).agree()
+    assert told == [str(late.value)]
+
+
+def await_seat(first: RollCall) -> None:
+    while not first._there("samestep/node/0"):
+        pass
+
+
+def test_another_jobs_store_is_no_place_to_meet_and_is_not_disturbed(port: int) -> None:
+    first = RollCall(part(0, port))
+    with waiting(first) as told:
+        await_seat(first)
+        with pytest.raises(UserError, match='is that of job "one", which host-a began; host-b is of job "two"'):
+            RollCall(part(1, port, job="two")).agree()
+        with pytest.raises(
+            UserError, match=r"node rank 0 of job one is held by host-a .* and host-b comes with it too"
+        ):
+            RollCall(replace(part(1, port), node_rank=0)).agree()
+        RollCall(part(1, port)).agree()
+    assert told == []
+
+
+def test_hosts_that_do_not_come_are_named(port: int) -> None:
+    with pytest.raises(StartError, match=r"only 1 of 2 hosts came within 1 s: host-a; not host-b$"):
+        RollCall(part(0, port, start_timeout=1.0, hosts=("host-a", "host-b"))).agree()
+    says = f"host-b waited 1 s for the job's store at 127.0.0.1:{port}: Connection refused; host-a is to serve it"
+    with pytest.raises(StartError, match=says):
+        RollCall(part(1, port, start_timeout=1.0, hosts=("host-a", "host-b")))
+
+
+def test_a_taken_port_is_named_with_its_holder(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        number = listening.getsockname()[1]
+        assert main(["launch", *one_of_two(0, number, "--num-procs", "1", "--", TOLD, "tell")]) == 2
+    comm = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
+    assert f"is taken by {comm} (process {os.getpid()} of " in capfd.readouterr().err
+
+
+def test_an_address_of_another_host_is_no_place_for_the_store(port: int) -> None:
+    # A documentation address, which no host has.
+    with pytest.raises(UserError, match="--master-addr is to be an address of the host with --node-rank 0"):
+        RollCall(part(0, port, address="203.0.113.1"))
+    with pytest.raises(UserError, match=r"the name no.such.host.invalid does not resolve"):
+        RollCall(part(1, port, address="no.such.host.invalid"))
+
+
+def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samestep.cluster.start.roll_call, "_ANSWER", 1.0)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,  # takes connections, and never answers
+        pytest.raises(StartError, match=r"is no job's store \(no answer\); another --master-port would do"),
+    ):
+        RollCall(part(1, listening.getsockname()[1]))
+
+
+def test_an_agent_that_comes_again_takes_its_old_place() -> None:
+    store = store_at("127.0.0.1")
+    seats = [part(number, store.port, serves=False) for number in (0, 1)]
+    store.set("samestep/node/1", json.dumps({"host": "host-b", "machine": "elsewhere", "process": 1}))
+    RollCall(seats[1])._take_seat()
+    assert json.loads(store.get("samestep/node/1"))["process"] == os.getpid()
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Options with which hosts a and b are reached by the stand-in for OpenSSH."""
+    monkeypatch.setenv("FAKE_SSH_LOG", str(tmp_path / "ssh.log"))
+    Path("hosts").write_text("a slots=1\nb slots=2\n", encoding="utf-8")
+    return ["--hostfile", "hosts", "--ssh", f"{sys.executable} {SCRIPTS / 'fake_ssh.py'} -F 'my config'"]
+
+
+def test_over_ssh_all_hosts_are_one_job_and_nothing_of_the_users_stands_in_a_command(
+    ssh: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAMESTEP_COLOUR", "deep red; $(id)")
+    monkeypatch.setenv("WANDB_API_KEY", "w_s3cret")
+    assert main(["launch", *ssh, "--", TOLD, "tell", "it's $HOME", ";id"]) == 0
+    out, err = capfd.readouterr()
+    lines = sorted(out.splitlines())
+    assert [line.split(" colour")[0].rsplit(" ", 1)[0] for line in lines] == [
+        "[a 0] RANK=0 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=0",
+        "[b 1] RANK=1 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=1",
+        "[b 2] RANK=2 WORLD_SIZE=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1",
+    ]
+    assert all(line.endswith("colour=deep red; $(id) [\"it's $HOME\", ';id']") for line in lines)
+    assert re.fullmatch(
+        r"samestep: not sent to other hosts, by their names secrets: [^\n]*WANDB_API_KEY[^\n]*\n", err
+    )
+    log = Path("ssh.log").read_text(encoding="utf-8")
+    commands = [words for words in map(json.loads, log.splitlines()) if "-G" not in words]
+    assert sorted(words[words.index("--") + 1] for words in commands) == ["a", "b"]
+    assert all(words[:2] == ["-F", "my config"] and "BatchMode=yes" in words for words in commands)
+    assert not any(text in log for text in ("deep red", "s3cret", "told.py", ";id"))
+
+
+def test_a_host_that_is_not_reached_is_named_and_the_others_end(
+    ssh: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("hosts").write_text("a slots=1\ngone slots=1\n", encoding="utf-8")
+    assert main(["launch", *ssh, "--", TOLD, "wait"]) == 1
+    says = (
+        "gone can't be reached: ssh: connect to host gone port 22: No route to host (python ended with exit code 255)"
+    )
+    assert capfd.readouterr().err.splitlines()[-1].endswith(says)
+
+
+def test_over_ssh_the_root_cause_is_told_once(ssh: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *ssh, "--output", "files", "--", TOLD, "raise"]) == 1
+    err = capfd.readouterr().err
+    assert err.count("samestep: rank 1 on b failed first: exit code 1\nTraceback") == 1
+    assert err.count("Traceback") == 1
+    assert re.search(r"all that it wrote: b:runs/launch-\S+/b/round-0/rank-1.err", err)
+
+
+def test_what_all_hosts_get_wrong_is_told_once(ssh: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *ssh, "--chdir", "/nowhere", "--", TOLD, "tell"]) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if "secrets" not in line]
+    assert 1 <= len(said) <= 2  # of the two hosts
+    assert all("the folder /nowhere: No such file or directory; --chdir FOLDER says another" in line for line in said)
+
+
+def test_ctrl_c_ends_all_hosts(ssh: list[str]) -> None:
+    with started(*ssh, "--", TOLD, "wait", "here") as process:
+        await_files("here-0", "here-1", "here-2")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.rstrip().endswith("samestep: stopped by signal 2")
+    assert "SIGINT: all hosts' ranks are told; a second one ends them at once" in err
+
+
+def test_a_controller_that_is_killed_leaves_nothing(ssh: list[str]) -> None:
+    with started(*ssh, "--", TOLD, "wait", "here") as process:
+        await_files("here-0", "here-1", "here-2")
+        process.kill()
