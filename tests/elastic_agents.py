@@ -74,7 +74,7 @@ class Agent:
         self.log = folder / f"agent-{node}-{number}.log"
         self._mark = f"{folder}-{node}-{number}"
         where = ["--no-ssh", "--node-rank", str(node), "--nodes", nodes, "--num-procs", "1", "--bind", "none"]
-        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--job-id", "elastic", "--gather", "20s"]
+        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--job-id", "elastic"]
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "samestep", "launch", *where, *meeting, *options, "--", *command],
@@ -124,8 +124,8 @@ class Agents:
         self._port = free_port()
         self._all: list[Agent] = []
 
-    def start(self, node: int, nodes: str | None = None) -> Agent:
-        agent = Agent(self.folder, node, nodes or self._nodes, self._port, self._command, self._options)
+    def start(self, node: int, *options: str) -> Agent:
+        agent = Agent(self.folder, node, self._nodes, self._port, self._command, [*self._options, *options])
         self._all.append(agent)
         return agent
 

@@ -84,8 +84,10 @@ class Alive:
     def enter(self, number: int, peers: Sequence[Peer], tells: Callable[[], Mapping[str, Any]]) -> None:
         """A round has begun. `tells` gives what the others are to know of this host's ranks."""
         self._mind = _Mind(self._limits)
+        self._said = {}  # what was said in an earlier round may be of an agent that is no more
         self._tells = tells
-        self._round, self._state, self._peers = number, "runs", peers
+        self._state = "runs"
+        self._round, self._peers = number, peers
 
     def leave(self, state: State) -> None:
         """This host's ranks have ended, or will now; without effect where they have done all."""
@@ -168,10 +170,12 @@ class Alive:
             **self._tells(),
         }
         store.set(self._key(self._node), json.dumps(word))
-        nodes = [peer.node for peer in self._peers]
+        peers = self._peers
+        nodes = [peer.node for peer in peers]
         if nodes:
             words = store.multi_get([self._key(node) for node in nodes])
-            self._said = {node: json.loads(word) for node, word in zip(nodes, words, strict=True)}
+            if peers is self._peers:  # no other round has begun meanwhile
+                self._said = {node: json.loads(word) for node, word in zip(nodes, words, strict=True)}
         self._answers += 1
 
     def _key(self, node: int) -> str:
