@@ -16,7 +16,7 @@ if resolver.task_type in ("worker", "ps"):
 strategy = tf.distribute.ParameterServerStrategy(resolver)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 with strategy.scope():
-    total = tf.Variable(0.0)
+    total = tf.Variable(0.0)  # pyright: ignore[reportArgumentType]
 
 
 @tf.function
