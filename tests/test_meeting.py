@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -196,6 +196,14 @@ def test_a_host_of_rank_0_that_is_not_known(
     assert message in str(error.value)
 
 
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = meeting.Meeting(job=f"alone {os.getpid()}", addresses=(LOOPBACK,))
+    monkeypatch.setattr(meeting, "meeting", lambda *_: job)
+    first = Ranks(rank=0, world_size=3, local_rank=0, local_world_size=3, launcher="open-mpi")
+    with pytest.raises(TimeoutError, match="ranks 1, 2 of 3 did not come within 1 s"):
+        meeting.join_process_group(first, "gloo", timeout=1.0)
+
+
 # Beacons
 
 
@@ -318,7 +326,7 @@ def verify_of(job: Path) -> list[str]:
     ]
 
 
-def together(command: list[str], environs: list[Mapping[str, str]]) -> list[str]:
+def together(command: list[str], environs: Sequence[Mapping[str, str]]) -> list[str]:
     """What processes print that are started beside each other with these variables."""
     started = [
         subprocess.Popen(
