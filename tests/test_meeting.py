@@ -204,6 +204,25 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         meeting.join_process_group(first, "gloo", timeout=1.0)
 
 
+@pytest.mark.parametrize("given", ["203.0.113.1", "no-such-host.invalid"])
+def test_a_given_address_that_rank_0_has_not(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("MASTER_ADDR", given)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="slurm")
+    with pytest.raises(UserError, match=f"MASTER_ADDR is {given}, which is no address of rank 0's host"):
+        meeting.join_process_group(first, "gloo")
+
+
+def test_a_given_port_that_is_taken_is_told_with_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, one_host=True, launcher="slurm")
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UserError, match=rf"MASTER_PORT is {port}, which is taken .*process {os.getpid()} of "):
+            meeting.join_process_group(first, "gloo")
+
+
 # Beacons
 
 

@@ -14,9 +14,11 @@ from samestep.cluster.addresses import is_loopback, is_ours
 from samestep.cluster.discover.open_mpi import mpirun_addresses
 from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.network import LOOPBACK, address_towards, store_at
+from samestep.cluster.sockets import holders
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 
+_EVERYWHERE = "0.0.0.0"
 _TELL_US = "tell all ranks where to meet by MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there)"
 
 
@@ -49,11 +51,35 @@ def join_process_group(
     """
     address, port = environment.given_address(), environment.main_port()
     if address is not None and port is not None:
-        where = _tcp(address, port)
-        dist.init_process_group(
-            backend, init_method=where, rank=ranks.rank, world_size=ranks.world_size, device_id=device
-        )
-        return address, port
+        store = _given_store(address, port, ranks) if ranks.rank == 0 else _store_of_rank_0(address, port, timeout)
+    else:
+        address, port, store = _meet(ranks, address, timeout)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=device)
+    return address, port
+
+
+def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
+    """Rank 0's store where the user wants it."""
+    found = _resolved(address)
+    if found is None or not is_ours(found):
+        raise UserError(f"MASTER_ADDR is {address}, which is no address of rank 0's host {socket.gethostname()}")
+    if is_loopback(found) and not ranks.one_host:
+        found = _EVERYWHERE  # systems give a host's own name a loopback address, for itself
+    try:
+        return store_at(found, port)
+    except OSError as error:
+        by = " and ".join(map(str, holders(port))) or error.strerror
+        raise UserError(
+            f"MASTER_PORT is {port}, which is taken on rank 0's host: {by}; a free one would do"
+        ) from None
+
+
+def _store_of_rank_0(address: str, port: int, timeout: float) -> dist.TCPStore:
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _meet(ranks: Ranks, address: str | None, timeout: float) -> tuple[str, int, dist.TCPStore]:
+    """Rank 0's store and where it is, found by the job's id; on the given host, if one is given."""
     found = meeting(ranks, environment.snapshot())
     if address is not None:
         found = Meeting(job=found.job, addresses=(address,), other=found.other)
@@ -68,14 +94,9 @@ def join_process_group(
         port = store.port
     else:
         address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
-        store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
+        store = _store_of_rank_0(address, port, timeout)
         store.set(_arrived(ranks.rank), "")
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=device)
-    return address, port
-
-
-def _tcp(address: str, port: int) -> str:
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    return address, port, store
 
 
 def _arrived(rank: int) -> str:
