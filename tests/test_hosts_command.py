@@ -47,6 +47,11 @@ def test_this_machine(shown: Any) -> None:
     found = shown("--num-procs", "3")
     assert (found["place"], found["this"], found["world_size"]) == ("this-machine", 0, 3)
     assert [rank["local_rank"] for rank in found["ranks"]] == [0, 1, 2]
+    assert all(rank["cores"] for rank in found["ranks"])
+
+
+def test_cores_of_other_hosts_are_not_known(shown: Any, hostfile: Path) -> None:
+    assert {rank["cores"] for rank in shown("--hostfile", str(hostfile))["ranks"]} == {None}
 
 
 def test_every_rank_has_its_place(shown: Any, hostfile: Path) -> None:
@@ -148,6 +153,7 @@ def test_many_ranks_are_cut_short_on_the_screen(
         (["--include", "worker-1", "--exclude", "worker-2"], "both given"),
         (["--place", "slurm"], '--place "slurm" and --hostfile FILE are two places'),
         (["--ray", "auto"], "both name hosts"),
+        (["--bind", "some"], "--bind some: it can be auto, none, cores, numa"),
         (["--num-nodes", "two"], "invalid int value: 'two'"),
         (["--json", "/no/such/folder/file"], "there is no folder /no/such/folder"),
     ],

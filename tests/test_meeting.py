@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -124,6 +124,15 @@ def test_wrong_variables_of_a_rank_are_told_without_a_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_task_of_srun_has_a_thread_for_each_of_its_cores() -> None:
+    asked = {**SLURM, "SLURM_CPUS_PER_TASK": "8"}
+    assert environment.asked_threads(asked) == 8
+    assert environment.asked_threads({**asked, "OMP_NUM_THREADS": "3"}) == 3
+    # Ranks that a task starts by itself share its cores.
+    assert environment.asked_threads({**asked, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert environment.asked_threads({**asked, **TORCHRUN}) is None
+
+
 # Where they meet
 
 
@@ -185,6 +194,33 @@ def test_a_host_of_rank_0_that_is_not_known(
     with pytest.raises(UserError) as error:
         meeting.meet(first)
     assert message in str(error.value)
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = meeting.Meeting(job=f"alone {os.getpid()}", addresses=(LOOPBACK,))
+    monkeypatch.setattr(meeting, "meeting", lambda *_: job)
+    first = Ranks(rank=0, world_size=3, local_rank=0, local_world_size=3, launcher="open-mpi")
+    with pytest.raises(TimeoutError, match="ranks 1, 2 of 3 did not come within 1 s"):
+        meeting.join_process_group(first, "gloo", timeout=1.0)
+
+
+@pytest.mark.parametrize("given", ["203.0.113.1", "no-such-host.invalid"])
+def test_a_given_address_that_rank_0_has_not(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("MASTER_ADDR", given)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="slurm")
+    with pytest.raises(UserError, match=f"MASTER_ADDR is {given}, which is no address of rank 0's host"):
+        meeting.join_process_group(first, "gloo")
+
+
+def test_a_given_port_that_is_taken_is_told_with_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, one_host=True, launcher="slurm")
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UserError, match=rf"MASTER_PORT is {port}, which is taken .*process {os.getpid()} of "):
+            meeting.join_process_group(first, "gloo")
 
 
 # Beacons
@@ -309,11 +345,11 @@ def verify_of(job: Path) -> list[str]:
     ]
 
 
-def together(job: Path, environs: list[Mapping[str, str]]) -> list[str]:
+def together(command: list[str], environs: Sequence[Mapping[str, str]]) -> list[str]:
     """What processes print that are started beside each other with these variables."""
     started = [
         subprocess.Popen(
-            verify_of(job),
+            command,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -340,17 +376,28 @@ def test_ranks_of_srun_on_two_hosts_meet(job: Path) -> None:
     # Two names of this host: their ranks take each other for ranks of other hosts.
     nodes = {**SLURM, "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_JOB_ID": str(os.getpid())}
     nodes |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    said = together(job, [{**nodes, "SLURM_NODEID": each, "SLURM_PROCID": each} for each in "01"])
+    said = together(verify_of(job), [{**nodes, "SLURM_NODEID": each, "SLURM_PROCID": each} for each in "01"])
     assert "the same step" in said[0]
     assert said[1] == ""  # one of them talks
     assert_same_step(job)
 
 
-def test_ranks_with_a_given_address_meet_there(job: Path) -> None:
+SUM = """\
+import torch, torch.distributed as dist
+from samestep import environment
+from samestep.cluster.world import join
+with join(device="cpu") as world:
+    found = torch.tensor([10.0 + world.rank])
+    dist.all_reduce(found)
+    print(found.item(), world.world_size, environment.main_address())
+"""
+
+
+def test_ranks_with_a_given_address_meet_there() -> None:
     with socket.create_server((LOOPBACK, 0)) as free:
         given = {**MPICH, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free.getsockname()[1])}
-    together(job, [{**given, "PMI_RANK": each, "MPI_LOCALRANKID": each} for each in "01"])
-    assert_same_step(job)
+    ranks = [{**given, "PMI_RANK": each, "MPI_LOCALRANKID": each} for each in "01"]
+    assert together([sys.executable, "-c", SUM], ranks) == ["21.0 2 127.0.0.1\n"] * 2
 
 
 @pytest.mark.slow

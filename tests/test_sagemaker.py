@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.cli import hyperparameters
 from samestep.cli.main import main
 
 # As in the documentation of the training toolkit, with this project's names.
@@ -152,6 +153,13 @@ def test_wrong_hyperparameters(
     said = printed()
     assert message in said
     assert said.count("\n") == 1
+
+
+def test_arguments_of_another_program_are_left_to_it() -> None:
+    environ = {"SM_USER_ARGS": '["--lr","1"]'}
+    launched = ["launch", "--", "train.py", "--lr", "1"]
+    assert hyperparameters.without(launched, environ) == launched
+    assert hyperparameters.without(["train", "job.yaml", "--lr", "1"], environ) == ["train", "job.yaml"]
 
 
 def test_wrong_arguments_of_sagemaker(printed: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,10 +93,11 @@ def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     """Threads a process that the user asked for by OMP_NUM_THREADS.
 
     torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is nobody's wish, unless samestep has
-    shared out the cores of the host.
+    shared out the cores of the host. A task of srun has been asked for with so many cores (--cpus-per-task).
     """
     if "OMP_NUM_THREADS" not in environ:
-        return None
+        found = ranks(environ) if "SLURM_CPUS_PER_TASK" in environ else None
+        return integer(environ, "SLURM_CPUS_PER_TASK") if found is not None and found.launcher == "slurm" else None
     threads = integer(environ, "OMP_NUM_THREADS")
     return None if threads == 1 and "TORCHELASTIC_RUN_ID" in environ and _SHARED_OUT not in environ else threads
 

@@ -37,10 +37,13 @@ def overrides(environ: Mapping[str, str], flags: Mapping[str, str]) -> list[tupl
 
 
 def without(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """A command line without the hyperparameters that SageMaker has put behind it: SM_HPS says them all."""
+    """A command line without the hyperparameters that SageMaker has put behind it: SM_HPS says them all.
+
+    What stands behind a -- is the command of another program, which may want them.
+    """
     given = _json(environ, "SM_USER_ARGS", list, 'a list such as ["--lr","1e-3"]') or []
     words = [str(word) for word in given]
-    if words and list(arguments[-len(words) :]) == words:
+    if words and "--" not in arguments and list(arguments[-len(words) :]) == words:
         return list(arguments[: -len(words)])
     return list(arguments)
 

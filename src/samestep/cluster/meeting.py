@@ -13,9 +13,11 @@ from samestep.cluster.addresses import is_loopback, is_ours
 from samestep.cluster.discover.open_mpi import mpirun_addresses
 from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.network import LOOPBACK, address_towards, store_at
+from samestep.cluster.sockets import holders
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 
+_EVERYWHERE = "0.0.0.0"
 _TELL_US = "tell all ranks where to meet by MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there)"
 
 
@@ -55,8 +57,33 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
     """
     address, port = environment.given_address(), environment.main_port()
     if address is not None and port is not None:
-        store, _, _ = next(dist.rendezvous(_tcp(address, port), ranks.rank, ranks.world_size))
+        store = _given_store(address, port, ranks) if ranks.rank == 0 else _store_of_rank_0(address, port, timeout)
         return Met(store=store, address=address, port=port)
+    return _meet(ranks, address, timeout)
+
+
+def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
+    """Rank 0's store where the user wants it."""
+    found = _resolved(address)
+    if found is None or not is_ours(found):
+        raise UserError(f"MASTER_ADDR is {address}, which is no address of rank 0's host {socket.gethostname()}")
+    if is_loopback(found) and not ranks.one_host:
+        found = _EVERYWHERE  # systems give a host's own name a loopback address, for itself
+    try:
+        return store_at(found, port)
+    except OSError as error:
+        by = " and ".join(map(str, holders(port))) or error.strerror
+        raise UserError(
+            f"MASTER_PORT is {port}, which is taken on rank 0's host: {by}; a free one would do"
+        ) from None
+
+
+def _store_of_rank_0(address: str, port: int, timeout: float) -> dist.TCPStore:
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _meet(ranks: Ranks, address: str | None, timeout: float) -> Met:
+    """Rank 0's store, found by the job's id; on the given host, if one is given."""
     found = meeting(ranks, environment.snapshot())
     if address is not None:
         found = Meeting(job=found.job, addresses=(address,), other=found.other)
@@ -71,13 +98,9 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
         port = store.port
     else:
         address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
-        store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
+        store = _store_of_rank_0(address, port, timeout)
         store.set(_arrived(ranks.rank), "")
     return Met(store=store, address=address, port=port)
-
-
-def _tcp(address: str, port: int) -> str:
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def _arrived(rank: int) -> str:
