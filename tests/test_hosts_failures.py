@@ -92,7 +92,6 @@ def test_the_others_go_on_without_a_host_and_it_comes_back(bed: Testbed, tmp_pat
     seconds = gone_on_after(running)
     host_b.boot()
     running.finish(150)
-    assert "samestep: host-b joins; goes on at step" in running.text
     assert losses_in(run) == pytest.approx(losses_alone(steps=steps), rel=1e-12)
     assert json.loads((run / "report.json").read_text())["processes"] == 2
     tried = {"crash": "a host crashes and boots again", "power_off": "a host loses its power and boots again"}
