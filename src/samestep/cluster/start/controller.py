@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
 _AFTER_END = 3.0  # seconds for the other hosts to find by themselves that the job is over
 _KILLED = 5.0  # seconds from the order to kill to the end of what connects us
-_EVERY = 5.0  # seconds between two tries to bring a lost host up again
+_EVERY = 3.0  # seconds between two tries to bring a lost host up again
 
 
 class Controller:
