@@ -144,7 +144,7 @@ def record(place: str, command: str, tried: str, seen: str, first_step: float | 
         return
     file = Path(name)
     rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    rows[f"{place}: {tried}"] = {
+    rows[f"{place}: {command}: {tried}"] = {
         "place": place,
         "command": command,
         "tried": tried,

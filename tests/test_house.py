@@ -16,7 +16,7 @@ SOURCE = Path(samestep.__file__).parent
 # From the ground up: a module may import from its own row and from the rows above it here.
 HOUSE = (
     ("errors",),
-    ("ranks",),
+    ("ranks", "visible"),
     ("environment",),
     ("versions",),
     ("layout",),
@@ -195,6 +195,7 @@ START = [
     "import samestep",
     "import samestep; samestep.Recipe, samestep.Layout, samestep.Task",
     "import samestep.jobfile",
+    "import samestep.cluster.start.rank_entry",
     *(["import samestep.cli.main"] if "cli/main.py" in MODULES else []),
 ]
 

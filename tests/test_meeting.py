@@ -183,7 +183,7 @@ def test_a_host_of_rank_0_that_is_not_known(
     monkeypatch.setattr(meeting, "meeting", lambda *_: meeting.Meeting(job="j", addresses=addresses))
     first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="open-mpi")
     with pytest.raises(UserError) as error:
-        meeting.join_process_group(first, "gloo")
+        meeting.meet(first)
     assert message in str(error.value)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from samestep.cluster.discover.hostfile import read_hostfile
 from samestep.cluster.discover.place import Found, Given, OwnHost, Slots
-from samestep.cluster.discover.resolve import PLACES, find
+from samestep.cluster.discover.resolve import PLACES, check_not_alone, find
 from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.discover.who_am_i import which
 from samestep.errors import UserError
@@ -288,6 +288,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "3",
     "OMPI_UNIVERSE_SIZE": "4",
     "PMIX_NAMESPACE": "1834352641",
+    "OMPI_MCA_orte_hnp_uri": "1834352640.0;tcp://10.0.0.5:37865;tcp6://[fd00::5]:56449",
 }
 
 
@@ -309,7 +310,10 @@ def test_open_mpi_with_one_process_a_host_is_there_on_every_host() -> None:
     found = at(one_each, host=Here(name="worker-3", accelerators=2))
     assert found.on_every_host
     assert found.cluster.this == 2
+    assert found.main_address == "10.0.0.5"
     assert slots(found) == {"(host 0)": 2, "(host 1)": 2, "worker-3": 2}
+    for uri, named in (("1.0;tcp://10.0.0.5,10.1.0.5:37865", "10.0.0.5 and 10.1.0.5"), ("", "no address")):
+        assert f"Open MPI names {named} for mpirun's host" in refused({**one_each, "OMPI_MCA_orte_hnp_uri": uri})
 
 
 @pytest.mark.parametrize(
@@ -590,6 +594,27 @@ def test_a_place_that_is_wrong(hostfile: Path) -> None:
     assert said == '--place "slurm" and --hostfile FILE are two places; leave one of them out'
     both = refused({}, hostfile=hostfile, ray="auto")
     assert both == "--hostfile FILE and --ray ADDRESS or RAY_ADDRESS both name hosts; leave one of them out"
+
+
+@pytest.mark.parametrize("environ", [SAGEMAKER, PYTORCHJOB])
+def test_hosts_that_would_each_do_the_whole_job_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"this is one of 2 hosts of a \w+ job, which all run this command"):
+        check_not_alone(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH,
+        {"RAY_ADDRESS": "auto"},
+        {**SAGEMAKER, "SM_HOSTS": '["algo-2"]'},
+        {**SAGEMAKER, **TORCHRUN},
+        {**PYTORCHJOB, "PET_NNODES": "1", "PET_NODE_RANK": "0"},
+    ],
+)
+def test_a_job_that_one_command_starts_is_not_refused(environ: dict[str, str]) -> None:
+    check_not_alone(environ)
 
 
 def test_a_hostfile_is_read_without_looking_for_this_machine(hostfile: Path) -> None:

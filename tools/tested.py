@@ -22,6 +22,11 @@ HEADS = {
 CHINESE = [
     (r"hostfile, over SSH", "hostfile，经 SSH"),
     (r"without SSH", "不经 SSH"),
+    (r"2 ranks and 1", "2 个和 1 个 rank"),
+    (
+        r"each rank sees all three, and the sum of an all-reduce is right",
+        "每个 rank 都看到全部三个，all-reduce 的和正确",
+    ),
     (r"(SageMaker|PyTorchJob)'s variables", r"\1 的环境变量"),
     (r"2 hosts, a rank each", "2 台主机，各 1 个 rank"),
     (r"2 hosts", "2 台主机"),
@@ -35,6 +40,7 @@ CHINESE = [
         r"3 hosts that find their own names on the loopback \(127\.0\.1\.1\)",
         "3 台主机把自己的名字解析到回环地址（127.0.1.1）",
     ),
+    (r"2 hosts that find their own names on the loopback", "2 台主机把自己的名字解析到回环地址"),
     (r"2 jobs at once on the same 2 hosts", "同样的 2 台主机上同时运行 2 个任务"),
     (r"2 hosts with (\S+) Mbit/s between them", r"2 台主机，之间 \1 Mbit/s"),
     (r"2 hosts with (\S+) ms each way between them", r"2 台主机，单程延迟 \1 ms"),
@@ -45,8 +51,8 @@ CHINESE = [
     (r"a host crashes and boots again", "一台主机崩溃后重新启动"),
     (r"a host loses its power and boots again", "一台主机断电后重新启动"),
     (
-        r"a host's cable is pulled, and put back after the others have gone on",
-        "拔掉一台主机的网线，其余主机继续之后再插回",
+        r"a host's cable is pulled, and put back after the other has gone on",
+        "拔掉一台主机的网线，另一台继续之后再插回",
     ),
     (r"a cable pulled for 3 s", "网线拔掉 3 秒"),
     (r"the host that serves the store loses its power", "提供 store 的主机断电"),
@@ -54,9 +60,18 @@ CHINESE = [
     (r"the losses of one process, to (\S+) in float32", r"与单进程的损失相同（float32，误差 \1 以内）"),
     (r"both have the losses of one process", "两个任务都与单进程的损失相同"),
     (r"same step, largest relative difference (\S+)", r"同一步，最大相对差 \1"),
+    (r"its folders and hyperparameters, 2 containers", "它的目录和超参数，2 个容器"),
+    (
+        r"the losses of one process, in the first container's output folder",
+        "与单进程的损失相同，写在第一个容器的输出目录里",
+    ),
     (r"refused before the first step", "在第一步之前就被拒绝"),
     (r"the other ends after (\S+) s", r"另一台在 \1 秒后结束"),
-    (r"the others go on after (\S+) s; the losses of one process", r"其余主机 \1 秒后继续；与单进程的损失相同"),
+    (r"the other goes on after (\S+) s; the losses of one process", r"另一台 \1 秒后继续；与单进程的损失相同"),
+    (
+        r"the other goes on after (\S+) s, the host joins again; the losses of one process",
+        r"另一台 \1 秒后继续，该主机重新加入；与单进程的损失相同",
+    ),
     (
         r"survived: the next step came after (\S+) s; the losses of one process",
         r"挺了过去：\1 秒后走出下一步；与单进程的损失相同",

@@ -10,6 +10,7 @@ from typing import Any
 from samestep import environment
 from samestep.cluster.cores import cores, threads_of
 from samestep.cluster.device import accelerators, check_devices, device_of
+from samestep.cluster.discover.resolve import check_not_alone
 from samestep.cluster.start import local
 from samestep.cluster.world import join
 from samestep.engines import resolve as engines
@@ -286,6 +287,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
     engine = engines.resolve(job.run.engine)
     engines.check(engine, layout, recipe.precision, job.run.engine_config)
     if environment.ranks() is None:
+        check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device)
     Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from samestep.ranks import Ranks, by_horovodrun, integer
 from samestep.ranks import read as read_ranks
+from samestep.visible import VARIABLES, VisibleDevices
+from samestep.visible import read as read_visible
 
 # What this process began with. In a rank: what the server that it was forked from had at its start.
 _AT_FIRST: Final = dict(os.environ)
@@ -56,32 +58,9 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("HOROVOD_GLOO_IFACE", environ.get("GLOO_SOCKET_IFNAME"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class VisibleDevices:
-    """The accelerators that a variable leaves to this process, as their makers number or name them."""
-
-    variable: str
-    devices: tuple[str, ...]
-
-
-# Of NVIDIA's, AMD's, Intel's and Huawei's accelerators.
-_VISIBLE = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "ASCEND_RT_VISIBLE_DEVICES",
-)
-
-
 def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices | None:
-    """Which accelerators a variable chooses for this process; None where none does. An empty one chooses none."""
-    name = next((name for name in _VISIBLE if name in environ), None)
-    if name is None:
-        return None
-    devices = tuple(device.strip() for device in environ[name].split(",") if device.strip())
-    # The makers' own libraries take a -1 for the end of the list.
-    return VisibleDevices(variable=name, devices=devices[: devices.index("-1")] if "-1" in devices else devices)
+    """Which accelerators a variable chooses for this process; None where none does."""
+    return read_visible(environ)
 
 
 # Where gloo and NCCL take the interface that their sockets listen on.
@@ -214,7 +193,7 @@ def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> d
     """What leaves these accelerators to the ranks, counted among those that are left to this process."""
     visible = visible_devices(environ)
     if visible is None:
-        return {_VISIBLE[0]: ",".join(map(str, chosen))}
+        return {VARIABLES[0]: ",".join(map(str, chosen))}
     return {visible.variable: ",".join(visible.devices[number] for number in chosen)}
 
 

@@ -1,17 +1,16 @@
 """Where ranks meet whose launcher doesn't say it: srun and mpirun number the ranks, and leave the rest to them."""
 
-import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from samestep import environment
 from samestep.cluster import beacon
 from samestep.cluster.addresses import is_loopback, is_ours
+from samestep.cluster.discover.open_mpi import mpirun_addresses
 from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.network import LOOPBACK, address_towards, store_at
 from samestep.errors import UserError
@@ -29,6 +28,15 @@ class Meeting:
     other: str | None = None  # another host of the job
 
 
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """Where ranks have met."""
+
+    store: dist.Store
+    address: str  # of rank 0's host
+    port: int | None = None  # of the store, where the ranks' variables don't say it
+
+
 def meeting(ranks: Ranks, environ: Mapping[str, str]) -> Meeting:
     """Where the ranks of a launcher meet. Raises UserError where its variables don't say enough."""
     found = _LAUNCHERS[ranks.launcher](environ)
@@ -40,20 +48,15 @@ def tells_no_address(ranks: Ranks) -> bool:
     return ranks.launcher in _LAUNCHERS
 
 
-def join_process_group(
-    ranks: Ranks, backend: str, *, device: torch.device | None = None, timeout: float = 300.0
-) -> tuple[str, int]:
-    """Join torch.distributed, and return the address and the port of rank 0's store.
+def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
+    """Find rank 0's store, or serve it. Every rank must come.
 
     Raises UserError where the launcher's variables don't say enough, TimeoutError where a rank doesn't come in time.
     """
     address, port = environment.given_address(), environment.main_port()
     if address is not None and port is not None:
-        where = _tcp(address, port)
-        dist.init_process_group(
-            backend, init_method=where, rank=ranks.rank, world_size=ranks.world_size, device_id=device
-        )
-        return address, port
+        store, _, _ = next(dist.rendezvous(_tcp(address, port), ranks.rank, ranks.world_size))
+        return Met(store=store, address=address, port=port)
     found = meeting(ranks, environment.snapshot())
     if address is not None:
         found = Meeting(job=found.job, addresses=(address,), other=found.other)
@@ -70,8 +73,7 @@ def join_process_group(
         address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
         store = dist.TCPStore(address, port, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
         store.set(_arrived(ranks.rank), "")
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=device)
-    return address, port
+    return Met(store=store, address=address, port=port)
 
 
 def _tcp(address: str, port: int) -> str:
@@ -127,14 +129,12 @@ def _slurm(environ: Mapping[str, str]) -> Meeting:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Meeting:
-    """The host of mpirun itself is known, by all its addresses: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865."""
+    """The host of mpirun itself is known, by all its addresses."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    found = re.findall(r"tcp6?://([^;]+):\d+", uri)
-    addresses = [address.strip("[]") for group in found for address in group.split(",")]
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if job is None:
         raise UserError(f"Open MPI's variables don't name the job; {_TELL_US}")
-    return Meeting(job=f"open-mpi {job} {uri}", addresses=tuple(addresses))
+    return Meeting(job=f"open-mpi {job} {uri}", addresses=tuple(mpirun_addresses(uri)))
 
 
 def _pmi(environ: Mapping[str, str]) -> Meeting:

@@ -20,6 +20,7 @@ class Hostfile:
 
     name = "hostfile"
     sign = "--hostfile FILE"
+    everywhere = False
 
     def named(self, given: Given) -> bool:
         return given.hostfile is not None

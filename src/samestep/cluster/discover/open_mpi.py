@@ -13,6 +13,7 @@ class OpenMpi:
 
     name = "open-mpi"
     sign = "OMPI_COMM_WORLD_SIZE"
+    everywhere = False
 
     def named(self, given: Given) -> bool:
         return False
@@ -73,8 +74,8 @@ def _mpirun_address(read: Variables) -> str:
 
     Of several addresses nobody knows by which the others reach it.
     """
-    uri = read.text("OMPI_MCA_orte_hnp_uri") or ""  # 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865
-    addresses = [address for found in re.findall(r"tcp://([^;:]+):\d+", uri) for address in found.split(",")]
+    uri = read.text("OMPI_MCA_orte_hnp_uri") or ""
+    addresses = [address for address in mpirun_addresses(uri) if ":" not in address]
     if len(addresses) != 1:
         raise UserError(
             f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host; on several hosts samestep "
@@ -82,3 +83,9 @@ def _mpirun_address(read: Variables) -> str:
             "or leave samestep launch away, and start a process a rank"
         )
     return addresses[0]
+
+
+def mpirun_addresses(uri: str) -> list[str]:
+    """The addresses in mpirun's contact: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865;tcp6://[fd00::5]:56449."""
+    found = re.findall(r"tcp6?://([^;]+):\d+", uri)
+    return [address.strip("[]") for addresses in found for address in addresses.split(",")]

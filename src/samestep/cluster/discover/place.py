@@ -79,6 +79,7 @@ class Place(Protocol):
 
     name: str
     sign: str  # what shows that this place is there, for messages
+    everywhere: bool  # whether the place by itself runs the user's command on every host, and tells none its rank
 
     def named(self, given: Given) -> bool:
         """Whether the user named it, such as by the path of a hostfile."""

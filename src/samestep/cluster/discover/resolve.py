@@ -1,6 +1,6 @@
 """From what the user named and what the variables show to the place whose hosts are taken."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from samestep.cluster.discover.hostfile import Hostfile
 from samestep.cluster.discover.open_mpi import OpenMpi
@@ -41,6 +41,23 @@ def find(given: Given, place: str | None = None) -> Found:
         raise UserError(f"{' and '.join(each.sign for each in named)} both name hosts; leave one of them out")
     chosen = named[0] if named else next(each for each in PLACES if each.there(given))
     return chosen.find(given)
+
+
+def check_not_alone(environ: Mapping[str, str]) -> None:
+    """Raise UserError where every one of several hosts would do the whole job for itself.
+
+    For a process that is no rank, and is about to start its own.
+    """
+    given = Given(environ=environ)
+    place = next(each for each in PLACES if each.there(given))
+    if not place.everywhere:
+        return
+    hosts = place.find(given).cluster.hosts
+    if len(hosts) > 1:
+        raise UserError(
+            f"this is one of {len(hosts)} hosts of a {place.name} job, which all run this command, and each would do "
+            "the whole job for itself; behind samestep launch -- they do it together"
+        )
 
 
 def _called(name: str, given: Given, named: Sequence[Place]) -> Place:

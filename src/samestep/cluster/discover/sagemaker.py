@@ -14,6 +14,7 @@ class SageMaker:
 
     name = "sagemaker"
     sign = "SM_HOSTS and SM_CURRENT_HOST, or SM_RESOURCE_CONFIG"
+    everywhere = True
 
     def named(self, given: Given) -> bool:
         return False

@@ -13,6 +13,7 @@ class Slurm:
 
     name = "slurm"
     sign = "SLURM_JOB_ID"
+    everywhere = False
 
     def named(self, given: Given) -> bool:
         return False

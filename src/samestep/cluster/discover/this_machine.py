@@ -10,6 +10,7 @@ class ThisMachine:
 
     name = "this-machine"
     sign = "always there"
+    everywhere = False
 
     def named(self, given: Given) -> bool:
         return False

@@ -12,6 +12,7 @@ class Torchrun:
 
     name = "torchrun"
     sign = "RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+    everywhere = False
 
     def named(self, given: Given) -> bool:
         return False

@@ -30,7 +30,7 @@ from samestep.cluster.start import fork_server, forked_rank
 from samestep.cluster.start.alive import Lost
 from samestep.cluster.start.host_rounds import Ended, HostRounds, say
 from samestep.cluster.start.several_hosts import BROKEN, SeveralHosts
-from samestep.errors import HostLostError
+from samestep.errors import JobOverError
 from samestep.supervision.handle import Handle
 
 # Why this host's ranks ended, read from what they left.
@@ -243,7 +243,7 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
             leaves_alone = True  # the others go on where they may
             raise
         except RendezvousClosedError:
-            raise HostLostError(f"{hosts.get_run_id()}: the job is over; another host has ended it") from None
+            raise JobOverError(f"{hosts.get_run_id()}: the job is over; another host has ended it") from None
         except RendezvousGracefulExitError:
             return {}
         finally:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from samestep import environment
+from samestep.cluster.binding import BindChoice
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
 from samestep.cluster.start.outcome import Outcome
@@ -29,7 +30,7 @@ class Wanted:
 
     command: tuple[str, ...]
     engine: str = "torch"
-    bind: str = "auto"
+    bind: BindChoice = "auto"
     threads: int | None = None
     nodes: tuple[int, int] | None = None  # fewest and most hosts of a job that may shrink and grow
     no_ssh: bool = False  # somebody starts this on every host
@@ -159,7 +160,9 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     ]
     if variables.kept_back:
         names = ", ".join(variables.kept_back)
-        print(f"samestep: not sent to other hosts, by their names secrets: {names}", file=sys.stderr)
+        print(
+            f"samestep: not sent to other hosts, since it may be secret: {names}; --pass NAME does", file=sys.stderr
+        )
     brings = starter.bring(parts, ways)
     controller = Controller(brings, wanted.folder, variables.values, notice=wanted.notice, elastic=fewest != most)
     return controller.run()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from io import FileIO
 from typing import Any
 
@@ -75,12 +76,8 @@ class FarEnd:
 
 def main(arguments: Sequence[str]) -> int:
     """Stand for the far end on a node: pass its input and its output on."""
-    import ray  # pyright: ignore[reportMissingImports]
-    from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
-    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
-        NodeAffinitySchedulingStrategy,
-    )
-
+    ray: Any = import_module("ray")  # only some have it
+    scheduling: Any = import_module("ray.util.scheduling_strategies")
     address, host = arguments
     here = environment.snapshot()
     try:
@@ -90,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         actor = ray.remote(FarEnd).options(
             num_cpus=0,
             max_concurrency=4,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            scheduling_strategy=scheduling.NodeAffinitySchedulingStrategy(node, soft=False),
             # Ray shows these to all who see its pages, so no more of them than it takes to find this module.
             runtime_env={"env_vars": {name: here[name] for name in ("PYTHONPATH",) if name in here}},
         )
@@ -100,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
         return ray.get(there.ended.remote())
     except StopIteration:
         print(f"Ray has no live node {host}", file=sys.stderr)
-    except (RayError, ConnectionError, RuntimeError) as error:
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
         print(str(error).strip().partition("\n")[0], file=sys.stderr)
     return 1
 
