@@ -89,13 +89,14 @@ def test_a_sagemaker_job_has_folders_and_hyperparameters(tmp_path: Path) -> None
     job.write_text(yaml.safe_dump(words))
     given = {"layout": "dp2", "recipe.steps": 4}
     behind = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    entry = [*python("samestep", "launch", "--", "-m", "samestep", "train", str(job)), *behind]
+    said = {"SM_HPS": json.dumps(given), "SM_USER_ARGS": json.dumps(behind)}
+    entry = [*python("samestep", "launch", "--", "-m", "samestep", "train", str(job))]
     with Testbed(2, ssh=False) as containers:
         for host in containers.hosts:  # nothing of /opt/ml is shared
             host.own_folder(Path("/opt"))
             host.run(["mkdir", "-p", "/opt/ml/output/data", "/opt/ml/model", "/opt/ml/checkpoints"])
         commands = [
-            host.start(entry, env=in_container(rank, SM_HPS=json.dumps(given)), cwd=tmp_path)
+            host.start([*entry, *behind], env=in_container(rank, **said), cwd=tmp_path)
             for rank, host in enumerate(containers.hosts)
         ]
         for command in commands:
@@ -110,7 +111,7 @@ def test_a_sagemaker_job_has_folders_and_hyperparameters(tmp_path: Path) -> None
 
         apart = ["--checkpoint-every", "2", "--set", "run.checkpoint.folder=/opt/ml/checkpoints"]
         commands = [
-            host.start([*entry, *apart], env=in_container(rank, SM_HPS=json.dumps(given)), cwd=tmp_path)
+            host.start([*entry, *apart, *behind], env=in_container(rank, **said), cwd=tmp_path)
             for rank, host in enumerate(containers.hosts)
         ]
         told = []
