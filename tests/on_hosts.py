@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -54,6 +53,10 @@ def needs_programs(*names: str) -> pytest.MarkDecorator:
     )
 
 
+# Losses of recipes that have been trained here.
+_ALONE: dict[str, tuple[float, ...]] = {}
+
+
 def job_file(folder: Path, name: str = "job", **recipe: Any) -> Path:
     """The job of all ways to start, with some values of the recipe changed."""
     file = folder / f"{name}.yaml"
@@ -67,13 +70,14 @@ def slow_job(folder: Path, *, steps: int, seconds: float) -> Path:
     return job_file(folder, "slow", task=f"{TESTS}/small_tasks.py:Slow", args=args, steps=steps)
 
 
-@cache
-def losses_alone(steps: int = STEPS) -> tuple[float, ...]:
+def losses_alone(**recipe: Any) -> tuple[float, ...]:
     """The losses of the job in one process, this one."""
-    with TemporaryDirectory() as folder:
-        file = job_file(Path(folder), steps=steps)
-        job = jobfile.load(file, [("run.folder", f"{folder}/run", "test")]).job
-        return train_job(job).losses
+    key = json.dumps(recipe, sort_keys=True)
+    if key not in _ALONE:
+        with TemporaryDirectory() as folder:
+            file = job_file(Path(folder), **recipe)
+            _ALONE[key] = train_job(jobfile.load(file, [("run.folder", f"{folder}/run", "test")]).job).losses
+    return _ALONE[key]
 
 
 def losses_in(folder: Path) -> list[float]:
@@ -140,7 +144,7 @@ def record(place: str, command: str, tried: str, seen: str, first_step: float | 
         return
     file = Path(name)
     rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    rows[f"{place}: {tried}"] = {
+    rows[f"{place}: {command}: {tried}"] = {
         "place": place,
         "command": command,
         "tried": tried,

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.cluster.binding import BindChoice, Binding, bindings, chosen, in_words
+from samestep.cluster.binding import Binding, bindings, chosen, in_words
 from samestep.cluster.machine import Core, Machine, describe, list_of, numbers_of, this_machine
 from samestep.cluster.start.rank_command import rank_command
 from samestep.errors import UserError
@@ -297,10 +298,10 @@ def test_the_command_of_a_rank_is_checked_before_any_starts(monkeypatch: pytest.
         *ENTRY,
         *("--engine", "deepspeed:local-rank=no", "--bind", "none", "--threads", "1", "--", "a.py", "-x"),
     ]
-    wrong: list[tuple[list[str], str, BindChoice, int | None, str]] = [
+    wrong: list[tuple[list[str], str, Any, int | None, str]] = [
         ([], "torch", "auto", None, "there is no command"),
         (["a.py"], "tensorflow", "auto", None, "--engine tensorflow: it can be"),
-        (["a.py"], "torch", "sockets", None, "--bind sockets"),  # pyright: ignore[reportArgumentType]
+        (["a.py"], "torch", "sockets", None, "--bind sockets"),
         (["a.py"], "torch", "cores", 4000, "--bind cores: 4000 ranks"),
     ]
     for command, engine, bind, local_ranks, message in wrong:

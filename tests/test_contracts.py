@@ -13,11 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from samestep.cluster.binding import bindings
 from samestep.cluster.contracts import keras, table
 from samestep.cluster.contracts.horovod import slots_of, variables_of
 from samestep.cluster.machine import this_machine
+from samestep.cluster.start import as_long_as
 from samestep.cluster.start.rank_command import rank_command
 from samestep.errors import UserError
 from samestep.ranks import Ranks
@@ -100,10 +102,10 @@ def test_a_script_of_horovod_meets_twice_and_leaves_no_server() -> None:
 
 
 def servers_left() -> list[int]:
-    """The servers of Horovod's ranks that this test's jobs started and that are still there."""
+    """The helpers beside ranks that this test's jobs started and that are still there."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):
-        named = "samestep.cluster.contracts.horovod_server" in (process.info["cmdline"] or [])
+        named = any(word.startswith("samestep.cluster.contracts.") for word in process.info["cmdline"] or [])
         if named and (process.info["environ"] or {}).get("SAMESTEP_TEST") == str(os.getpid()):
             found.append(process.pid)
     return found
@@ -113,6 +115,41 @@ def servers_left() -> list[int]:
 def test_a_script_of_tensorflow_finds_the_other_workers() -> None:
     said = started("keras")
     assert [each["threads"] for each in said] == [each.threads for each in bindings(this_machine(), 2)]
+
+
+@pytest.mark.slow
+@needs("tensorflow", "pip install 'samestep[tensorflow]'")
+def test_workers_and_parameter_servers_end_with_their_chief() -> None:
+    torchrun = [word.replace("=2", "=3") for word in TORCHRUN]
+    command = rank_command([str(SCRIPTS / "keras_servers.py")], engine="keras:servers=1")
+    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    (chief,) = lines_of(done.stdout)
+    assert (chief["kind"], chief["sum"]) == ("chief", 40.0)
+    assert "/job:ps/replica:0/task:0" in chief["device"]
+
+
+@pytest.mark.parametrize(("ends", "code"), [("chief", 0), ("command", 7)])
+def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str, code: int) -> None:
+    announced = "from samestep.cluster.contracts.presence import announce; print(announce('127.0.0.1'), flush=True); "
+    chief = subprocess.Popen(
+        [sys.executable, "-c", announced + "import time; time.sleep(60)"], stdout=subprocess.PIPE, text=True
+    )
+    assert chief.stdout is not None
+    port = int(chief.stdout.readline())
+    program = "import time; time.sleep(60)" if ends == "chief" else "import time, sys; time.sleep(0.5); sys.exit(7)"
+    other = subprocess.Popen(as_long_as.wrapped("127.0.0.1", port, [sys.executable, "-c", program]))
+    try:
+        if ends == "chief":
+            time.sleep(0.5)
+            assert other.poll() is None
+            chief.kill()
+        assert other.wait(20) == code
+    finally:
+        chief.kill()
+        chief.communicate()
+        other.kill()
+        other.wait()
 
 
 def free_port() -> int:
@@ -241,6 +278,15 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="the package horovod is not installed; make horovod would do"):
         table.expected("horovod", RANK_0, {}, 1)
+
+
+@needs("accelerate", "pip install 'samestep[accelerate]'")
+def test_a_script_of_accelerate_without_a_file_is_told_of_the_cpu(tmp_path: Path) -> None:
+    empty = {"HF_HOME": str(tmp_path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    on_cpu = {} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
+    for environ, wanted in ((empty, on_cpu), (empty | {"ACCELERATE_USE_CPU": "false"}, {})):
+        found = table.expected("accelerate", RANK_0, environ, 1).variables
+        assert {name: value for name, value in found.items() if name.startswith("ACCELERATE")} == wanted
 
 
 @needs("accelerate", "pip install 'samestep[accelerate]'")

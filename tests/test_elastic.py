@@ -104,6 +104,48 @@ def test_a_host_that_says_nothing_is_lost_and_joins_again(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
+def test_a_rank_that_hangs_is_named_by_its_own_host(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=9, hang_limit="3s", inject={"rank": 1, "step": 7, "fault": "hang"})
+    with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "1"]) as agents:
+        one, other = agents.start(0), agents.start(1)
+        assert (one.wait(90), other.wait(90)) == (0, 0), one.text + other.text
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-12)
+    (fault,) = faults(tmp_path)
+    assert (fault["rank"], fault["step"], fault["goes_on_at"]) == (1, 7, 6)
+    assert fault["cause"].startswith("it hung in step 7")
+    assert "inject.py" in fault["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_host_that_is_told_to_stop_lets_all_save(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=STEPS, seconds=0.1, checkpoint={"every": 1000, "resume": "auto"})
+    with Agents(tmp_path, TRAIN, "1:2") as agents:
+        here, there = agents.start(0), agents.start(1)
+        agents.wait_for(lambda: len(losses(tmp_path)) > 10)
+        there.send(signal.SIGTERM)
+        assert there.wait(30) == 143, there.text
+        assert here.wait(90) == 0, here.text
+    assert faults(tmp_path) == []
+    first = re.search(r"goes on from .*, after step (\d+)", here.text)
+    assert first is not None
+    assert int(first[1]) > 10  # saved on notice: none was due
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=9, layout="tp3")
+    with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "3"]) as agents:
+        one, other = agents.start(0), agents.start(1)
+        codes = one.wait(60), other.wait(60)
+    assert 2 in codes, one.text + other.text
+    assert (one.text + other.text).count('layout "tp3"') in (1, 2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
 def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: Path) -> None:
     job_file(tmp_path, steps=STEPS, seconds=0.1)
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:

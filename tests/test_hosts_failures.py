@@ -1,5 +1,6 @@
 """Hosts that go away in the middle of a training: crashed, switched off, cut off; noticed soon, and gone on from."""
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -16,9 +17,8 @@ from on_hosts import (
     slow_job,
     start_on,
     steps_in,
-    torchrun,
 )
-from testbed import Host, Running, Testbed
+from testbed import Running, Testbed
 
 pytestmark = needs_hosts()
 
@@ -41,85 +41,92 @@ def wait_for_step(step: int, folder: Path, running: Running, limit: float = 60.0
     return time.monotonic() - began
 
 
-def test_a_host_that_crashes_is_noticed_by_the_other(bed: Testbed, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train = ["samestep", "train", str(slow_job(tmp_path, steps=2000, seconds=0.05)), "--layout", "dp2"]
-    commands = [torchrun(rank, 2, [*train, "--folder", str(run)]) for rank in range(2)]
-    here, _ = start_on(bed.hosts[:2], commands)
-    wait_for_step(5, run, here)
-    bed["host-b"].crash()
-    began = time.monotonic()
-    assert here.wait(30) == 1
-    seconds = time.monotonic() - began
-    assert seconds < 15
-    assert "Connection closed by peer" in here.text or "Connection reset by peer" in here.text, here.text
-    record(
-        "torchrun",
-        "torchrun ...",
-        "a host crashes; stock torchrun, no restarts",
-        f"the other ends after {seconds:.1f} s",
-    )
+COMMAND = "samestep launch --hostfile hosts --nodes 1:2 --max-restarts 5 -- ..."
+ELASTIC = ("--nodes", "1:2", "--max-restarts", "5")
 
 
-def controller(bed: Testbed, folder: Path, *options: str, seconds: float = 0.1) -> Running:
-    """The slow job, started over SSH from host-c on the two others, which may go and come back."""
+def controller(bed: Testbed, folder: Path, *options: str, steps: int = STEPS) -> Running:
+    """The slow job, started over SSH from host-c on the two others."""
     hosts = folder / "hosts"
     hosts.write_text("host-a slots=1\nhost-b slots=1\n")
-    train = ["-m", "samestep", "train", str(slow_job(folder, steps=STEPS, seconds=seconds)), "--layout", "ddp"]
+    train = ["-m", "samestep", "train", str(slow_job(folder, steps=steps, seconds=0.1)), "--layout", "ddp"]
     train += ["--folder", str(folder / "run"), "--checkpoint-every", "2", "--resume"]
-    start = python("samestep", "launch", "--hostfile", str(hosts), "--nodes", "1:2", "--max-restarts", "5", *options)
+    start = python("samestep", "launch", "--hostfile", str(hosts), *options)
     return bed["host-c"].start([*start, "--", *train], env=VARIABLES, cwd=folder)
 
 
-def finish(running: Running, run: Path, limit: float = 120.0) -> None:
-    running.finish(limit)
-    assert losses_in(run) == pytest.approx(losses_alone(STEPS), rel=1e-12)
+def test_a_host_that_crashes_is_named_and_ends_the_job(bed: Testbed, tmp_path: Path) -> None:
+    running = controller(bed, tmp_path, steps=2000)
+    wait_for_step(5, tmp_path / "run", running)
+    bed["host-b"].crash()
+    began = time.monotonic()
+    assert running.wait(60) == 1
+    seconds = time.monotonic() - began
+    assert "samestep: host-b was lost in the middle of the job" in running.text
+    left = bed["host-a"].run(["ps", "-eo", "args"]).stdout
+    assert "samestep" not in left
+    tried, seen = "a host crashes, in a job that wants both", f"the job ends after {seconds:.1f} s and names it"
+    record("hostfile, over SSH", "samestep launch --hostfile hosts -- ...", tried, seen)
 
 
-def gone_on_after(host: Host, running: Running, run: Path, limit: float) -> float:
-    """Seconds from now to the first step that the others take without the host."""
-    assert not host.is_up or running.poll() is None
-    before = steps_in(run)
-    time.sleep(0.3)  # what was on its way is written
-    before = max(before, steps_in(run))
-    return 0.3 + wait_for_step(before + 1, run, running, limit)
+def gone_on_after(running: Running) -> float:
+    """Seconds from now to the first step of ranks that were started anew.
+
+    How long it may take by the limits that samestep promises, benchmarks/hosts.py measures on a quiet machine.
+    """
+    began = time.monotonic()
+    while "s to the next step" not in running.text:
+        assert running.poll() is None, running.text
+        assert time.monotonic() - began < 60, running.text
+        time.sleep(0.02)
+    return time.monotonic() - began
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("way", "limit"), [("crash", 15.0), ("power_off", 25.0), ("unplug", 25.0)], ids=["crash", "power off", "cable"]
-)
-def test_the_others_go_on_without_a_host_and_it_comes_back(
-    bed: Testbed, tmp_path: Path, way: str, limit: float
-) -> None:
-    run, host_b = tmp_path / "run", bed["host-b"]
-    running = controller(bed, tmp_path)
+@pytest.mark.parametrize("way", ["crash", "power_off"])
+def test_the_others_go_on_without_a_host_and_it_comes_back(bed: Testbed, tmp_path: Path, way: str) -> None:
+    run, host_b, steps = tmp_path / "run", bed["host-b"], 300
+    running = controller(bed, tmp_path, *ELASTIC, steps=steps)
     wait_for_step(6, run, running)
     getattr(host_b, way)()
-    seconds = gone_on_after(host_b, running, run, limit)
-    if way == "unplug":
-        host_b.plug()
-    else:
-        host_b.boot()
-    finish(running, run)
+    seconds = gone_on_after(running)
+    host_b.boot()
+    running.finish(150)
+    assert losses_in(run) == pytest.approx(losses_alone(steps=steps), rel=1e-12)
+    assert json.loads((run / "report.json").read_text())["processes"] == 2
     tried = {"crash": "a host crashes and boots again", "power_off": "a host loses its power and boots again"}
-    told = tried.get(way, "a host's cable is pulled, and put back after the others have gone on")
-    seen = f"the others go on after {seconds:.1f} s; the losses of one process"
-    record("hostfile, over SSH", "samestep launch --hostfile hosts --nodes 1:2 --max-restarts 5 -- ...", told, seen)
+    seen = f"the other goes on after {seconds:.1f} s, the host joins again; the losses of one process"
+    record("hostfile, over SSH", COMMAND, tried[way], seen)
+
+
+@pytest.mark.cluster
+def test_the_others_go_on_without_a_host_that_is_cut_off(bed: Testbed, tmp_path: Path) -> None:
+    """It may come back when they are done, which is no failure."""
+    run, host_b = tmp_path / "run", bed["host-b"]
+    running = controller(bed, tmp_path, *ELASTIC)
+    wait_for_step(6, run, running)
+    host_b.unplug()
+    seconds = gone_on_after(running)
+    host_b.plug()
+    running.finish(150)
+    assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
+    seen = f"the other goes on after {seconds:.1f} s; the losses of one process"
+    record("hostfile, over SSH", COMMAND, "a host's cable is pulled, and put back after the other has gone on", seen)
 
 
 @pytest.mark.cluster
 def test_a_blip_of_three_seconds_is_survived(bed: Testbed, tmp_path: Path) -> None:
     run, host_b = tmp_path / "run", bed["host-b"]
-    running = controller(bed, tmp_path)
+    running = controller(bed, tmp_path, *ELASTIC)
     wait_for_step(6, run, running)
     host_b.unplug()
     time.sleep(3)
     host_b.plug()
     seconds = wait_for_step(steps_in(run) + 2, run, running, 20)
-    finish(running, run)
+    running.finish(120)
+    assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
     seen = f"survived: the next step came after {3 + seconds:.1f} s; the losses of one process"
-    record("hostfile, over SSH", "samestep launch --hostfile hosts ...", "a cable pulled for 3 s", seen)
+    record("hostfile, over SSH", COMMAND, "a cable pulled for 3 s", seen)
 
 
 @pytest.mark.cluster
@@ -144,7 +151,7 @@ def test_the_host_with_the_store_may_die_and_the_job_goes_on_from_its_checkpoint
     assert seconds < 25
     assert re.search(r"samestep: .*host-a", other.text), other.text
     bed["host-b"].run(python(*train), env=VARIABLES, timeout=90)
-    assert losses_in(run) == pytest.approx(losses_alone(STEPS), rel=1e-12)
+    assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
     tried = "the host that serves the store loses its power"
     seen = f"the other ends after {seconds:.1f} s and names it; samestep train there goes on from the last checkpoint"
     record("without SSH", "samestep launch --no-ssh --node-rank N --nodes 1:2 ...", tried, seen)

@@ -1,19 +1,22 @@
 """The same job started in every way gives the same losses; needs what `tools/cluster-packages` installs."""
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slurm_on_hosts
-from on_hosts import VARIABLES, follow, job_file, losses_alone, losses_in, needs_hosts, needs_programs, record
+import yaml
+from on_hosts import VARIABLES, follow, job_file, losses_alone, losses_in, needs_hosts, needs_programs, python, record
 from testbed import Testbed
 from testbed.possible import program
-from ways_to_start import WAYS, Setting, Way
+from ways_to_start import MPIRUN, WAYS, Setting, Way, sagemaker
 
 pytestmark = [needs_hosts(), pytest.mark.cluster]
 
+SAGEMAKER = "samestep launch -- -m samestep train entry.yaml"
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -72,3 +75,57 @@ def test_the_same_job_gives_the_same_losses(
     first = follow(commands, run, limit=120)
     assert losses_in(run) == pytest.approx(losses_alone(), rel=1e-12)
     record(way.place, way.shown, way.tried, "the losses of one process", first)
+
+
+def in_container(rank: int, **more: str) -> dict[str, str]:
+    """The variables of a container of a SageMaker job."""
+    return {**VARIABLES, **sagemaker(rank), "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data", **more}
+
+
+def test_a_sagemaker_job_has_folders_and_hyperparameters(tmp_path: Path) -> None:
+    words = yaml.safe_load(job_file(tmp_path).read_text())
+    words["run"]["folder"] = "${SM_OUTPUT_DATA_DIR}/run"
+    job = tmp_path / "entry.yaml"
+    job.write_text(yaml.safe_dump(words))
+    given = {"layout": "dp2", "recipe.steps": 4}
+    behind = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    entry = [*python("samestep", "launch", "--", "-m", "samestep", "train", str(job)), *behind]
+    with Testbed(2, ssh=False) as containers:
+        for host in containers.hosts:  # nothing of /opt/ml is shared
+            host.own_folder(Path("/opt"))
+            host.run(["mkdir", "-p", "/opt/ml/output/data", "/opt/ml/model", "/opt/ml/checkpoints"])
+        commands = [
+            host.start(entry, env=in_container(rank, SM_HPS=json.dumps(given)), cwd=tmp_path)
+            for rank, host in enumerate(containers.hosts)
+        ]
+        for command in commands:
+            command.finish(120)
+        first, second = containers.hosts
+        lines = first.run(["cat", "/opt/ml/output/data/run/metrics.jsonl"]).stdout.splitlines()
+        assert second.run(["ls", "/opt/ml/output/data"]).stdout == ""  # rank 0's host writes
+        losses = [json.loads(line)["loss"] for line in lines]
+        assert losses == pytest.approx(losses_alone(steps=4), rel=1e-12)
+        seen = "the losses of one process, in the first container's output folder"
+        record("SageMaker's variables", SAGEMAKER, "its folders and hyperparameters, 2 containers", seen)
+
+        apart = ["--checkpoint-every", "2", "--set", "run.checkpoint.folder=/opt/ml/checkpoints"]
+        commands = [
+            host.start([*entry, *apart], env=in_container(rank, SM_HPS=json.dumps(given)), cwd=tmp_path)
+            for rank, host in enumerate(containers.hosts)
+        ]
+        told = []
+        for command in commands:
+            assert command.wait(120) != 0
+            told.append(command.text)
+        assert "host-b (rank 1) doesn't see what host-a writes into /opt/ml/checkpoints" in "".join(told)
+
+
+@needs_programs("mpirun")
+def test_ranks_of_mpirun_meet_on_hosts_that_find_their_own_names_on_the_loopback(tmp_path: Path) -> None:
+    train = ["samestep", "train", str(job_file(tmp_path)), "--layout", "dp2", "--folder", str(tmp_path / "run")]
+    with Testbed(2, own_name_on_loopback=True) as debian:
+        command = debian["host-a"].start([*MPIRUN, *python(*train)], env=VARIABLES, cwd=tmp_path)
+        first = follow([command], tmp_path / "run", limit=120)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(), rel=1e-12)
+    tried = "2 hosts that find their own names on the loopback"
+    record("Open MPI", "mpirun ... samestep train job.yaml", tried, "the losses of one process", first)

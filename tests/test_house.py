@@ -195,6 +195,7 @@ START = [
     "import samestep",
     "import samestep; samestep.Recipe, samestep.Layout, samestep.Task",
     "import samestep.jobfile",
+    "import samestep.cluster.start.rank_entry",
     *(["import samestep.cli.main"] if "cli/main.py" in MODULES else []),
 ]
 

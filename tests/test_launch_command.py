@@ -1,5 +1,6 @@
 """`samestep launch` on this machine: ranks, their files and output, how a job ends, and what a user can get wrong."""
 
+import json
 import re
 import signal
 import sys
@@ -91,7 +92,38 @@ def test_a_jobs_mistake_is_told_though_another_rank_ends_first(capfd: pytest.Cap
     assert re.fullmatch(r"samestep: [^\n]*nowhere[^\n]*\n", err)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+JOB = """
+recipe: {task: regression, precision: fp64, batch: 16, steps: 4, optimizer: {name: sgd, lr: 0.01}}
+run: {layout: dp2, folder: FOLDER, tensorboard: false}
+"""
+
+
+def losses(folder: str) -> list[float]:
+    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [loss for loss in (json.loads(line).get("loss") for line in lines) if loss is not None]
+
+
+def test_a_job_of_samesteps_starts_with_the_same_options(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "alone").replace("dp2", "single"), encoding="utf-8")
+    assert main(["train", "job.yaml"]) == 0
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
+    words = ["train", "--num-procs", "2", "job.yaml", "--logs", "logs", "--set", "recipe.steps=3"]
+    assert main(words) == 0
+    assert losses("run") == pytest.approx(losses("alone")[:3], rel=1e-12)
+    assert "[localhost 0] " in capfd.readouterr().out
+    assert Path("logs/localhost/round-0/rank-1.out").exists()
+
+
+def test_a_job_is_checked_with_the_ranks_that_the_hosts_give(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
+    Path("hosts").write_text("no-such-host-1 slots=2\nno-such-host-2 slots=1\n", encoding="utf-8")
+    assert main(["train", "job.yaml", "--hostfile", "hosts"]) == 2
+    assert 'layout "dp2" needs 2 processes, not 3' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_all_ranks(number: signal.Signals, code: int) -> None:
     with started("--num-procs", "2", "--", TOLD, "wait", "here") as process:
         await_files("here-0", "here-1")

@@ -192,7 +192,7 @@ def test_a_host_of_rank_0_that_is_not_known(
     monkeypatch.setattr(meeting, "meeting", lambda *_: meeting.Meeting(job="j", addresses=addresses))
     first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="open-mpi")
     with pytest.raises(UserError) as error:
-        meeting.join_process_group(first, "gloo")
+        meeting.meet(first)
     assert message in str(error.value)
 
 
@@ -201,7 +201,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(meeting, "meeting", lambda *_: job)
     first = Ranks(rank=0, world_size=3, local_rank=0, local_world_size=3, launcher="open-mpi")
     with pytest.raises(TimeoutError, match="ranks 1, 2 of 3 did not come within 1 s"):
-        meeting.join_process_group(first, "gloo", timeout=1.0)
+        meeting.meet(first, timeout=1.0)
 
 
 @pytest.mark.parametrize("given", ["203.0.113.1", "no-such-host.invalid"])
@@ -210,7 +210,7 @@ def test_a_given_address_that_rank_0_has_not(monkeypatch: pytest.MonkeyPatch, gi
     monkeypatch.setenv("MASTER_PORT", "29500")
     first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="slurm")
     with pytest.raises(UserError, match=f"MASTER_ADDR is {given}, which is no address of rank 0's host"):
-        meeting.join_process_group(first, "gloo")
+        meeting.meet(first)
 
 
 def test_a_given_port_that_is_taken_is_told_with_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_given_port_that_is_taken_is_told_with_its_holder(monkeypatch: pytest.
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UserError, match=rf"MASTER_PORT is {port}, which is taken .*process {os.getpid()} of "):
-            meeting.join_process_group(first, "gloo")
+            meeting.meet(first)
 
 
 # Beacons

@@ -73,7 +73,7 @@ def _sbatch(at: Setting) -> list[Start]:
     return on_first("sbatch", "--wait", str(script))
 
 
-def _sagemaker(rank: int) -> Mapping[str, str]:
+def sagemaker(rank: int) -> Mapping[str, str]:
     hosts = ["host-a", "host-b"]
     config = {"current_host": hosts[rank], "hosts": hosts, "network_interface_name": "eth0"}
     return {
@@ -185,7 +185,7 @@ WAYS = [
     Way(
         place="SageMaker's variables",
         shown="samestep launch -- -m samestep train job.yaml",
-        starts=lambda at: on_each(lambda _: launch(train=at.train), _sagemaker),
+        starts=lambda at: on_each(lambda _: launch(train=at.train), sagemaker),
     ),
     Way(
         place="PyTorchJob's variables",

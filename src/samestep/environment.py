@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -208,11 +207,6 @@ def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
     """The file that the user names for variables that go to every host."""
     return environ.get("SAMESTEP_ENV_FILE") or None
-
-
-def host_name() -> str:
-    """How this host calls itself."""
-    return socket.gethostname()
 
 
 def slurm_node(environ: Mapping[str, str] = os.environ) -> str:

@@ -38,6 +38,10 @@ class HostLostError(Exception):
     """
 
 
+class JobOverError(HostLostError):
+    """A host has come, or come back, to a job that the others have ended."""
+
+
 class InterruptedJobError(Exception):
     """The user or the scheduler stopped the job by a signal; the exit code is 128 + the signal's number."""
 

@@ -5,14 +5,14 @@ import json
 import sys
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--times", type=float, required=True)
 options = parser.parse_args()
 
 accelerator = Accelerator()
-total = accelerator.reduce(torch.tensor([options.times * (accelerator.process_index + 1)]))
+total: torch.Tensor = accelerator.reduce(torch.tensor([options.times * (accelerator.process_index + 1)]))  # pyright: ignore
 said = {
     "rank": accelerator.process_index,
     "size": accelerator.num_processes,

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 
-import deepspeed
+import deepspeed  # pyright: ignore[reportMissingImports]
 import torch
 
 parser = argparse.ArgumentParser()

@@ -4,13 +4,14 @@ import argparse
 import json
 import sys
 
-import horovod.torch as hvd
+import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--times", type=float, required=True)
 options = parser.parse_args()
 
+said = {}
 for _ in range(2):
     hvd.init()
     total = hvd.allreduce(torch.tensor([options.times * (hvd.rank() + 1)]), op=hvd.Sum)

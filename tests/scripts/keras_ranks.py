@@ -5,7 +5,7 @@ import json
 import os
 import sys
 
-import tensorflow as tf
+import tensorflow as tf  # pyright: ignore[reportMissingImports]
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--times", type=float, required=True)

@@ -105,7 +105,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
     """What the options say of the start; `otherwise`: what is known from elsewhere. Raises UserError."""
     from samestep.cluster.start.launch import Wanted, parse_nodes
 
-    own = {name: otherwise.get(name, getattr(options, name, None)) for name in OF_LAUNCH}
+    own: dict[str, Any] = {name: otherwise.get(name, getattr(options, name, None)) for name in OF_LAUNCH}
     return Wanted(
         command=command,
         bind=options.bind,
@@ -126,6 +126,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         remote_python=_words("--remote-python", options.remote_python)
         if options.remote_python
         else (sys.executable,),
+        ray=options.ray,
         folder=options.chdir or str(Path.cwd()),
         **own,
     )

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         words = list(hyperparameters.without(given, environment.snapshot()))
         options = _parser().parse_args(words)
-        options.words = words
+        options.command_line = words
         return options.run(options)
     except UserError as error:
         # A launcher's ranks make the same mistake together, before they meet; one of them tells it.

@@ -62,7 +62,7 @@ def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
         raise UserError("this process is a rank already, which a launcher started: it starts no other hosts")
     wanted = launch_options.wanted_from(
         options,
-        ("-m", "samestep", *launch_options.words_of_others(options.words)),
+        ("-m", "samestep", *launch_options.words_of_others(options.command_line)),
         engine="torch",  # what every engine of samestep finds its ranks by
         threads=job.run.threads,
         max_restarts=job.run.max_restarts,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from samestep import environment
@@ -31,6 +30,15 @@ class Meeting:
     other: str | None = None  # another host of the job
 
 
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """Where ranks have met."""
+
+    store: dist.Store
+    address: str  # of rank 0's host
+    port: int | None = None  # of the store, where the ranks' variables don't say it
+
+
 def meeting(ranks: Ranks, environ: Mapping[str, str]) -> Meeting:
     """Where the ranks of a launcher meet. Raises UserError where its variables don't say enough."""
     found = _LAUNCHERS[ranks.launcher](environ)
@@ -42,20 +50,32 @@ def tells_no_address(ranks: Ranks) -> bool:
     return ranks.launcher in _LAUNCHERS
 
 
-def join_process_group(
-    ranks: Ranks, backend: str, *, device: torch.device | None = None, timeout: float = 300.0
-) -> tuple[str, int]:
-    """Join torch.distributed, and return the address and the port of rank 0's store.
+def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
+    """Find rank 0's store, or serve it. Every rank must come.
 
     Raises UserError where the launcher's variables don't say enough, TimeoutError where a rank doesn't come in time.
     """
     address, port = environment.given_address(), environment.main_port()
     if address is not None and port is not None:
         store = _given_store(address, port, ranks) if ranks.rank == 0 else _store_of_rank_0(address, port, timeout)
+        return Met(store=store, address=address, port=port)
+    found = meeting(ranks, environment.snapshot())
+    if address is not None:
+        found = Meeting(job=found.job, addresses=(address,), other=found.other)
+    if not any(_resolved(each) for each in found.addresses):
+        named = ", ".join(found.addresses) or "nobody"
+        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {_TELL_US}")
+    if ranks.rank == 0:
+        address = _address_of_rank_0(found)
+        store = store_at(address)
+        with beacon.lit(address, found.job, ranks.world_size, store.port):
+            _wait_for_all(store, ranks.world_size, timeout)
+        port = store.port
     else:
-        address, port, store = _meet(ranks, address, timeout)
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=device)
-    return address, port
+        address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
+        store = _store_of_rank_0(address, port, timeout)
+        store.set(_arrived(ranks.rank), "")
+    return Met(store=store, address=address, port=port)
 
 
 def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
@@ -76,27 +96,6 @@ def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
 
 def _store_of_rank_0(address: str, port: int, timeout: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-
-
-def _meet(ranks: Ranks, address: str | None, timeout: float) -> tuple[str, int, dist.TCPStore]:
-    """Rank 0's store and where it is, found by the job's id; on the given host, if one is given."""
-    found = meeting(ranks, environment.snapshot())
-    if address is not None:
-        found = Meeting(job=found.job, addresses=(address,), other=found.other)
-    if not any(_resolved(each) for each in found.addresses):
-        named = ", ".join(found.addresses) or "nobody"
-        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {_TELL_US}")
-    if ranks.rank == 0:
-        address = _address_of_rank_0(found)
-        store = store_at(address)
-        with beacon.lit(address, found.job, ranks.world_size, store.port):
-            _wait_for_all(store, ranks.world_size, timeout)
-        port = store.port
-    else:
-        address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
-        store = _store_of_rank_0(address, port, timeout)
-        store.set(_arrived(ranks.rank), "")
-    return address, port, store
 
 
 def _arrived(rank: int) -> str:

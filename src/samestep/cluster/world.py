@@ -11,6 +11,7 @@ from samestep import environment
 from samestep.cluster import address, horovodrun, meeting
 from samestep.cluster.cores import threads_of
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
+from samestep.cluster.meeting import Met
 from samestep.cluster.network import loopback_interface
 from samestep.comm.leave import leave_process_group
 from samestep.ranks import Ranks
@@ -49,13 +50,13 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
-    store = _store_of_hosts(ranks) if ours else None
-    interface = _interface(ranks, store) if ours else None
+    met = _met(ranks) if ours else None
+    interface = _interface(ranks, met) if ours else None
     try:
         # For as long as the group is there: groups of a mesh's dimensions are made later.
         with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
             if ours:
-                _join_process_group(world, ranks, store, while_here)
+                _join_process_group(world, ranks, met, while_here)
             yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
@@ -67,29 +68,30 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         torch.set_num_threads(threads_before)
 
 
-def _store_of_hosts(ranks: Ranks) -> dist.Store | None:
-    """The store where ranks of several hosts meet, as a launcher of torchrun's kind names it; None for others."""
-    if ranks.local_world_size == ranks.world_size or environment.horovodrun() is not None:
+def _met(ranks: Ranks) -> Met | None:
+    """Where ranks have met that torch.distributed doesn't bring together by itself, or that are on several hosts."""
+    if ranks.world_size == 1 or environment.horovodrun() is not None:
         return None
     if meeting.tells_no_address(ranks):
+        return meeting.meet(ranks)
+    if ranks.local_world_size == ranks.world_size:
         return None
     store, _, _ = next(dist.rendezvous("env://"))
-    return store
+    return Met(store=store, address=environment.main_address())
 
 
-def _interface(ranks: Ranks, store: dist.Store | None) -> str | None:
+def _interface(ranks: Ranks, met: Met | None) -> str | None:
     """The interface for messages between ranks; None where the back end finds it as well."""
     if ranks.one_host:
         return loopback_interface()
     if (named := environment.place_interface()) is not None:
         return named
-    if store is None:
+    if met is None:
         return None
-    main = environment.main_address()
-    return address.interface_of(address.agreed_before_group(store, ranks.rank, ranks.world_size, main))
+    return address.interface_of(address.agreed_before_group(met.store, ranks.rank, ranks.world_size, met.address))
 
 
-def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None, while_here: ExitStack) -> None:
+def _join_process_group(world: World, ranks: Ranks, met: Met | None, while_here: ExitStack) -> None:
     backend = backend_of(world.device)
     bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
     if world.world_size == 1:
@@ -97,11 +99,10 @@ def _join_process_group(world: World, ranks: Ranks, store: dist.Store | None, wh
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
     elif (run := environment.horovodrun()) is not None:
         horovodrun.join_process_group(run, ranks, backend, device_id=bound)
-    elif store is not None:
-        store = dist.PrefixStore("default_pg", store)
+    elif met is not None:
+        store = dist.PrefixStore("default_pg", met.store)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=bound)
-    elif meeting.tells_no_address(ranks):
-        address, port = meeting.join_process_group(ranks, backend, device=bound)
-        while_here.enter_context(environment.as_torchrun(ranks, address, port))
+        if met.port is not None:
+            while_here.enter_context(environment.as_torchrun(ranks, met.address, met.port))
     else:
         dist.init_process_group(backend, device_id=bound)

@@ -1,5 +1,6 @@
 """Starting Horovod in ranks that something else started: they agree through torch.distributed where it meets."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,8 +11,10 @@ from samestep import environment
 from samestep.cluster.address import agreed_in_group, interface_of
 from samestep.cluster.contracts.horovod import slots_of, variables_of
 from samestep.cluster.contracts.horovod_server import serving
+from samestep.cluster.interfaces import own_name_leads_nowhere
 from samestep.cluster.network import LOOPBACK
 from samestep.engines.horovod_config import Settings
+from samestep.errors import UserError
 
 
 def start(settings: Settings) -> None:
@@ -38,8 +41,15 @@ def _rendezvous() -> Iterator[dict[str, str]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     one_host = local_size == size
     own = LOOPBACK if one_host else agreed_in_group(environment.main_address())
-    local_ranks: list[Any] = [None] * size
-    dist.all_gather_object(local_ranks, local_rank)
+    places: list[Any] = [None] * size
+    nowhere = not one_host and own_name_leads_nowhere()
+    dist.all_gather_object(places, (local_rank, socket.gethostname() if nowhere else None))
+    local_ranks = [number for number, _ in places]
+    if (name := next((host for _, host in places if host is not None), None)) is not None:
+        raise UserError(
+            f"engine horovod: on {name} the name {name} leads to no address that other hosts reach, and Horovod's "
+            "gloo goes by it; its address in /etc/hosts there would do"
+        )
     slots = slots_of(local_ranks)
     with serving(own, slots) if rank == 0 else nullcontext() as served:
         agreed: list[Any] = [served]

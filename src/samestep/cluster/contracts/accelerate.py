@@ -21,8 +21,15 @@ def _expected(rank: Rank) -> Expected:
     if asked and not file.is_file():
         raise UserError(f"--engine accelerate:config={asked}: there is no such file in {Path.cwd()}")
     if not file.is_file():
-        return Expected(variables=ranks)  # a script without it gets what Accelerate has by default
+        return Expected(variables={**ranks, **_by_default(rank)})
     return Expected(variables={**_of_file(file, rank), **ranks})
+
+
+def _by_default(rank: Rank) -> dict[str, str]:
+    """As `accelerate launch --cpu` on hosts without accelerators: there each rank would think itself alone."""
+    from samestep.cluster.device import accelerators
+
+    return {} if "ACCELERATE_USE_CPU" in rank.environ or accelerators() else {"ACCELERATE_USE_CPU": "true"}
 
 
 def _of_file(file: Path, rank: Rank) -> dict[str, str]:
@@ -51,6 +58,7 @@ def _prepared(file: str, ranks: int) -> dict[str, str]:
 
     words = ["--config_file", file, "--num_processes", str(ranks), "--num_machines", "1", "--main_process_port", "0"]
     options: Any
+    defaults: Any
     options, defaults, from_file = launch._validate_launch_command(
         launch.launch_command_parser().parse_args([*words, "script.py"])
     )

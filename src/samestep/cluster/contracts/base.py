@@ -35,6 +35,8 @@ class Expected:
 
     variables: Mapping[str, str]
     arguments: tuple[str, ...] = ()  # before the script's own
+    # Address and port of a rank's presence: the script is ended, in good order, when that rank has ended.
+    as_long_as: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,19 @@
 """horovod: what `horovodrun --gloo` sets, with a server for its ranks that lives as long as rank 0."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from samestep import environment
 from samestep.cluster.address import interface_of
 from samestep.cluster.contracts import torch
 from samestep.cluster.contracts.base import Contract, Expected, Rank
+from samestep.cluster.contracts.beside import start_beside
 from samestep.cluster.contracts.meeting import addresses, gathered, meeting
 from samestep.cluster.interfaces import own_name_leads_nowhere
 from samestep.errors import UserError
+
+_SERVER = "samestep.cluster.contracts.horovod_server"
 
 
 def _expected(rank: Rank) -> Expected:
@@ -23,7 +23,7 @@ def _expected(rank: Rank) -> Expected:
         found = addresses(store, rank, variables["MASTER_ADDR"])
         slots = slots_of([int(number) for number in gathered(store, "local rank", rank, str(ranks.local_rank))])
         if ranks.rank == 0:
-            store.set("port", str(_serve(found[0], slots)))
+            store.set("port", str(start_beside(_SERVER, found[0], json.dumps(slots))))
         port = int(store.get("port").decode())
     interface = environment.gloo_interface(rank.environ) or interface_of(found[ranks.rank])
     return Expected(variables={**variables, **variables_of(slots[ranks.rank], found[0], port, interface)})
@@ -72,21 +72,6 @@ def variables_of(slot: Slot, address: str, port: int, interface: str | None) -> 
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         **({"HOROVOD_GLOO_IFACE": interface} if interface is not None else {}),
     }
-
-
-def _serve(address: str, slots: Sequence[Slot]) -> int:
-    """Start the server in a process of its own that ends with this one, whatever this one becomes; its port."""
-    command = [sys.executable, "-m", "samestep.cluster.contracts.horovod_server", address, json.dumps(slots)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert server.stdin is not None
-    assert server.stdout is not None
-    # The server reads until nobody holds this end any more. It is open in the script too, and in nothing that
-    # Python's subprocess starts from there.
-    os.set_inheritable(server.stdin.fileno(), True)
-    line = server.stdout.readline()
-    if not line.strip().isdecimal():
-        raise UserError(f"the server where Horovod's ranks meet did not start at {address}; its reason stands above")
-    return int(line)
 
 
 CONTRACT = Contract(expected=_expected, package="horovod", installs="make horovod would do")

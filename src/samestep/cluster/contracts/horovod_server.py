@@ -19,7 +19,7 @@ def serving(address: str, slots: Sequence[Slot]) -> Iterator[tuple[str, int]]:
     server.init([SimpleNamespace(**slot) for slot in slots])
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield server.server_address[:2]
+        yield address, server.server_port
     finally:
         server.shutdown()
         server.server_close()

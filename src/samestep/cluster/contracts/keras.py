@@ -3,11 +3,15 @@
 import json
 import socket
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from samestep.cluster.contracts import torch
+from samestep.cluster.contracts import presence, torch
 from samestep.cluster.contracts.base import Contract, Expected, Rank, whole_number
 from samestep.cluster.contracts.meeting import addresses, gathered, meeting
 from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 CHIEF, WORKER, SERVER = "chief", "worker", "ps"  # as TensorFlow calls them
 
@@ -26,11 +30,21 @@ def _expected(rank: Rank) -> Expected:
         held.bind(("", 0))  # nobody is to connect: it isn't listened on
         found = addresses(store, rank, variables["MASTER_ADDR"])
         ports = gathered(store, "port", rank, str(held.getsockname()[1]))
+        chief = _presence_of_chief(store, rank, found[0]) if kinds[0] == CHIEF else None
     places = [f"{address}:{port}" for address, port in zip(found, ports, strict=True)]
     threads = {name: rank.environ.get(name, str(rank.threads)) for name in _THREADS}
     return Expected(
-        variables={**variables, **threads, "TF_CONFIG": json.dumps(config(rank.ranks.rank, kinds, places))}
+        variables={**variables, **threads, "TF_CONFIG": json.dumps(config(rank.ranks.rank, kinds, places))},
+        as_long_as=chief,
     )
+
+
+def _presence_of_chief(store: "Store", rank: Rank, address: str) -> tuple[str, int] | None:
+    """Where the others see that the chief is there; they wait for work, and never end by themselves."""
+    if rank.ranks.rank == 0:
+        store.set("presence", str(presence.announce(address)))
+        return None
+    return address, int(store.get("presence").decode())
 
 
 def kinds_of(ranks: int, servers: int) -> list[str]:

@@ -26,7 +26,7 @@ from samestep.cluster.start.part import Part
 from samestep.cluster.start.rank_command import rank_command
 from samestep.cluster.start.rank_files import Follower, RankFiles
 from samestep.cluster.start.roll_call import RollCall
-from samestep.errors import HostLostError, StartError, UserError
+from samestep.errors import HostLostError, JobOverError, StartError, UserError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
@@ -48,6 +48,12 @@ def run(part: Part) -> Outcome:
                 roll_call = RollCall(part)
                 roll_call.agree()
             outcome = _Ranks(part, program, signals, roll_call).run()
+            if roll_call is not None and outcome.exit_code == 0:
+                roll_call.tell_success()
+        except JobOverError as error:
+            # A host that was lost may come back when the others are done.
+            well = roll_call is not None and roll_call.succeeded(_SETTLE)
+            outcome = Outcome() if well else Outcome(exit_code=1, message=str(error))
         except SignalException:
             outcome = _interrupted(signals)
             if roll_call is not None and not part.elastic:

@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
 _AFTER_END = 3.0  # seconds for the other hosts to find by themselves that the job is over
 _KILLED = 5.0  # seconds from the order to kill to the end of what connects us
-_EVERY = 5.0  # seconds between two tries to bring a lost host up again
+_EVERY = 3.0  # seconds between two tries to bring a lost host up again
 
 
 class Controller:
@@ -39,11 +39,14 @@ class Controller:
         self._again: dict[Bring, float] = {}  # hosts that were lost, and when they are tried again
         self._outcomes: dict[str, Outcome] = {}
         self._lost: list[str] = []
+        self._gave_up: dict[str, str] = {}  # why, by host
         self._signal = 0
         self._signal_at = 0.0
         self._told_of_signal = False
         # When the agents are told to end, to kill their ranks, and when what connects us is killed.
         self._orders: list[tuple[float, str]] = []
+        self._over = False  # whether something has gone wrong that ends the job
+        self._ordered = False  # whether an order was given: who ends then has not been lost
 
     def run(self) -> Outcome:
         """Until every host's part has ended. No process is left, here or there."""
@@ -61,7 +64,7 @@ class Controller:
 
     @property
     def _ending(self) -> bool:
-        return bool(self._orders) or bool(self._signal)
+        return self._over or bool(self._signal)
 
     def _connect(self, bring: Bring) -> None:
         self._links.add(Link(bring, request(bring.parts, self._folder, self._variables), self._events))
@@ -96,16 +99,20 @@ class Controller:
             link.started.add(host)
             self._show(link)
         elif "outcome" in values:
-            outcome = self._outcomes[host] = Outcome.from_json(values["outcome"])
+            outcome = Outcome.from_json(values["outcome"])
+            if self._elastic and outcome.exit_code == 1 and outcome.failure is None and len(self._links) > 1:
+                self._gave_up[host] = outcome.message or "it gave no reason"  # cut off from the others, who go on
+                return
+            self._outcomes[host] = outcome
             if outcome.exit_code != 0:
                 self._end_all(_AFTER_END)
 
     def _ended(self, link: Link) -> None:
         missing = [part.host for part in link.bring.parts if part.host not in self._outcomes]
-        if not missing or self._ending:
+        if not missing or self._signal or self._ordered:
             return
-        reason = link.why(missing)
-        if self._elastic and self._links:
+        reason = self._gave_up.pop(missing[0], None) or link.why(missing)
+        if self._elastic and self._links and not self._over:
             print(f"samestep: {reason}; the others go on, and it is tried again", file=sys.stderr, flush=True)
             self._again[link.bring] = time.monotonic() + _EVERY
             return
@@ -122,7 +129,8 @@ class Controller:
                 self._connect(bring)
 
     def _end_all(self, after: float) -> None:
-        if not self._orders:
+        if not self._over:
+            self._over = True
             now = time.monotonic() + after
             kill = now + self._notice + _KILLED
             self._orders = [(now, f"signal {int(signal.SIGTERM)}"), (kill, "kill"), (kill + _KILLED, "")]
@@ -130,6 +138,7 @@ class Controller:
     def _give_orders(self) -> None:
         while self._orders and self._orders[0][0] < time.monotonic():
             _, order = self._orders.pop(0)
+            self._ordered = True
             for link in self._links:
                 if order:
                     link.order(order)

@@ -30,7 +30,7 @@ from samestep.cluster.start import fork_server, forked_rank
 from samestep.cluster.start.alive import Lost
 from samestep.cluster.start.host_rounds import Ended, HostRounds, say
 from samestep.cluster.start.several_hosts import BROKEN, SeveralHosts
-from samestep.errors import HostLostError
+from samestep.errors import JobOverError
 from samestep.supervision.handle import Handle
 
 # Why this host's ranks ended, read from what they left.
@@ -42,7 +42,11 @@ _A_WORD = 3.0  # seconds in which a host that lets its ranks stop has told so
 _USERS_MISTAKE = 2  # the exit code
 
 
-class HostAgent(LocalElasticAgent):
+# Its methods' decorators hide their types.
+_ElasticAgent: Any = LocalElasticAgent
+
+
+class HostAgent(_ElasticAgent):
     """The agent of one host among several."""
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, *, explain: Explain, place: Path) -> None:
@@ -82,7 +86,8 @@ class HostAgent(LocalElasticAgent):
 
     def _count_alike(self, worker_group: WorkerGroup) -> None:
         """A host that came later has used up none of the job's restarts; the ranks' variables say how many are."""
-        store, size = worker_group.store, worker_group.group_world_size
+        store: Any = worker_group.store
+        size: Any = worker_group.group_world_size
         store.set(f"samestep/restarts/{worker_group.group_rank}", str(self._remaining_restarts))
         left = store.multi_get([f"samestep/restarts/{rank}" for rank in range(size)])
         self._remaining_restarts = min(int(each) for each in left)
@@ -214,6 +219,7 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
     if forked is not None:
         forked_rank.warm_up()
     hosts = rendezvous_handler_registry.create_handler(parameters)
+    assert isinstance(hosts, SeveralHosts)
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -237,7 +243,7 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
             leaves_alone = True  # the others go on where they may
             raise
         except RendezvousClosedError:
-            raise HostLostError(f"{hosts.get_run_id()}: the job is over; another host has ended it") from None
+            raise JobOverError(f"{hosts.get_run_id()}: the job is over; another host has ended it") from None
         except RendezvousGracefulExitError:
             return {}
         finally:

@@ -47,6 +47,9 @@ class HostRounds:
         self._folder = place
         self._watch: Watch | None = None
         self._about: About | None = None
+        # From this host's monotonic clock to one that other hosts have too. It stays, so that a rank which does not
+        # move on says the same again and again.
+        self._began = time.time() - time.monotonic()
         self._came: Sequence[str] = ()  # hosts that were not in the round before
         self._untold: tuple[Fault, float, int] | None = None  # a fault, its moment, and the steps that were done
 
@@ -100,7 +103,7 @@ class HostRounds:
         self._tell_without_cost()
         mine = next((each for each in watch.last if why is not None and each.rank == why.rank), None)
         # The rank's last sign of life: at most a step before the fault, and never after it.
-        moment = None if mine is None else _since_1970(mine.moved_at)
+        moment = None if mine is None else self._began + mine.moved_at
         left = {
             "why": asdict(why) if why is not None else None,
             "step": mine.step if mine is not None else -1,
@@ -131,7 +134,7 @@ class HostRounds:
         watch = self._watch
         if watch is None:
             return {}
-        ranks = [asdict(each) | {"moved_at": _since_1970(each.moved_at)} for each in watch.last]
+        ranks = [asdict(each) | {"moved_at": self._began + each.moved_at} for each in watch.last]
         return {"ranks": ranks, "entered": watch.entered}
 
     def _elsewhere(self) -> Elsewhere:
@@ -215,7 +218,7 @@ class HostRounds:
             fault,
             goes_on_at=first,
             steps_lost=max(0, done - first),
-            seconds=_since_1970(max(each.first_done_at for each in ranks)) - moment,
+            seconds=self._began + max(each.first_done_at for each in ranks) - moment,
             next_layout=self._about.layout if self._about is not None else None,
         )
         self._tell(fault)
@@ -234,8 +237,3 @@ class HostRounds:
 def say(text: str) -> None:
     """A line of this host's agent, on standard error."""
     print(f"samestep: {text}", file=sys.stderr, flush=True)
-
-
-def _since_1970(moment: float) -> float:
-    """A moment of this host's monotonic clock, as other hosts' clocks tell it too."""
-    return time.time() - (time.monotonic() - moment)

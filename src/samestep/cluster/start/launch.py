@@ -1,6 +1,7 @@
 """Launch: from the hosts that were found and what the user wants to the parts of a job, and how they are started."""
 
 import re
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from samestep import environment
+from samestep.cluster.binding import BindChoice
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
 from samestep.cluster.start.outcome import Outcome
@@ -28,7 +30,7 @@ class Wanted:
 
     command: tuple[str, ...]
     engine: str = "torch"
-    bind: str = "auto"
+    bind: BindChoice = "auto"
     threads: int | None = None
     nodes: tuple[int, int] | None = None  # fewest and most hosts of a job that may shrink and grow
     no_ssh: bool = False  # somebody starts this on every host
@@ -47,6 +49,7 @@ class Wanted:
     gather: float = 30.0
     ssh: tuple[str, ...] = ("ssh",)
     remote_python: tuple[str, ...]
+    ray: str | None = None  # the address of a Ray cluster
     folder: str  # in which the ranks work, on every host
 
 
@@ -105,7 +108,7 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
             "would do, the same on all"
         )
     port = wanted.port or found.main_port or DEFAULT_PORT
-    host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=environment.host_name())
+    host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
     job = _job_of(found, wanted, default=re.sub(r"[^\w.-]", "-", f"{address}-{port}") if most > 1 else None)
     part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
     if most == 1:
@@ -135,7 +138,7 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     fewest, most = _nodes(wanted, len(cluster.hosts))
     cluster = replace(cluster, hosts=cluster.hosts[:most])
     job = _job_of(found, wanted)
-    ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, this=cluster.this)
+    ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, ray=wanted.ray, this=cluster.this)
     starter = starter_of(cluster.place)
     other = next(host.name for number, host in enumerate(cluster.hosts) if number != cluster.this)
     try:
@@ -157,7 +160,9 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     ]
     if variables.kept_back:
         names = ", ".join(variables.kept_back)
-        print(f"samestep: not sent to other hosts, by their names secrets: {names}", file=sys.stderr)
+        print(
+            f"samestep: not sent to other hosts, since it may be secret: {names}; --pass NAME does", file=sys.stderr
+        )
     brings = starter.bring(parts, ways)
     controller = Controller(brings, wanted.folder, variables.values, notice=wanted.notice, elastic=fewest != most)
     return controller.run()

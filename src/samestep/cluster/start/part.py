@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from samestep.cluster.binding import BindChoice
 from samestep.cluster.start.limits import Limits
 
 Output = Literal["terminal", "files"]
@@ -27,7 +28,7 @@ class Part:
     serves: bool = False  # whether this host's agent holds the store
     command: tuple[str, ...]  # a script or a program with its arguments, as the user gave them
     engine: str = "torch"  # which variables the ranks expect
-    bind: str = "auto"  # to which cores the ranks are bound
+    bind: BindChoice = "auto"  # to which cores the ranks are bound
     threads: int | None = None  # a rank
     logs: str  # the folder of the ranks' files
     output: Output = "terminal"

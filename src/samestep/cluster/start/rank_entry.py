@@ -18,6 +18,7 @@ from samestep.cluster.binding import bind, bindings, check_choice
 from samestep.cluster.contracts import table
 from samestep.cluster.interfaces import for_messages
 from samestep.cluster.machine import this_machine
+from samestep.cluster.start import as_long_as
 from samestep.cluster.start.parent import end_with_parent
 from samestep.errors import UserError
 from samestep.ranks import Ranks
@@ -74,6 +75,8 @@ def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     environ = environment.snapshot()
     expected = table.expected(options.engine, ranks, environ, threads)
     started = [*program, *expected.arguments, *command[_own_words(command) :]]
+    if expected.as_long_as is not None:
+        started = as_long_as.wrapped(*expected.as_long_as, started)
     between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ, gloo_alone=True)
     return started, {**environ, **between_hosts, **environment.share(threads), **expected.variables}
 

@@ -32,6 +32,7 @@ _REFUSED = "samestep/refused"
 _COMPLETE = "samestep/complete"
 _FAILED = "samestep/failed"
 _ENDED = "samestep/ended"
+_SUCCEEDED = "samestep/succeeded"
 _LEFT = "samestep/left"
 
 
@@ -78,11 +79,12 @@ class RollCall:
         thread = threading.Thread(target=reach, daemon=True)
         thread.start()
         thread.join(_ANSWER)
-        if found and isinstance(found[0], dist.TCPStore):
-            return found[0]
+        store = found[0] if found else TimeoutError("no answer")
+        if not isinstance(store, Exception):
+            return store
         raise StartError(
-            f"{self._part.host}: what listens at {self._where} is no job's store "
-            f"({_first_line(found[0]) if found else 'no answer'}); another --master-port would do"
+            f"{self._part.host}: what listens at {self._where} is no job's store ({_first_line(store)}); "
+            "another --master-port would do"
         )
 
     def _await_port(self, address: str, port: int) -> None:
@@ -196,6 +198,20 @@ class RollCall:
     def ended(self) -> str | None:
         """Why the job is over; None while it isn't. Raises StartError where the store is gone."""
         return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
+
+    def tell_success(self) -> None:
+        """Let hosts that come later know that the job has ended as it should."""
+        with suppress(RuntimeError):
+            self._store.set(_SUCCEEDED, "")
+
+    def succeeded(self, seconds: float) -> bool:
+        """Whether a job that is over has ended as it should; it may be so long until that is told."""
+        deadline = time.monotonic() + seconds
+        with suppress(StartError):
+            while not (done := self._there(_SUCCEEDED)) and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+            return done
+        return False
 
     def failures(self) -> list[Failure]:
         """All that was told."""

@@ -9,11 +9,11 @@ from samestep.cluster.start.part import Part
 from samestep.cluster.start.remote import far_end
 from samestep.cluster.start.starter import Bring, Starter, Ways
 
-# Nothing is asked at the terminal, and a host that has fallen silent is given up within 20 seconds. OpenSSH takes an
+# Nothing is asked at the terminal, and a host that has fallen silent is given up within 10 seconds. OpenSSH takes an
 # option's first value: the user's own, in --ssh, come before these.
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+    *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=4"),
 )
 
 

@@ -12,6 +12,7 @@ class Ways:
 
     ssh: tuple[str, ...] = ("ssh",)  # the command, with its options
     remote_python: tuple[str, ...]  # Python on the hosts
+    ray: str | None = None  # the address of a Ray cluster
     this: int | None = None  # which of the hosts is this machine
 
 

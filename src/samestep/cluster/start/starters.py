@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
-from samestep.cluster.start import srun, ssh
+from samestep.cluster.start import ray, srun, ssh
 from samestep.cluster.start.starter import Starter
 
 STARTERS: Mapping[str, Starter] = {
     "slurm": srun.STARTER,
+    "ray": ray.STARTER,
 }
 
 
