@@ -59,6 +59,21 @@ def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_lost_hosts_state_comes_from_its_neighbours_memory(tmp_path: Path) -> None:
+    checkpoint = {"every": 1000, "memory": 2, "resume": "auto"}
+    job_file(tmp_path, steps=STEPS, seconds=0.1, checkpoint=checkpoint, max_restarts=1, layout="fsdp2")
+    with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
+        here, there = agents.start(0), agents.start(1)
+        agents.wait_for(lambda: len(losses(tmp_path)) > 8)
+        there.kill()
+        assert here.wait(90) == 0, here.text
+    (fault,) = faults(tmp_path)
+    assert fault["goes_on_at"] >= 4  # nothing is on the disk
+    assert "samestep-memory-" in here.text
+    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+
+
+@pytest.mark.timeout(120)
 def test_a_pause_is_survived_and_a_death_is_not_waited_for(tmp_path: Path) -> None:
     job_file(tmp_path, steps=STEPS, seconds=0.1)
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:

@@ -250,21 +250,26 @@ def test_slurm_one_task_a_node_is_there_on_every_host() -> None:
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_NTASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_JOB_CPUS_PER_NODE": "72",
         "SLURM_NODEID": "1",
         "SLURM_PROCID": "1",
     }
     found = at(step)
     assert found.on_every_host
     assert found.cluster.this == 1
-    assert slots(found) == {"gpu02": 72, "gpu03": 72}
+    assert slots(found) == {"gpu02": 72, "gpu03": 36}
+    assert slots(at({**step, "SLURM_CPUS_PER_TASK": "16"})) == {"gpu02": 16, "gpu03": 16}
+    alone = {**step, "SLURM_STEP_NODELIST": "gpu03", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
+    assert slots(at(alone)) == {"gpu03": 36}
+    assert not at(alone).on_every_host
+    elsewhere = {**step, "SLURM_STEP_NODELIST": "gpu[03-04]"}
+    assert "SLURM_STEP_NODELIST names gpu04, which is not in SLURM_JOB_NODELIST" in refused(elsewhere)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"SLURM_JOB_NODELIST": "gpu[01-"}, "SLURM_JOB_NODELIST is 'gpu[01-'"),
-        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "doesn't say a number for each of the job's 3 nodes"),
+        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, "doesn't say a number for each of 3 nodes"),
         ({"SLURM_TASKS_PER_NODE": "two"}, "SLURM_TASKS_PER_NODE='two'"),
         ({"SLURM_TASKS_PER_NODE": ""}, "SLURM_TASKS_PER_NODE is not set"),
         ({"SLURM_NODEID": "3"}, "SLURM_NODEID is 3, and SLURM_JOB_NODELIST names 3"),

@@ -129,9 +129,11 @@ class ToldRound:
     number: int  # of the start, from 0, the same on all hosts
     folder: str  # on this host, where the ranks leave how far they are
     run_folder: str | None = None  # that an earlier round chose for what the run leaves; None: none did
+    memory: str | None = None  # on this host, for copies of the training's state from round to round
 
 
 _ROUND, _ROUND_FOLDER, _RUN_FOLDER = "SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER"
+_MEMORY_FOLDER = "SAMESTEP_MEMORY_FOLDER"
 
 
 def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
@@ -139,15 +141,19 @@ def told_round(environ: Mapping[str, str] = os.environ) -> ToldRound | None:
     if _ROUND not in environ or _ROUND_FOLDER not in environ or "RANK" not in environ:
         return None
     return ToldRound(
-        number=integer(environ, _ROUND), folder=environ[_ROUND_FOLDER], run_folder=environ.get(_RUN_FOLDER)
+        number=integer(environ, _ROUND),
+        folder=environ[_ROUND_FOLDER],
+        run_folder=environ.get(_RUN_FOLDER),
+        memory=environ.get(_MEMORY_FOLDER),
     )
 
 
 def tell_round(round_: ToldRound) -> None:
     """Tell the ranks that this process starts from now on."""
     os.environ.update({_ROUND: str(round_.number), _ROUND_FOLDER: round_.folder})
-    if round_.run_folder is not None:
-        os.environ[_RUN_FOLDER] = round_.run_folder
+    for name, value in ((_RUN_FOLDER, round_.run_folder), (_MEMORY_FOLDER, round_.memory)):
+        if value is not None:
+            os.environ[name] = value
 
 
 def agent_signals(names: str) -> AbstractContextManager[None]:

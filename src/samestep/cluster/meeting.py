@@ -59,7 +59,23 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
     if address is not None and port is not None:
         store = _given_store(address, port, ranks) if ranks.rank == 0 else _store_of_rank_0(address, port, timeout)
         return Met(store=store, address=address, port=port)
-    return _meet(ranks, address, timeout)
+    found = meeting(ranks, environment.snapshot())
+    if address is not None:
+        found = Meeting(job=found.job, addresses=(address,), other=found.other)
+    if not any(_resolved(each) for each in found.addresses):
+        named = ", ".join(found.addresses) or "nobody"
+        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {_TELL_US}")
+    if ranks.rank == 0:
+        address = _address_of_rank_0(found)
+        store = store_at(address)
+        with beacon.lit(address, found.job, ranks.world_size, store.port):
+            _wait_for_all(store, ranks.world_size, timeout)
+        port = store.port
+    else:
+        address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
+        store = _store_of_rank_0(address, port, timeout)
+        store.set(_arrived(ranks.rank), "")
+    return Met(store=store, address=address, port=port)
 
 
 def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
@@ -80,27 +96,6 @@ def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
 
 def _store_of_rank_0(address: str, port: int, timeout: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-
-
-def _meet(ranks: Ranks, address: str | None, timeout: float) -> Met:
-    """Rank 0's store, found by the job's id; on the given host, if one is given."""
-    found = meeting(ranks, environment.snapshot())
-    if address is not None:
-        found = Meeting(job=found.job, addresses=(address,), other=found.other)
-    if not any(_resolved(each) for each in found.addresses):
-        named = ", ".join(found.addresses) or "nobody"
-        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {_TELL_US}")
-    if ranks.rank == 0:
-        address = _address_of_rank_0(found)
-        store = store_at(address)
-        with beacon.lit(address, found.job, ranks.world_size, store.port):
-            _wait_for_all(store, ranks.world_size, timeout)
-        port = store.port
-    else:
-        address, port = beacon.heard(found.addresses, found.job, ranks.world_size, timeout)
-        store = _store_of_rank_0(address, port, timeout)
-        store.set(_arrived(ranks.rank), "")
-    return Met(store=store, address=address, port=port)
 
 
 def _arrived(rank: int) -> str:

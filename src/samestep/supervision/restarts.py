@@ -1,8 +1,8 @@
 """Rounds: start all ranks, and start them anew from the last checkpoint when one has failed."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +19,6 @@ from samestep.supervision.fault import Fault, cause_of, tell
 from samestep.supervision.round import Round
 from samestep.supervision.signals import Signals
 from samestep.supervision.watch import Watch
-
-# A file system in memory, on Linux.
-_IN_MEMORY = Path("/dev/shm")
 
 # Starts all ranks of a round and returns what rank 0 returned. Raises RankFailedError.
 Start = Callable[[Job, Layout, Round], Any]
@@ -48,7 +45,7 @@ def supervised(job: Job, layout: Layout, folder: Path, *, start: Start, smaller:
     """
     with (
         Signals(notice=job.run.notice) if job.run.checkpoint is not None else nullcontext() as signals,
-        _memory(job) as memory,
+        folder_in_memory() if _copies(job) else nullcontext() as memory,
     ):
         try:
             return _Rounds(job, layout, folder, start=start, smaller=smaller, signals=signals, memory=memory).run()
@@ -56,14 +53,9 @@ def supervised(job: Job, layout: Layout, folder: Path, *, start: Start, smaller:
             raise InterruptedJobError(int(error.sigval)) from None
 
 
-@contextmanager
-def _memory(job: Job) -> Iterator[Path | None]:
-    """A folder in memory that outlives the ranks, where the job asks for copies there. It ends with the training."""
-    if job.run.checkpoint is None or job.run.checkpoint.memory is None:
-        yield None
-        return
-    with TemporaryDirectory(prefix="samestep-memory-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as folder:
-        yield Path(folder)
+def _copies(job: Job) -> bool:
+    """Whether the job asks for copies of its state in the host's memory."""
+    return job.run.checkpoint is not None and job.run.checkpoint.memory is not None
 
 
 class _Rounds:

@@ -26,4 +26,5 @@ class Round:
         if told is None:
             return None
         run_folder = Path(told.run_folder) if told.run_folder is not None else None
-        return cls(number=told.number, folder=Path(told.folder), run_folder=run_folder)
+        memory = Path(told.memory) if told.memory is not None else None
+        return cls(number=told.number, folder=Path(told.folder), run_folder=run_folder, memory=memory)

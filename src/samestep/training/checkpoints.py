@@ -48,7 +48,9 @@ class Checkpoints:
             self._folder, self._group, asynchronous=self._settings.asynchronous, saved=self._keep_some
         )
         self._every = _Every(self._settings)
-        self._memory = MemoryCopies(session, memory, self._settings.memory) if memory is not None else None
+        self._memory = None
+        if memory is not None and (every := self._settings.memory) is not None:
+            self._memory = MemoryCopies(session, memory, every)
 
     def __enter__(self) -> Self:
         return self

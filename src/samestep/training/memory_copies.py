@@ -18,9 +18,8 @@ from samestep.training.session import Session
 class MemoryCopies:
     """In a folder of each host's memory; where there are several hosts, each keeps another's part as well."""
 
-    def __init__(self, session: Session, place: Path, every: int | None) -> None:
+    def __init__(self, session: Session, place: Path, every: int) -> None:
         """`every`: steps between two copies."""
-        assert every is not None  # the place was made for it
         self.every = every
         self._place = place
         group = new_group(range(session.world.world_size), backend="gloo")

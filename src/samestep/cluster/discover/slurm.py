@@ -27,9 +27,9 @@ class Slurm:
         step = in_slurm_step(given.environ)
         name = "SLURM_STEP_NODELIST" if step and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
         names = host_names(name, read.wanted(name, "the names of the job's hosts"))
-        # One task on each of several nodes: this command is that task, everywhere.
-        on_every_host = step and len(names) > 1 and read.number("SLURM_STEP_NUM_TASKS") == len(names)
-        slots, counted = _slots(read, len(names), tasks_are_slots=not on_every_host)
+        # One task on each node: this command is that task, and starts the node's ranks.
+        agents = step and read.number("SLURM_STEP_NUM_TASKS") == len(names)
+        slots, counted = _slots(read, names, agents=agents)
         node = read.number("SLURM_NODEID")
         if node is not None and node >= len(names):
             raise UserError(f"SLURM_NODEID is {node}, and {name} names {len(names)}; Slurm sets both")
@@ -42,33 +42,40 @@ class Slurm:
             ),
             read=read.read(),
             slots_from=counted,
-            on_every_host=on_every_host,
+            on_every_host=agents and len(names) > 1,
         )
 
 
-def _slots(read: Variables, nodes: int, *, tasks_are_slots: bool) -> tuple[list[int], Slots]:
+def _slots(read: Variables, names: list[str], *, agents: bool) -> tuple[list[int], Slots]:
     """The slots of each node: its accelerators, else the tasks that were asked for, else its cores.
+
+    Where tasks are agents, which start ranks, their cores are what counts.
 
     Slurm says the accelerators of this node alone; the others are taken to have as many.
     """
     gpus = read.number("SLURM_GPUS_ON_NODE") or _per_node(read, "SLURM_GPUS_PER_NODE")
     if gpus:
-        return [gpus] * nodes, "accelerators"
+        return [gpus] * len(names), "accelerators"
     asked = read.first("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")
-    if tasks_are_slots and asked is not None:
+    if not agents and asked is not None:
         name = "SLURM_STEP_TASKS_PER_NODE" if read.text("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
-        return _for_each(read, name, nodes), "listed"
-    cores = _for_each(read, "SLURM_JOB_CPUS_PER_NODE", nodes)
-    return [max(1, each // (read.number("SLURM_CPUS_PER_TASK", 1) or 1)) for each in cores], "cores"
+        return _for_each(read, name, len(names)), "listed"
+    of_a_task = read.number("SLURM_CPUS_PER_TASK", 1)
+    if agents and of_a_task is not None:
+        return [of_a_task] * len(names), "cores"
+    # Of all of the job's nodes, of which a step may have fewer.
+    job = host_names("SLURM_JOB_NODELIST", read.wanted("SLURM_JOB_NODELIST", "the names of the job's hosts"))
+    cores = dict(zip(job, _for_each(read, "SLURM_JOB_CPUS_PER_NODE", len(job)), strict=True))
+    if stray := [name for name in names if name not in cores]:
+        raise UserError(f"SLURM_STEP_NODELIST names {stray[0]}, which is not in SLURM_JOB_NODELIST; Slurm sets both")
+    return [max(1, cores[name] // (of_a_task or 1)) for name in names], "cores"
 
 
 def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
     text = read.wanted(name, "a number for each node, such as 2(x3),1,")
     found = counts(name, text)
-    if len(found) == 1:
-        found *= nodes
     if len(found) != nodes or 0 in found:
-        raise UserError(f"{name} is {text!r}, which doesn't say a number for each of the job's {nodes} nodes")
+        raise UserError(f"{name} is {text!r}, which doesn't say a number for each of {nodes} nodes")
     return found
 
 

@@ -32,6 +32,7 @@ from samestep.cluster.start.host_rounds import Ended, HostRounds, say
 from samestep.cluster.start.several_hosts import BROKEN, SeveralHosts
 from samestep.errors import JobOverError
 from samestep.supervision.handle import Handle
+from samestep.supervision.in_memory import folder_in_memory
 
 # Why this host's ranks ended, read from what they left.
 Explain = Callable[[Mapping[int, ProcessFailure]], Ended]
@@ -49,7 +50,9 @@ _ElasticAgent: Any = LocalElasticAgent
 class HostAgent(_ElasticAgent):
     """The agent of one host among several."""
 
-    def __init__(self, spec: WorkerSpec, config: LaunchConfig, *, explain: Explain, place: Path) -> None:
+    def __init__(
+        self, spec: WorkerSpec, config: LaunchConfig, *, explain: Explain, place: Path, memory: Path
+    ) -> None:
         assert config.logs_specs is not None
         super().__init__(
             spec=spec,
@@ -60,7 +63,7 @@ class HostAgent(_ElasticAgent):
         )
         assert isinstance(spec.rdzv_handler, SeveralHosts)
         self._hosts = spec.rdzv_handler
-        self._rounds = HostRounds(self._hosts, place)
+        self._rounds = HostRounds(self._hosts, place, memory)
         self._explain = explain
         self._why: Ended | None = None
         self._ranks: Sequence[Handle] = ()  # that were started last
@@ -235,8 +238,9 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
     with (
         environment.agent_signals(config.signals_to_handle),
         tempfile.TemporaryDirectory(prefix="samestep-agent-", ignore_cleanup_errors=True) as place,
+        folder_in_memory() as memory,
     ):
-        agent = HostAgent(spec, config, explain=explain, place=Path(place))
+        agent = HostAgent(spec, config, explain=explain, place=Path(place), memory=memory)
         try:
             result = agent.run()
         except SignalException:

@@ -39,8 +39,9 @@ class Ended:
 class HostRounds:
     """One host's rounds of a job."""
 
-    def __init__(self, hosts: SeveralHosts, place: Path) -> None:
-        """`place` is a folder of this host that goes with its agent."""
+    def __init__(self, hosts: SeveralHosts, place: Path, memory: Path) -> None:
+        """`place` and `memory` are folders of this host, the second in memory, that go with its agent."""
+        self._memory = memory
         self._hosts = hosts
         self._place = place
         self._round: HostRound | None = None
@@ -67,7 +68,12 @@ class HostRounds:
         self._folder.mkdir(parents=True)
         chosen = self._hosts.posted("run-folder") or {}
         environment.tell_round(
-            ToldRound(number=round_.number, folder=str(self._folder), run_folder=chosen.get("path"))
+            ToldRound(
+                number=round_.number,
+                folder=str(self._folder),
+                run_folder=chosen.get("path"),
+                memory=str(self._memory),
+            )
         )
         self._about = None
         if round_.first and round_.number > 0:
