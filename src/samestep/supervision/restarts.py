@@ -16,6 +16,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.supervision.beat import Progress
 from samestep.supervision.fault import Fault, cause_of, tell
+from samestep.supervision.in_memory import folder_in_memory
 from samestep.supervision.round import Round
 from samestep.supervision.signals import Signals
 from samestep.supervision.watch import Watch
