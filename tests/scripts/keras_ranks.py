@@ -44,9 +44,9 @@ workers = range(strategy.num_replicas_in_sync)
 cluster.set_config_key_value(f"done/{resolver.task_id}", "yes")
 for worker in workers:
     cluster.get_config_key_value(f"done/{worker}")
-cluster.set_config_key_value(f"leaves/{resolver.task_id}", "yes")
-if resolver.task_id == 0:
-    for worker in workers:
-        with suppress(tf.errors.OpError):  # it has left already
-            cluster.get_config_key_value(f"leaves/{worker}")
+with suppress(tf.errors.OpError):  # who is asked, or waited for, may have left already
+    cluster.set_config_key_value(f"leaves/{resolver.task_id}", "yes")
+for worker in workers if resolver.task_id == 0 else ():
+    with suppress(tf.errors.OpError):
+        cluster.get_config_key_value(f"leaves/{worker}")
 os._exit(0)  # TensorFlow's shutdown waits for a peer that may be gone
