@@ -180,6 +180,7 @@ def test_a_slow_link_changes_nothing_but_the_time(tmp_path: Path, cable: Cable, 
     record("torchrun", TRAIN + " --layout dp2", f"2 hosts with {named} between them", SAME, first)
 
 
+@pytest.mark.cluster
 def test_a_checkpoint_folder_that_is_not_shared_is_named_at_once(bed: Testbed, tmp_path: Path) -> None:
     host_b = bed["host-b"]
     (tmp_path / "saved").mkdir()
