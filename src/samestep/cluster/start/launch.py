@@ -107,7 +107,7 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
             f"{most} hosts must know where they meet: --master-addr and the address of the host with --node-rank 0 "
             "would do, the same on all"
         )
-    port = wanted.port or found.main_port or DEFAULT_PORT
+    port = wanted.port or found.main_port or _port_of(found)
     host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
     job = _job_of(found, wanted, default=re.sub(r"[^\w.-]", "-", f"{address}-{port}") if most > 1 else None)
     part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
@@ -124,6 +124,15 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
         port=port,
         serves=node_rank == 0,
     )
+
+
+def _port_of(found: Found) -> int:
+    """Jobs that a place tells apart meet at ports of their own."""
+    if not found.on_every_host or found.cluster.job is None:
+        return DEFAULT_PORT
+    with environment.quiet_import():
+        from samestep.cluster.beacon import ports_of
+    return ports_of(found.cluster.job)[0]
 
 
 def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
