@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from typing import Any
 
 import tensorflow as tf  # pyright: ignore[reportMissingImports]
 from tensorflow.python.eager import context  # pyright: ignore[reportMissingImports]
@@ -13,7 +14,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--times", type=float, required=True)
 options = parser.parse_args()
 
-cluster = context.context()
+cluster: Any = context.context()
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 resolver = strategy.cluster_resolver
 
