@@ -1,6 +1,7 @@
 """Copies of a training's state in the host's memory: a restart goes on from them, and nothing of them stays."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,26 @@ def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, capfd: pytest.Captu
     )
     assert "goes on from" in (told := capfd.readouterr().err)
     assert "checkpoints/step-7" in told
+
+
+def test_without_room_for_them_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(tmp_path / "whole", "single")
+    full = tmp_path / "full"
+    full.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", full], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    monkeypatch.setattr("samestep.supervision.in_memory._IN_MEMORY", full)
+    try:
+        result = train(tmp_path / "run", "single", checkpoint={"every": 5, "memory": 2}, max_restarts=1)
+    finally:
+        subprocess.run(["umount", "--lazy", full], check=True)
+    assert result.losses == whole.losses
+    told = capfd.readouterr().err
+    assert told.count("goes on without copies in memory") == 1
+    assert "no space is left" in told
 
 
 @pytest.mark.parametrize(

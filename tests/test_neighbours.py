@@ -80,13 +80,29 @@ def test_a_lost_hosts_state_comes_from_its_neighbour(tmp_path: Path) -> None:
     assert found == [(5, True), (5, True), (5, True), (5, True), (3, True), (-1, False)]
 
 
-def hosts_found(local_ranks: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+def left_alone(folder: Path) -> bool:
+    """Three hosts save, and one goes on alone: whether it takes what it has for whole."""
+    with join(threads=1) as world:
+        group = new_group(range(4), backend="gloo")
+        mine = next(number for number, host in enumerate(HOSTS) if world.rank in host)
+        neighbours = Neighbours(group=group, rank=world.rank, hosts=HOSTS)
+        saver = Saver(folder / f"host-{mine}", group, asynchronous=False, durable=False, neighbours=neighbours)
+        saver.prepare()
+        saver.save({"model.weight": piece(3, world.rank)}, info(3))
+        alone = Neighbours(group=group, rank=world.rank, hosts=(tuple(range(4)),))
+        return alone.gather(folder / "host-0", partial(saver.together, where=folder))
+
+
+def test_a_part_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    assert local.start(left_alone, (tmp_path,), 4) is False
+
+
+def hosts_found(local_ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
     with join(threads=1) as world:
         group = new_group(range(world.world_size), backend="gloo")
-        found = Neighbours.find(group, local_ranks[world.rank])
-        return None if found is None else list(found.hosts)
+        return list(Neighbours.find(group, local_ranks[world.rank]).hosts)
 
 
 def test_hosts_are_known_by_their_local_ranks() -> None:
     assert local.start(hosts_found, ((0, 1, 0, 0),), 4) == [(0, 1), (2,), (3,)]
-    assert local.start(hosts_found, ((0, 1),), 2) is None
+    assert local.start(hosts_found, ((0, 1),), 2) == [(0, 1)]

@@ -33,13 +33,11 @@ class Neighbours:
     hosts: tuple[tuple[int, ...], ...]  # the ranks of each
 
     @classmethod
-    def find(cls, group: dist.ProcessGroup, local_rank: int) -> Self | None:
-        """Every rank must ask. None where all ranks share one host. Ranks of a host have consecutive numbers."""
+    def find(cls, group: dist.ProcessGroup, local_rank: int) -> Self:
+        """Every rank must ask. Ranks of a host have consecutive numbers, and the first of them is local rank 0."""
         numbers: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(numbers, local_rank, group=group)
         starts = [rank for rank, number in enumerate(numbers) if number == 0]
-        if len(starts) < 2:
-            return None
         ends = [*starts[1:], len(numbers)]
         hosts = tuple(tuple(range(first, last)) for first, last in zip(starts, ends, strict=True))
         return cls(group=group, rank=dist.get_rank(group), hosts=hosts)
@@ -54,6 +52,8 @@ class Neighbours:
 
     def spread(self, unfinished: Path, info: str, together: Together) -> str:
         """Give the next host this one's files, and every host the index and the info of rank 0, which is returned."""
+        if len(self.hosts) == 1:
+            return info
         told: list[Any] = [(unfinished / METADATA_FILE).read_bytes(), info] if self.rank == 0 else [None, None]
         dist.broadcast_object_list(told, src=0, group=self.group)
         index, info = told
@@ -99,8 +99,12 @@ class Neighbours:
                 sizes.setdefault(name, size)
         source = owners[INFO_FILE]
         needed: list[Any] = [None]
-        if self.rank == source:
-            needed = [sorted({*(each.relative_path for each in read_metadata(copy).storage_data.values())})]
+
+        def read_index() -> None:
+            if self.rank == source:
+                needed[0] = sorted({each.relative_path for each in read_metadata(copy).storage_data.values()})
+
+        together(read_index)
         dist.broadcast_object_list(needed, src=source, group=self.group)
         if not owners.keys() >= set(needed[0]):
             return False
@@ -165,8 +169,10 @@ def _sign(copy: Path) -> str:
 def _reserve(file: Path, size: int) -> None:
     """Take the room for a file now: a mapped one for which there is none ends its process. Raises OSError."""
     with file.open("wb") as stream:
-        if size:
+        if size and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(stream.fileno(), 0, size)
+        else:
+            stream.truncate(size)
 
 
 def _mapped(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[int, Tensor]]:

@@ -62,7 +62,7 @@ class Checkpoints:
         if self._settings is not None and error is None:
             self._saver.wait()
             if self._memory is not None:
-                self._memory.saver.wait()
+                self._memory.wait()
 
     def resume(self, steps_per_epoch: int) -> int:
         """Become the checkpoint that the job names, and return how many steps it had taken; 0 for a new training.
@@ -76,7 +76,7 @@ class Checkpoints:
         step = self._resumed(self._settings.resume)
         self._saver.prepare()
         if self._memory is not None:
-            self._memory.saver.prepare()
+            self._memory.prepare()
         self._last = step
         return step
 
@@ -142,19 +142,19 @@ class Checkpoints:
 
     def copy_due(self, done: int) -> bool:
         """Whether a copy in memory is due after `done` steps; the same on every rank."""
-        return self._settings is not None and self._memory is not None and done % self._memory.every == 0
+        return self._settings is not None and self._memory is not None and self._memory.due(done)
 
     def copy(self, done: int) -> None:
         """Copy what the training is after `done` steps into the host's memory."""
         if self._settings is not None and self._memory is not None:
-            self._save_into(self._memory.saver, done, {})
+            self._memory.save(lambda saver: self._save_into(saver, done, {}))
 
     @property
     def waited_seconds(self) -> float:
         """How long the training stood still to be saved."""
         if self._settings is None:
             return 0.0
-        return self._saver.waited_seconds + (self._memory.saver.waited_seconds if self._memory is not None else 0.0)
+        return self._saver.waited_seconds + (self._memory.waited_seconds if self._memory is not None else 0.0)
 
     def _keep_some(self, path: Path, info: Info) -> None:
         settings = self._settings
