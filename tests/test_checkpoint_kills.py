@@ -95,6 +95,7 @@ run: {{layout: fsdp2, threads: 1, tensorboard: false, checkpoint: {{every: 1, ke
 """
 
 
+@pytest.mark.slow
 def test_a_kill_of_two_ranks_while_they_save(tmp_path: Path) -> None:
     """All processes of the job at once, as when its host loses power."""
     (tmp_path / "job.yaml").write_text(JOB)

@@ -58,6 +58,7 @@ def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
     assert line.startswith(f"samestep: rank 1 on {fault['host']} failed in step 7: ")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_lost_hosts_state_comes_from_its_neighbours_memory(tmp_path: Path) -> None:
     checkpoint = {"every": 1000, "memory": 2, "resume": "auto"}

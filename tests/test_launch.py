@@ -126,8 +126,11 @@ def start_job(tmp_path: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("number", "to_the_group", "exit_code"),
-    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143)],
-    ids=["Ctrl-C", "SIGINT to the parent", "SIGTERM to the parent"],
+    [
+        pytest.param(signal.SIGINT, True, 130, id="Ctrl-C"),
+        pytest.param(signal.SIGINT, False, 130, id="SIGINT to the parent", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, False, 143, id="SIGTERM to the parent"),
+    ],
 )
 def test_a_signal_stops_all_ranks_within_seconds(
     tmp_path: Path, number: signal.Signals, to_the_group: bool, exit_code: int

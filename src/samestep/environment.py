@@ -204,10 +204,18 @@ def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> d
     return {visible.variable: ",".join(visible.devices[number] for number in chosen)}
 
 
+_ERROR_FILE = "SAMESTEP_ERROR_FILE"
+
+
 def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the elastic agent that started this rank looks for why it ended."""
-    name = environ.get("TORCHELASTIC_ERROR_FILE")
+    """Where the agent of samestep's that started this rank looks for why it ended; torchrun would print it again."""
+    name = environ.get(_ERROR_FILE)
     return Path(name) if name else None
+
+
+def error_file_at(file: Path) -> dict[str, str]:
+    """Tells a rank where to write why it ends: PyTorch's own recorder too."""
+    return {_ERROR_FILE: str(file), "TORCHELASTIC_ERROR_FILE": str(file)}
 
 
 def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -74,6 +74,11 @@ def _over_all_hosts(outcome: Outcome, roll_call: RollCall) -> Outcome:
     if outcome.failure is not None:
         time.sleep(_SETTLE / 2)
     told = roll_call.failures()
+    # The host whose rank failed first ends the job, and then tells why.
+    until = time.monotonic() + _SETTLE
+    while outcome.failure is None and not told and time.monotonic() < until:
+        time.sleep(0.1)
+        told = roll_call.failures()
     return of_failures([*told, outcome.failure] if outcome.failure is not None else told) or outcome
 
 

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -38,10 +39,12 @@ class RankFiles(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Called by the elastic agent with the variables of each local rank, before it starts them."""
-        self._round += 1
-        while self.here.exists():  # of an agent that was on this host before
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while True:
             self._round += 1
-        self.here.mkdir(parents=True)
+            with suppress(FileExistsError):  # of an agent that is, or was, on this host as well
+                self.here.mkdir()
+                break
         found = LogsDest()
         followed = []
         for local_rank, variables in envs.items():
@@ -49,7 +52,8 @@ class RankFiles(LogsSpecs):
             assert rank is not None
             output, errors, failure = (_file(self.here, rank.rank, kind) for kind in ("out", "err", "error.json"))
             found.stdouts[local_rank], found.stderrs[local_rank] = str(output), str(errors)
-            found.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = str(failure)
+            found.error_files[local_rank] = str(failure)
+            variables |= environment.error_file_at(failure)
             prefix = f"[{self._host} {rank.rank}] " if rank.world_size > 1 else ""
             followed += [_Followed(output, sys.stdout.buffer, prefix), _Followed(errors, sys.stderr.buffer, prefix)]
         if self._follower is not None:
