@@ -1,5 +1,6 @@
 """Agent: one host's part of a job, by PyTorch's elastic agent. It starts the host's ranks and sees them end."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -230,7 +231,9 @@ def _name(number: int) -> str:
 
 
 def end_children() -> None:
-    """Kill this process's children, each with the process group that it leads."""
+    """Kill this process's children, each with the process group that it leads, and the ranks that it had forked."""
+    for child in multiprocessing.active_children():
+        child.kill()  # the fork server is its parent, and its group is this process's
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             # pid (name) state parent group ...; the name may hold anything
