@@ -168,6 +168,7 @@ class _Ranks:
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
     def _failed(self, failure: Failure) -> Outcome:
+        self._over.set()  # that the job has ended is then no news from elsewhere
         if self._roll_call is not None:
             self._roll_call.tell_failure(failure)
         outcome = of_failures([failure])
@@ -194,7 +195,7 @@ class _Ranks:
                 self._ended = self._roll_call.ended()
             except StartError:
                 return  # whether the job can go on without its store is not decided here
-            if self._ended is not None:
+            if self._ended is not None and not self._over.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._over.wait(_AFTER_END):
                     end_children()
