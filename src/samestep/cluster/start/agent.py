@@ -148,13 +148,13 @@ class _Ranks:
     def _rendezvous(self) -> dict[str, Any]:
         """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
         part = self._part
-        if part.address is None:
+        if self._roll_call is None:
             one_host.register()
             return {"rdzv_backend": one_host.BACKEND}
         several_hosts.register()
         return {
             "rdzv_backend": several_hosts.BACKEND,
-            "rdzv_endpoint": f"{part.address}:{part.port}",
+            "rdzv_endpoint": f"{self._roll_call.address}:{part.port}",
             "rdzv_configs": {
                 "node_rank": part.node_rank,
                 "name": part.host,
