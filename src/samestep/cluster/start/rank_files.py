@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -38,10 +39,12 @@ class RankFiles(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Called by the elastic agent with the variables of each local rank, before it starts them."""
-        self._round += 1
-        while self.here.exists():  # of an agent that was on this host before
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while True:
             self._round += 1
-        self.here.mkdir(parents=True)
+            with suppress(FileExistsError):  # of an agent that was on this host before, or is there too
+                self.here.mkdir()
+                break
         found = LogsDest()
         followed = []
         for local_rank, variables in envs.items():
