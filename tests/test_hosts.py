@@ -150,6 +150,24 @@ def test_hosts_that_find_their_own_names_on_the_loopback_still_meet(tmp_path: Pa
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("known", [False, True], ids=["hosts unknown", "hosts known"])
+def test_agents_whose_first_host_finds_its_name_on_the_loopback(known: bool, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("host-a slots=1\nhost-b slots=1\n", encoding="utf-8")
+    nodes = ["--hostfile", str(tmp_path / "hosts")] if known else ["--num-nodes", "2", "--num-procs", "1"]
+    meeting = ["--no-ssh", *nodes, "--master-addr", "host-a", "--start-timeout", "30s"]
+    train = ["train", str(job_file(tmp_path)), "--layout", "dp2", "--folder", str(tmp_path / "run"), *meeting]
+    with Testbed(2, ssh=False, own_name_on_loopback=True) as debian:
+        both = [python("samestep", *train, "--node-rank", str(rank)) for rank in range(2)]
+        if known:
+            follow(start_on(debian.hosts, both), tmp_path / "run", limit=120)
+            same_losses(tmp_path / "run")
+            return
+        (first,) = start_on(debian.hosts[:1], both[:1])
+        assert first.wait(20) == 2
+        assert "host-a leads to 127.0.1.1 on host-a itself, where no other host reaches it; " in first.text
+
+
+@pytest.mark.cluster
 def test_two_jobs_share_the_hosts(bed: Testbed, tmp_path: Path) -> None:
     commands = []
     for name, port in (("one", 29601), ("two", 29602)):

@@ -12,6 +12,7 @@ import pytest
 from launching import TOLD, await_files, in_a_folder_of_its_own, ranks_alive, started
 
 from samestep.cli.main import main
+from samestep.cluster.device import accelerators
 
 # PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -119,6 +120,26 @@ def test_a_job_is_checked_with_the_ranks_that_the_hosts_give(capfd: pytest.Captu
     Path("hosts").write_text("no-such-host-1 slots=2\nno-such-host-2 slots=1\n", encoding="utf-8")
     assert main(["train", "job.yaml", "--hostfile", "hosts"]) == 2
     assert 'layout "dp2" needs 2 processes, not 3' in capfd.readouterr().err
+
+
+@pytest.mark.skipif(accelerators() > 0, reason="this host has an accelerator")
+@pytest.mark.parametrize(
+    ("hosts", "words", "says"),
+    [
+        ("no-such-host-1\nno-such-host-2\n", [], "towards no-such-host-1 can't be found"),
+        ("no-such-host-1\nno-such-host-2\n", ["--device", "cpu"], "fp16, which needs an accelerator"),
+        ("localhost\nno-such-host-2\n", [], "fp16, which needs an accelerator"),
+    ],
+    ids=["other hosts", "their CPUs", "this host too"],
+)
+def test_other_hosts_may_have_accelerators(
+    hosts: str, words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = JOB.replace("FOLDER", "run").replace("fp64", "fp16")
+    Path("job.yaml").write_text(text, encoding="utf-8")
+    Path("hosts").write_text(hosts.replace("\n", " slots=1\n"), encoding="utf-8")
+    assert main(["train", "job.yaml", "--hostfile", "hosts", *words]) == 2
+    assert says in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_an_address_of_another_host_is_no_place_for_the_store(port: int) -> None
     with pytest.raises(UserError, match="--master-addr is to be an address of the host with --node-rank 0"):
         RollCall(part(0, port, address="203.0.113.1"))
     with pytest.raises(UserError, match=r"the name no.such.host.invalid does not resolve"):
-        RollCall(part(1, port, address="no.such.host.invalid"))
+        RollCall(part(1, port, address="no.such.host.invalid", start_timeout=1.0))
 
 
 def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,9 +269,12 @@ def layout_of(job: Job) -> Layout:
     return Layout.parse(text, processes)
 
 
-def check_job(job: Job, task: Task | None = None) -> Task:
-    """Find what can't work before any process starts, and return the task, which is built where none is given."""
-    return _check(*_settled(job), task)
+def check_job(job: Job, task: Task | None = None, *, here: bool = True) -> Task:
+    """Find what can't work before any process starts, and return the task, which is built where none is given.
+
+    With `here` false all ranks are on other hosts, whose accelerators are not known.
+    """
+    return _check(*_settled(job), task, here=here)
 
 
 def _settled(job: Job) -> tuple[Job, Layout]:
@@ -281,7 +284,7 @@ def _settled(job: Job) -> tuple[Job, Layout]:
     return engine.settle(job, layout)
 
 
-def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
+def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = True) -> Task:
     """Find what can't work before any process starts, and build the task."""
     recipe = job.recipe
     engine = engines.resolve(job.run.engine)
@@ -289,7 +292,8 @@ def _check(job: Job, layout: Layout, task: Task | None = None) -> Task:
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device)
-    Precision(recipe.precision, device_of(0, job.run.device))
+    if here or job.run.device == "cpu":
+        Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
         raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; engine native would do')
     if job.run.checkpoint is not None and not engine.abilities.checkpoints:

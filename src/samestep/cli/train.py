@@ -74,7 +74,7 @@ def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
         from samestep.api import check_job
 
     with environment.as_first_of(*world_of(found, wanted)):
-        check_job(job)
+        check_job(job, here=wanted.no_ssh or found.on_every_host or found.cluster.this is not None)
     return launch_options.launch(options, found, wanted)
 
 

@@ -1,5 +1,6 @@
 """Agent: one host's part of a job, by PyTorch's elastic agent. It starts the host's ranks and sees them end."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -152,13 +153,13 @@ class _Ranks:
     def _rendezvous(self) -> dict[str, Any]:
         """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
         part = self._part
-        if part.address is None:
+        if self._roll_call is None:
             one_host.register()
             return {"rdzv_backend": one_host.BACKEND}
         several_hosts.register()
         return {
             "rdzv_backend": several_hosts.BACKEND,
-            "rdzv_endpoint": f"{part.address}:{part.port}",
+            "rdzv_endpoint": f"{self._roll_call.address}:{part.port}",
             "rdzv_configs": {
                 "node_rank": part.node_rank,
                 "name": part.host,
@@ -172,6 +173,7 @@ class _Ranks:
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
     def _failed(self, failure: Failure) -> Outcome:
+        self._over.set()  # that the job has ended is then no news from elsewhere
         if self._roll_call is not None:
             self._roll_call.tell_failure(failure)
         outcome = of_failures([failure])
@@ -198,7 +200,7 @@ class _Ranks:
                 self._ended = self._roll_call.ended()
             except StartError:
                 return  # whether the job can go on without its store is not decided here
-            if self._ended is not None:
+            if self._ended is not None and not self._over.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._over.wait(_AFTER_END):
                     end_children()
@@ -235,7 +237,9 @@ def _name(number: int) -> str:
 
 
 def end_children() -> None:
-    """Kill this process's children, each with the process group that it leads."""
+    """Kill this process's children, each with the process group that it leads, and the ranks that it had forked."""
+    for child in multiprocessing.active_children():
+        child.kill()  # the fork server is its parent, and its group is this process's
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             # pid (name) state parent group ...; the name may hold anything

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from samestep.cluster.contracts import presence
 from samestep.cluster.start.parent import end_with_parent
+from samestep.errors import StartError
 
 _PATIENCE = 5.0  # seconds between asking the command to end and ending it
 
@@ -20,12 +21,16 @@ def wrapped(address: str, port: int, command: Sequence[str]) -> list[str]:
 
 
 def run(address: str, port: int, command: Sequence[str]) -> int:
-    """Run a command until it ends, or the other rank does; its exit code, 0 where it was the other."""
+    """Run a command until it ends, or the other rank does; its exit code, 0 where it was the other.
+
+    Raises StartError, and runs nothing, where the other rank is not reached.
+    """
+    connection = presence.connect(address, port)
     process = subprocess.Popen(command, preexec_fn=end_with_parent)
     gone = threading.Event()
 
     def watch() -> None:
-        presence.wait_for_end(address, port)
+        presence.wait_for_end(connection)
         gone.set()
         process.terminate()
         try:
@@ -40,5 +45,13 @@ def run(address: str, port: int, command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def main(address: str, port: str, *command: str) -> int:
+    try:
+        return run(address, int(port), command)
+    except StartError as error:
+        print(f"samestep: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(*sys.argv[1:]))

@@ -42,7 +42,7 @@ class RankFiles(LogsSpecs):
         self._folder.mkdir(parents=True, exist_ok=True)
         while True:
             self._round += 1
-            with suppress(FileExistsError):  # of an agent that is, or was, on this host as well
+            with suppress(FileExistsError):  # of an agent that was on this host before, or is there too
                 self.here.mkdir()
                 break
         found = LogsDest()
@@ -52,8 +52,7 @@ class RankFiles(LogsSpecs):
             assert rank is not None
             output, errors, failure = (_file(self.here, rank.rank, kind) for kind in ("out", "err", "error.json"))
             found.stdouts[local_rank], found.stderrs[local_rank] = str(output), str(errors)
-            found.error_files[local_rank] = str(failure)
-            variables |= environment.error_file_at(failure)
+            found.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = str(failure)
             prefix = f"[{self._host} {rank.rank}] " if rank.world_size > 1 else ""
             followed += [_Followed(output, sys.stdout.buffer, prefix), _Followed(errors, sys.stderr.buffer, prefix)]
         if self._follower is not None:

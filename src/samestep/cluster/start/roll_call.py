@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from samestep import __version__
-from samestep.cluster import sockets
-from samestep.cluster.network import store_at, store_client
+from samestep.cluster.network import store_client
+from samestep.cluster.start import store_place
 from samestep.cluster.start.outcome import Failure
 from samestep.cluster.start.part import Part
 from samestep.errors import StartError, UserError
 
 _LOOK = 0.1  # seconds between two looks into the store
+_APART = 0.5  # seconds between two tries to reach it
 _ANSWER = 10.0  # seconds for one answer of the store
 
 _FIRST = "samestep/first"
@@ -61,10 +62,13 @@ class RollCall:
         assert part.address is not None
         self._part = part
         self._deadline = time.monotonic() + part.start_timeout
-        self._server = _served(part) if part.serves else None
         self._where = f"{part.address}:{part.port}"
-        self._await_port(part.address, part.port)
-        self._store = self._reached(part.address, part.port)
+        found = store_place.resolved(part, self._deadline)
+        # By which this host reaches the store: the host that serves it may be led elsewhere by the name.
+        self.address = store_place.to_serve_at(part, found) if part.serves else part.address
+        self._server = store_place.served(part, self.address) if part.serves else None
+        self._await_port(self.address, part.port)
+        self._store = self._reached(self.address, part.port)
 
     def _reached(self, address: str, port: int) -> dist.TCPStore:
         """A connection to the store. PyTorch waits without an end for the first answer of what may be no store."""
@@ -92,11 +96,6 @@ class RollCall:
             try:
                 with socket.create_connection((address, port), timeout=_ANSWER):
                     return
-            except socket.gaierror as error:
-                raise UserError(
-                    f"{self._part.host}: the name {address} does not resolve ({error.strerror}); "
-                    "a line in /etc/hosts, or an address instead of the name would do"
-                ) from None
             except OSError as error:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
             if time.monotonic() > self._deadline:
@@ -104,7 +103,7 @@ class RollCall:
                     f"{self._part.host} waited {self._part.start_timeout:.0f} s for the job's store "
                     f"at {self._where}: {reason}; {self._hint()}"
                 )
-            time.sleep(_LOOK * 5)
+            time.sleep(_APART)
 
     def _hint(self) -> str:
         if self._part.controlled:
@@ -248,26 +247,6 @@ def _runs_here(other: Mapping[str, Any]) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _served(part: Part) -> dist.TCPStore:
-    assert part.address is not None
-    try:
-        address = str(socket.getaddrinfo(part.address, part.port, type=socket.SOCK_STREAM)[0][4][0])
-        return store_at(address, part.port)
-    except socket.gaierror as error:
-        raise UserError(f"--master-addr {part.address} does not resolve on {part.host}: {error.strerror}") from None
-    except OSError as error:
-        held_by = ", ".join(map(str, sockets.holders(part.port)))
-        if held_by:
-            raise UserError(
-                f"port {part.port} on {part.host} is taken by {held_by}; another --master-port would do, "
-                "the same on all hosts"
-            ) from None
-        raise UserError(
-            f"{part.host} has node rank 0 and can't serve the job's store at {part.address}:{part.port}: "
-            f"{error.strerror}; --master-addr is to be an address of the host with --node-rank 0"
-        ) from None
 
 
 def _first_line(error: Exception) -> str:

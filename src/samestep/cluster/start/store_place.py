@@ -1,0 +1,77 @@
+"""Where a job's store is: what the name that the user gave leads to, and where the host that serves it listens."""
+
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from samestep.cluster import sockets
+from samestep.cluster.addresses import is_address, is_loopback
+from samestep.cluster.network import address_towards, store_at
+from samestep.cluster.start.host_rounds import say
+from samestep.cluster.start.part import Part
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_APART = 0.5  # seconds between two questions for a name
+
+
+def resolved(part: Part, deadline: float) -> str:
+    """The address that the job's name for the place has on this host. Raises UserError where it gets none in time.
+
+    Containers get their names as they start, and others may ask before that.
+    """
+    told = False
+    while True:
+        try:
+            return str(socket.getaddrinfo(part.address, part.port, type=socket.SOCK_STREAM)[0][4][0])
+        except socket.gaierror as error:
+            reason = error.strerror
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{part.host}: the name {part.address} does not resolve ({reason}), nor has it for "
+                f"{part.start_timeout:.0f} s; a line in /etc/hosts, or an address instead of the name would do"
+            )
+        if not told:
+            told = True
+            say(f"{part.host}: the name {part.address} does not resolve yet ({reason}); waiting for it")
+        time.sleep(_APART)
+
+
+def to_serve_at(part: Part, resolved: str) -> str:
+    """Where the other hosts reach the store that this one serves. Raises UserError where that can't be known.
+
+    Debian's installer has a host's own name lead to 127.0.1.1 on itself, and on no other host.
+    """
+    assert part.address is not None
+    meant = is_address(part.address) or part.address == "localhost"
+    if meant or part.most == 1 or not is_loopback(resolved):
+        return resolved
+    for name in part.hosts[: part.node_rank] + part.hosts[part.node_rank + 1 :]:
+        with suppress(OSError):
+            address = address_towards(name)
+            if not is_loopback(address):
+                return address
+    raise UserError(
+        f"{part.address} leads to {resolved} on {part.host} itself, where no other host reaches it; "
+        "its address instead of the name would do, as --master-addr on all hosts"
+    )
+
+
+def served(part: Part, address: str) -> "dist.TCPStore":
+    """The job's store, on this host. Raises UserError where it can't be there."""
+    try:
+        return store_at(address, part.port)
+    except OSError as error:
+        held_by = ", ".join(map(str, sockets.holders(part.port)))
+        if held_by:
+            raise UserError(
+                f"port {part.port} on {part.host} is taken by {held_by}; another --master-port would do, "
+                "the same on all hosts"
+            ) from None
+        raise UserError(
+            f"{part.host} has node rank 0 and can't serve the job's store at {part.address}:{part.port}: "
+            f"{error.strerror}; --master-addr is to be an address of the host with --node-rank 0"
+        ) from None

@@ -1,0 +1,76 @@
+"""An agent's ranks end when they are told to, whether they listen or not, and the root cause is what is told."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+from elastic_agents import Agent, Agents, job_file, losses
+
+from samestep.cluster.start import agent
+from samestep.cluster.start.outcome import Failure
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.roll_call import RollCall
+
+
+def forked_ranks(agent: Agent) -> list[psutil.Process]:
+    """Ranks of samestep's own command: children of the agent's fork server."""
+    servers = psutil.Process(agent.process.pid).children()
+    return [rank for server in servers for rank in server.children()]
+
+
+@pytest.mark.timeout(90)
+def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path) -> None:
+    job_file(tmp_path, steps=1000, seconds=0.1)
+    with Agents(tmp_path, ("-m", "samestep", "train", "job.yaml"), "2:2", ["--notice", "60s"]) as agents:
+        one, other = agents.start(0), agents.start(1)
+        agents.wait_for(lambda: len(losses(tmp_path)) > 2)
+        ranks = [*forked_ranks(one), *forked_ranks(other)]
+        assert len(ranks) == 2
+        for rank in ranks:
+            rank.suspend()  # it hears nothing but SIGKILL
+        one.send(signal.SIGINT)
+        time.sleep(1)
+        assert one.process.poll() is None
+        one.send(signal.SIGINT)
+        assert one.wait(20) == 130, one.text
+        assert other.wait(20) == 1, other.text  # without a second signal, some seconds after it was told
+        assert not any(rank.is_running() for rank in ranks)
+
+
+class ToldByItself:
+    """A job's store in which nobody but this host says that the job has ended, and which then answers slowly."""
+
+    def __init__(self) -> None:
+        self._told, self._read = threading.Event(), threading.Event()
+
+    def tell_failure(self, failure: Failure) -> None:
+        self._told.set()
+        self._read.wait(2)
+        time.sleep(0.2)
+
+    def ended(self) -> str | None:
+        if not self._told.wait(2):
+            return None
+        self._read.set()
+        return "a rank on host-a failed"
+
+
+def test_a_host_takes_its_own_failure_for_no_end_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
+    monkeypatch.setattr(agent, "_LOOK", 0.01)
+    part = Part(job="one", host="host-a", num_procs=1, command=("x",), logs="logs")
+    ranks = agent._Ranks(part, ["x"], agent._Signals(), cast(RollCall, ToldByItself()))
+    failure = Failure(host="host-a", rank=0, exit_code=1, reason="ValueError: planted", log="rank-0.err", at=0.0)
+    with ranks._watch():
+        time.sleep(0.1)
+        outcome = ranks._failed(failure)
+    assert killed == []
+    assert outcome.exit_code == 1
+    assert outcome.message is not None
+    assert "ValueError: planted" in outcome.message

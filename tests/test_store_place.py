@@ -1,0 +1,98 @@
+"""Where a job's store is: names that resolve late, never, or to the loopback of the host that has them."""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from samestep.cluster.start import store_place
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.roll_call import RollCall
+from samestep.errors import UserError
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Names and their addresses, as this host's resolver has them; all addresses have themselves."""
+    known: dict[str, str] = {}
+    ask: Callable[..., Any] = socket.getaddrinfo
+
+    def answer(host: str, *rest: Any, **options: Any) -> Any:
+        if host.startswith("worker-") and host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return ask(known.get(host, host), *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    return known
+
+
+def part(**values: Any) -> Part:
+    known = {"job": "one", "host": "worker-1", "most": 2, "fewest": 2, "num_procs": 1, "command": ("x",)}
+    return Part(**{**known, "logs": "logs", "address": "worker-1", "start_timeout": 5.0, "serves": True, **values})
+
+
+def test_a_name_that_leads_to_the_loopback_on_itself_is_no_place(names: dict[str, str]) -> None:
+    names["worker-1"] = "127.0.1.1"
+    began = time.monotonic()
+    with pytest.raises(UserError) as error:
+        RollCall(part())
+    assert time.monotonic() - began < 2
+    assert str(error.value) == (
+        "worker-1 leads to 127.0.1.1 on worker-1 itself, where no other host reaches it; "
+        "its address instead of the name would do, as --master-addr on all hosts"
+    )
+
+
+def test_where_other_hosts_are_known_the_way_towards_them_says_the_address(
+    names: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    towards = {"worker-2": "127.0.0.1", "worker-3": "10.9.0.1"}
+    monkeypatch.setattr(store_place, "address_towards", towards.__getitem__)
+    three = part(hosts=("worker-1", "worker-2", "worker-3"), most=3, fewest=3)
+    assert store_place.to_serve_at(three, "127.0.1.1") == "10.9.0.1"
+    with pytest.raises(UserError, match=r"worker-1 leads to 127\.0\.1\.1 on worker-1 itself"):
+        store_place.to_serve_at(part(hosts=("worker-1", "worker-2")), "127.0.1.1")
+
+
+def test_the_host_that_serves_uses_that_address_itself(
+    names: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names["worker-1"] = "127.0.1.1"
+    # Another address than the name's, and one that every machine has.
+    monkeypatch.setattr(store_place, "address_towards", lambda host: "127.0.0.2")
+    monkeypatch.setattr(store_place, "is_loopback", lambda address: address == "127.0.1.1")
+    with socket.create_server(("127.0.0.2", 0)) as listening:
+        port = listening.getsockname()[1]
+    roll_call = RollCall(part(hosts=("worker-1", "worker-2"), port=port))
+    assert roll_call.address == "127.0.0.2"
+    assert roll_call.ended() is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
+def test_a_loopback_that_was_asked_for_is_served(address: str) -> None:
+    assert store_place.to_serve_at(part(address=address), "127.0.0.1") == "127.0.0.1"
+
+
+def test_a_name_may_come_late(
+    names: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            names["worker-1"] = "10.9.0.1"
+
+    monkeypatch.setattr(time, "sleep", wait)
+    assert store_place.resolved(part(host="worker-2"), time.monotonic() + 60) == "10.9.0.1"
+    says = "samestep: worker-2: the name worker-1 does not resolve yet (Name or service not known); waiting for it\n"
+    assert capfd.readouterr().err == says
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_name_that_never_comes_is_told(serves: bool, names: dict[str, str]) -> None:
+    says = r"worker-2: the name worker-1 does not resolve \(Name or service not known\), nor has it for 1 s; "
+    with pytest.raises(UserError, match=says):
+        RollCall(part(host="worker-2", serves=serves, start_timeout=1.0))
