@@ -16,6 +16,7 @@ from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
 from samestep.cluster.start.outcome import Outcome
 from samestep.cluster.start.part import Output, Part
+from samestep.cluster.start.which_host import node_rank_of
 from samestep.cluster.variables import Variables
 from samestep.errors import UserError
 
@@ -94,13 +95,7 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
     """This host's part, where somebody starts the same command on each."""
     cluster, named = found.cluster, found.on_every_host or len(found.cluster.hosts) > 1
     fewest, most = _nodes(wanted, len(cluster.hosts) if named else None)
-    node_rank = wanted.node_rank if wanted.node_rank is not None else (cluster.this if named else None)
-    if node_rank is None and most == 1:
-        node_rank = 0
-    if node_rank is None:
-        raise UserError(f"which of the {most} hosts is this? --node-rank 0 to {most - 1} would say it")
-    if not 0 <= node_rank < most:
-        raise UserError(f"--node-rank is {node_rank}, and {most} hosts have the ranks 0 to {most - 1}")
+    node_rank = node_rank_of(found, wanted.node_rank, most, named=named)
     address = wanted.address or (found.main_address or cluster.hosts[0].name if named else None)
     if address is None and most > 1:
         raise UserError(
