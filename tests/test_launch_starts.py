@@ -12,6 +12,7 @@ from samestep.cluster.discover.place import Given
 from samestep.cluster.discover.resolve import find
 from samestep.cluster.filters import Filters, apply
 from samestep.cluster.start.launch import Wanted, part_here
+from samestep.cluster.start.which_host import check_one_a_host
 
 
 @pytest.fixture
@@ -44,3 +45,55 @@ def test_the_host_that_is_left_does_the_job() -> None:
     part = part_here(found, wanted())
     assert part is not None
     assert (part.host, part.node_rank, part.most, part.address) == ("algo-2", 0, 1, None)
+
+
+def under(launcher: str, world_size: int, local_size: int) -> dict[str, str]:
+    """What a launcher tells the last of its processes, with so many on this host."""
+    rank, last = world_size - 1, local_size - 1
+    if launcher == "mpirun":
+        named = {"SIZE": world_size, "RANK": rank, "LOCAL_SIZE": local_size, "LOCAL_RANK": last}
+        return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in named.items()}
+    if launcher == "torchrun":
+        named = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": last, "LOCAL_WORLD_SIZE": local_size}
+        return {name: str(number) for name, number in named.items()}
+    nodes = world_size // local_size
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NODELIST": f"n[1-{nodes}]",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(last),
+        "SLURM_NODEID": str(nodes - 1),
+        "SLURM_STEP_NUM_TASKS": str(world_size),
+        "SLURM_NTASKS": str(world_size),
+        "SLURM_TASKS_PER_NODE": f"{local_size}(x{nodes})",
+        "SLURM_JOB_CPUS_PER_NODE": f"4(x{nodes})",
+    }
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 2)], ids=["one-host", "two-hosts"])
+@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
+def test_each_of_several_processes_of_a_host_would_start_all_ranks(
+    launcher: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in under(launcher, *sizes).items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", "--", TOLD, "tell"]) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith(f"samestep: {launcher} started {sizes[1]} processes on this host, and each would start")
+    assert out == ""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
+def test_one_process_a_host_may_start_ranks(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in under(launcher, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    check_one_a_host()
+
+
+def test_ranks_whose_launcher_does_not_say_where_they_are_may_be_on_hosts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_one_a_host()

@@ -16,7 +16,7 @@ from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
 from samestep.cluster.start.outcome import Outcome
 from samestep.cluster.start.part import Output, Part
-from samestep.cluster.start.which_host import node_rank_of
+from samestep.cluster.start.which_host import check_one_a_host, node_rank_of
 from samestep.cluster.variables import Variables
 from samestep.errors import UserError
 
@@ -56,6 +56,7 @@ class Wanted:
 
 def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     """Start a job and see it end. `variables` go to every host. Raises UserError before anything is started."""
+    check_one_a_host()
     part = part_here(found, wanted)
     if part is None:
         return _from_here(found, wanted, variables)

@@ -1,7 +1,8 @@
-"""Which of a job's hosts this one is, where the same launch is started on each."""
+"""Which of a job's hosts this one is, where a launch is started on each; and whether it is started once on each."""
 
 import socket
 
+from samestep import environment
 from samestep.cluster.discover.place import Found
 from samestep.errors import UserError
 
@@ -28,3 +29,21 @@ def node_rank_of(found: Found, given: int | None, most: int, *, named: bool) -> 
             "change --include, --exclude or --num-nodes, or say by --node-rank which it is"
         )
     raise UserError(f"which of the {most} hosts is this? --node-rank 0 to {most - 1} would say it")
+
+
+_STARTED_BY = {"open-mpi": "mpirun", "pmi": "mpirun", "slurm": "srun"}
+
+
+def check_one_a_host() -> None:
+    """Raise UserError where a launcher started this process several times on this host: each would start all ranks."""
+    ranks = environment.ranks()
+    # Where the launcher doesn't say how many are on this host, they may be on as many hosts.
+    unsaid = ranks is not None and ranks.local_world_size == ranks.world_size and not ranks.one_host
+    if ranks is None or ranks.local_world_size < 2 or unsaid:
+        return
+    launcher = _STARTED_BY.get(ranks.launcher, ranks.launcher)
+    raise UserError(
+        f"{launcher} started {ranks.local_world_size} processes on this host, and each would start all of its ranks; "
+        "one a host (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, torchrun --nproc-per-node 1), or the "
+        "command without samestep launch, would do"
+    )
