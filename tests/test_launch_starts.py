@@ -13,6 +13,7 @@ from samestep.cluster.discover.resolve import find
 from samestep.cluster.filters import Filters, apply
 from samestep.cluster.start.launch import Wanted, part_here
 from samestep.cluster.start.which_host import check_one_a_host
+from samestep.errors import UserError
 
 
 @pytest.fixture
@@ -97,3 +98,15 @@ def test_ranks_whose_launcher_does_not_say_where_they_are_may_be_on_hosts_of_the
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_one_a_host()
+
+
+def test_agents_of_open_mpi_5_meet_where_the_user_says() -> None:
+    environ = {**under("mpirun", 2, 1), "PMIX_NAMESPACE": "prterun-head-1@1"}
+    found = find(Given(environ=environ))
+    with pytest.raises(UserError, match=r"Open MPI names no address .* --master-addr ADDRESS"):
+        part_here(found, wanted())
+    part = part_here(found, wanted(address="10.0.0.5"))
+    assert part is not None
+    assert (part.job, part.address, part.node_rank) == ("prterun-head-1-1", "10.0.0.5", 1)
+    with pytest.raises(UserError, match='--job-id "a@1": letters, digits'):
+        part_here(found, wanted(address="10.0.0.5", job="a@1"))

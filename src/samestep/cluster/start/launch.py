@@ -23,6 +23,7 @@ from samestep.errors import UserError
 DEFAULT_PORT = 29500  # PyTorch's
 
 _ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_NOT_OF_AN_ID = re.compile(r"[^\w.-]", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,8 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
     fewest, most = _nodes(wanted, len(cluster.hosts) if named else None)
     node_rank = node_rank_of(found, wanted.node_rank, most, named=named)
     address = wanted.address or (found.main_address or cluster.hosts[0].name if named else None)
+    if wanted.address is None and found.no_address is not None and most > 1:
+        raise UserError(found.no_address)
     if address is None and most > 1:
         raise UserError(
             f"{most} hosts must know where they meet: --master-addr and the address of the host with --node-rank 0 "
@@ -105,7 +108,7 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
         )
     port = wanted.port or found.main_port or _port_of(found)
     host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
-    job = _job_of(found, wanted, default=re.sub(r"[^\w.-]", "-", f"{address}-{port}") if most > 1 else None)
+    job = _job_of(found, wanted, default=f"{address}-{port}" if most > 1 else None)
     part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
     if most == 1:
         return part
@@ -224,12 +227,14 @@ def _nodes(wanted: Wanted, there: int | None) -> tuple[int, int]:
 
 def _job_of(found: Found, wanted: Wanted, default: str | None = None) -> str:
     """The id of the job: given, the place's, or made here."""
-    job = wanted.job or found.cluster.job or default
+    if wanted.job:
+        if not _ID.fullmatch(wanted.job):
+            raise UserError(f'--job-id "{wanted.job}": letters, digits, dots, dashes and underscores would do')
+        return wanted.job
+    job = found.cluster.job or default
     if job is None:
         job = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
-    if not _ID.fullmatch(job):
-        raise UserError(f'--job-id "{job}": letters, digits, dots, dashes and underscores would do')
-    return job
+    return _NOT_OF_AN_ID.sub("-", job)[:128]  # Open MPI 5 calls a job prterun-head-17@1
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -35,7 +35,7 @@ _STARTED_BY = {"open-mpi": "mpirun", "pmi": "mpirun", "slurm": "srun"}
 
 
 def check_one_a_host() -> None:
-    """Raise UserError where a launcher started this process several times on this host: each would start all ranks."""
+    """Raise UserError where a launcher started several of this process on a host: each would start all ranks."""
     ranks = environment.ranks()
     # Where the launcher doesn't say how many are on this host, they may be on as many hosts.
     unsaid = ranks is not None and ranks.local_world_size == ranks.world_size and not ranks.one_host
