@@ -8,10 +8,10 @@ import pytest
 from launching import TOLD
 
 from samestep.cli.main import main
-from samestep.cluster.discover.place import Given
+from samestep.cluster.discover.place import Found, Given
 from samestep.cluster.discover.resolve import find
 from samestep.cluster.filters import Filters, apply
-from samestep.cluster.start.launch import Wanted, part_here
+from samestep.cluster.start.launch import Wanted, first_hosts, part_here
 from samestep.cluster.start.which_host import check_one_a_host
 from samestep.errors import UserError
 
@@ -110,3 +110,42 @@ def test_agents_of_open_mpi_5_meet_where_the_user_says() -> None:
     assert (part.job, part.address, part.node_rank) == ("prterun-head-1-1", "10.0.0.5", 1)
     with pytest.raises(UserError, match='--job-id "a@1": letters, digits'):
         part_here(found, wanted(address="10.0.0.5", job="a@1"))
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Found:
+    """This machine first in a hostfile, and another."""
+    (tmp_path / "hosts").write_text("localhost slots=2\nworker-2 slots=3\n", encoding="utf-8")
+    return find(Given(environ={}, hostfile=tmp_path / "hosts"))
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 2)])
+def test_of_several_hosts_the_first_is_enough(hosts: Found, nodes: tuple[int, int]) -> None:
+    asked = wanted(nodes=nodes)
+    part = part_here(first_hosts(hosts, asked), asked)
+    if nodes == (1, 2):
+        assert part is None  # agents are brought up on both
+        return
+    assert part is not None
+    assert (part.host, part.num_procs, part.most, part.address) == ("localhost", 2, 1, None)
+
+
+def test_a_machine_beyond_the_first_hosts_has_no_ranks(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("worker-2 slots=3\nlocalhost slots=2\n", encoding="utf-8")
+    found = find(Given(environ={}, hostfile=tmp_path / "hosts"))
+    asked = wanted(nodes=(1, 1))
+    assert part_here(first_hosts(found, asked), asked) is None
+    assert first_hosts(found, asked).cluster.this is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"nodes": (1, 3)}, "--nodes 1:3, and there are 2 hosts; 2 or fewer would do"),
+        ({"num_nodes": 3}, "--num-nodes is 3, and there are 2 hosts; 2 or fewer would do"),
+        ({"node_rank": 7}, "--node-rank is 7, and 2 hosts have the ranks 0 to 1; one of them would do"),
+    ],
+)
+def test_more_hosts_than_there_are(hosts: Found, asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        part_here(hosts, wanted(no_ssh=True, **asked))

@@ -58,6 +58,7 @@ class Wanted:
 def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     """Start a job and see it end. `variables` go to every host. Raises UserError before anything is started."""
     check_one_a_host()
+    found = first_hosts(found, wanted)
     part = part_here(found, wanted)
     if part is None:
         return _from_here(found, wanted, variables)
@@ -65,6 +66,18 @@ def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
         from samestep.cluster.start import agent
     with environment.given(variables.values):
         return agent.run(part)
+
+
+def first_hosts(found: Found, wanted: Wanted) -> Found:
+    """What is found, without hosts beyond the most that the job takes; this machine may be none of the others.
+
+    Where the same is started on every host, each needs to know of all.
+    """
+    if wanted.nodes is None or wanted.no_ssh or found.on_every_host:
+        return found
+    cluster, most = found.cluster, _nodes(wanted, None)[1]
+    this = cluster.this if cluster.this is not None and cluster.this < most else None
+    return replace(found, cluster=replace(cluster, hosts=cluster.hosts[:most], this=this))
 
 
 def part_here(found: Found, wanted: Wanted) -> Part | None:
@@ -144,7 +157,6 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
 
     cluster = found.cluster
     fewest, most = _nodes(wanted, len(cluster.hosts))
-    cluster = replace(cluster, hosts=cluster.hosts[:most])
     job = _job_of(found, wanted)
     ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, ray=wanted.ray, this=cluster.this)
     starter = starter_of(cluster.place)
@@ -221,7 +233,10 @@ def _nodes(wanted: Wanted, there: int | None) -> tuple[int, int]:
         raise UserError("--no-ssh needs to know how many hosts there are: --num-nodes 2, the same on all, would do")
     fewest, most = wanted.nodes or ((wanted.num_nodes or there or 1),) * 2
     if there is not None and most > there:
-        raise UserError(f"--nodes {fewest}:{most}, and there {'is' if there == 1 else 'are'} {there}")
+        asked = f"--nodes {fewest}:{most}" if wanted.nodes is not None else f"--num-nodes is {most}"
+        raise UserError(
+            f"{asked}, and there {'is 1 host; 1' if there == 1 else f'are {there} hosts; {there} or fewer'} would do"
+        )
     return fewest, most
 
 
