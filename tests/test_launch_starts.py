@@ -1,5 +1,6 @@
 """Who may start what: hosts that a job leaves out, launches inside a launcher, and hosts of which few are taken."""
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from launching import TOLD
 
+from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.cluster.discover.place import Found, Given
 from samestep.cluster.discover.resolve import find
@@ -149,3 +151,22 @@ def test_a_machine_beyond_the_first_hosts_has_no_ranks(tmp_path: Path) -> None:
 def test_more_hosts_than_there_are(hosts: Found, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         part_here(hosts, wanted(no_ssh=True, **asked))
+
+
+@pytest.mark.parametrize(
+    ("words", "of_job", "restarts"),
+    [
+        (["--nodes", "2:4"], {}, 3),
+        (["--nodes", "2:4", "--max-restarts", "0"], {}, 0),
+        (["--nodes", "2:4", "--max-restarts", "5"], {}, 5),
+        (["--nodes", "2:2"], {}, 0),
+        ([], {}, 0),
+        (["--nodes", "2:4"], {"max_restarts": 1}, 1),
+        (["--nodes", "2:4"], {"max_restarts": None}, 3),
+    ],
+)
+def test_a_job_that_may_lose_hosts_has_restarts(words: list[str], of_job: dict[str, Any], restarts: int) -> None:
+    parser = argparse.ArgumentParser()
+    launch_options.add_arguments(parser)
+    asked = launch_options.wanted_from(parser.parse_args(words), ("train.py",), **of_job)
+    assert asked.max_restarts == restarts

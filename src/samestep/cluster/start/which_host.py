@@ -14,11 +14,8 @@ def node_rank_of(found: Found, given: int | None, most: int, *, named: bool) -> 
     """
     if given is not None:
         if not 0 <= given < most:
-            ranks = (
-                "1 host has the rank 0; that"
-                if most == 1
-                else f"{most} hosts have the ranks 0 to {most - 1}; one of them"
-            )
+            there = f"{most} hosts have the ranks 0 to {most - 1}; one of them"
+            ranks = "1 host has the rank 0; that" if most == 1 else there
             raise UserError(f"--node-rank is {given}, and {ranks} would do, or more hosts by --num-nodes")
         return given
     this = found.cluster.this
