@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from samestep.cluster import device
+from samestep.cluster.start import agent
+from samestep.cluster.start.part import Part
 from samestep.errors import UserError
 
 
@@ -54,6 +56,28 @@ def test_more_ranks_than_accelerators_are_refused(visible: pytest.MonkeyPatch) -
     visible.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     with pytest.raises(UserError, match="which has 2 accelerators"):
         device.check_devices(4, in_a_rank=True)
+
+
+def test_slots_beyond_a_hosts_accelerators_are_refused(visible: pytest.MonkeyPatch) -> None:
+    device.check_slots("worker-2", 4, None)
+    device.check_slots("worker-2", 2, (0, 3))
+    with pytest.raises(UserError, match="worker-2: 5 slots are asked for, and there are 4 accelerators; 4 or fewer"):
+        device.check_slots("worker-2", 5, None)
+    visible.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    device.check_slots("worker-2", 2, (0, 1))
+    says = "worker-2: slot 3, counted from 0, is asked for, .* 2 accelerators that CUDA_VISIBLE_DEVICES=6,7 leaves"
+    with pytest.raises(UserError, match=f"{says}; slots 0 to 1 would do"):
+        device.check_slots("worker-2", 2, (0, 3))
+    visible.setenv("CUDA_VISIBLE_DEVICES", "")
+    device.check_slots("worker-2", 8, None)  # slots are places on its cores
+
+
+def test_an_agent_refuses_such_slots_before_a_rank_starts(visible: pytest.MonkeyPatch) -> None:
+    visible.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    asked = Part(job="one", host="worker-2", num_procs=1, chosen=(2,), command=(__file__,), logs="logs")
+    outcome = agent.run(asked)
+    assert outcome.exit_code == 2
+    assert "worker-2: slot 2, counted from 0, is asked for" in (outcome.message or "")
 
 
 SMDDP = """

@@ -105,7 +105,8 @@ def test_versions_that_differ_are_named_with_both_hosts(port: int, monkeypatch: 
         await_seat(first)
         monkeypatch.setattr(samestep.cluster.start.roll_call, "__version__", "9.9")
         with pytest.raises(
-            UserError, match=r'differ in their samestep version: host-a has ".*", host-b has "9.9"'
+            UserError,
+            match=r'differ in their samestep version: host-a has ".*", host-b has "9.9"; install the same on both',
         ) as late:
             RollCall(part(1, port)).agree()
     assert told == [str(late.value)]

@@ -47,6 +47,10 @@ def test_what_goes_is_what_a_training_reads() -> None:
         "CUDA_VISIBLE_DEVICES": "3",
         "TORCHELASTIC_RUN_ID": "x",
         "SAMESTEP_ENV_FILE": "y",
+        "SAMESTEP_ROUND": "1",
+        "SAMESTEP_ROUND_FOLDER": "/tmp/round",
+        "SAMESTEP_RUN_FOLDER": "/tmp/run",
+        "SAMESTEP_MEMORY_FOLDER": "/dev/shm/copies",
         **dict.fromkeys(SECRETS, "s3cret"),
     }
     found = gather(here)

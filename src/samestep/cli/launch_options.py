@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # What `samestep train` has from its job, under names of its own.
 OF_LAUNCH = ("engine", "threads", "max_restarts", "notice")
 
+# Rounds that may follow a fault where hosts may come and go: with none, no host could be lost.
+ELASTIC_RESTARTS = 3
+
 
 def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     """All options of a launch, but those of `without`."""
@@ -31,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     add("--master-port", type=_port, metavar="PORT", help="its port (default: a free one; with --no-ssh 29500)")
     add("--job-id", metavar="ID", help="the same on all hosts (default: the place's, or made)")
     add("--start-timeout", type=_seconds, default=300.0, metavar="TIME", help="hosts wait so long (default: 5m)")
-    add("--max-restarts", type=_count, default=0, metavar="N", help="times that ranks start anew (default: 0)")
+    add(
+        "--max-restarts",
+        type=_count,
+        metavar="N",
+        help=f"times that ranks start anew (default: 0; with --nodes MIN:MAX, MAX more than MIN, {ELASTIC_RESTARTS})",
+    )
     add("--notice", type=_seconds, default=30.0, metavar="TIME", help="ranks have so long to end (default: 30s)")
     add(
         "--silence-limit",
@@ -106,10 +114,13 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
     from samestep.cluster.start.launch import Wanted, parse_nodes
 
     own: dict[str, Any] = {name: otherwise.get(name, getattr(options, name, None)) for name in OF_LAUNCH}
+    nodes = parse_nodes(options.nodes) if options.nodes is not None else None
+    if own["max_restarts"] is None:
+        own["max_restarts"] = ELASTIC_RESTARTS if nodes is not None and nodes[0] < nodes[1] else 0
     return Wanted(
         command=command,
         bind=options.bind,
-        nodes=parse_nodes(options.nodes) if options.nodes is not None else None,
+        nodes=nodes,
         no_ssh=options.no_ssh,
         num_nodes=options.num_nodes,
         node_rank=options.node_rank,

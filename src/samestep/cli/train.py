@@ -65,7 +65,7 @@ def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
         ("-m", "samestep", *launch_options.words_of_others(options.command_line)),
         engine="torch",  # what every engine of samestep finds its ranks by
         threads=job.run.threads,
-        max_restarts=job.run.max_restarts,
+        max_restarts=job.run.max_restarts or None,  # 0 is also what a job that says nothing has
         notice=job.run.notice,
     )
     found = launch_options.found_from(options)

@@ -3,6 +3,7 @@
 import importlib
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.visible import VARIABLES
 
 DeviceChoice = Literal["auto", "cpu"]
 
@@ -62,6 +64,28 @@ def check_devices(local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank:
             f"{local_ranks} processes on this host, which has {there} accelerator{'s' if there > 1 else ''}; "
             f"ask for {there} or fewer, or for --device cpu"
         )
+
+
+def check_slots(host: str, slots: int, chosen: Sequence[int] | None) -> None:
+    """Raise UserError where a host has accelerators, but not those of its slots; `chosen`: which, None: the first.
+
+    A host without any takes slots as places on its cores.
+    """
+    there = accelerators()
+    visible = environment.visible_devices()
+    if visible is not None:
+        there = min(there, len(visible.devices))
+    last = max(chosen, default=0) + 1 if chosen is not None else slots
+    if not 0 < there < last:
+        return
+    asked = f"slot {last - 1}, counted from 0, is" if chosen is not None else f"{slots} slots are"
+    left = f" that {visible.variable}={','.join(visible.devices)} leaves" if visible is not None else ""
+    would_do = "slot 0" if there == 1 else f"slots 0 to {there - 1}"
+    raise UserError(
+        f"{host}: {asked} asked for, and there {'is 1 accelerator' if there == 1 else f'are {there} accelerators'}"
+        f"{left}; {would_do if chosen is not None else f'{there} or fewer'} would do, or an empty "
+        f"{visible.variable if visible is not None else VARIABLES[0]} there for a job on the CPU"
+    )
 
 
 def backend_of(device: torch.device) -> str:

@@ -11,7 +11,9 @@ from samestep.errors import UserError
 PREFIXES = ("NCCL_", "PYTHON", "SAMESTEP_", "OMP_", "GLOO_", "TORCH", "CUDA_")
 
 # They begin so too, and belong to one process or one host.
-_OWN = re.compile(r"TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES|SAMESTEP_(?:ENV_FILE|SHARED_OUT|RUN)")
+_OWN = re.compile(
+    r"TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES|SAMESTEP_(?:ENV_FILE|SHARED_OUT|MEMORY_FOLDER|(?:RUN|ROUND)(?:_FOLDER)?)"
+)
 
 # Parts of names whose values nobody else is to see. KEY counts as a whole word: NCCL_IB_PKEY is none.
 _SECRET = re.compile(

@@ -35,7 +35,7 @@ class OpenMpi:
         # One process a host, and several hosts: a host's slots are its own to count.
         agents = world_size == nodes > 1
         this = rank if agents else 0 if nodes == 1 else None
-        main_address = _mpirun_address(read) if agents else None
+        addresses = _mpirun_addresses(read) if agents else []
         names = unnamed(nodes, this, given.host.name)
         if agents:
             own, counted = given.host.slots
@@ -52,7 +52,8 @@ class OpenMpi:
             read=read.read(),
             slots_from=counted,
             on_every_host=agents,
-            main_address=main_address,
+            main_address=addresses[0] if len(addresses) == 1 else None,
+            no_address=_no_address(addresses) if agents and len(addresses) != 1 else None,
         )
 
 
@@ -69,20 +70,19 @@ def _nodes(read: Variables, world_size: int, local_size: int) -> int:
     return world_size // local_size
 
 
-def _mpirun_address(read: Variables) -> str:
-    """The address of mpirun's own host, which is the first one unless the user has put others before it.
-
-    Of several addresses nobody knows by which the others reach it.
-    """
+def _mpirun_addresses(read: Variables) -> list[str]:
+    """The addresses of mpirun's own host, which is the first one unless the user has put others before it."""
     uri = read.text("OMPI_MCA_orte_hnp_uri") or ""
-    addresses = [address for address in mpirun_addresses(uri) if ":" not in address]
-    if len(addresses) != 1:
-        raise UserError(
-            f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host; on several hosts samestep "
-            "launch wants one of them by --mca oob_tcp_if_include INTERFACE, an option of mpirun; "
-            "or leave samestep launch away, and start a process a rank"
-        )
-    return addresses[0]
+    return [address for address in mpirun_addresses(uri) if ":" not in address]
+
+
+def _no_address(addresses: list[str]) -> str:
+    """Of several addresses nobody knows by which the others reach it; Open MPI 5 names none."""
+    return (
+        f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host; on several hosts samestep "
+        "launch wants one: --master-addr ADDRESS, the address of the first host, would do, or --mca "
+        "oob_tcp_if_include INTERFACE, an option of mpirun; or leave samestep launch away, and start a process a rank"
+    )
 
 
 def mpirun_addresses(uri: str) -> list[str]:

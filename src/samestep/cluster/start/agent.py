@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep import environment
-from samestep.cluster.device import accelerators
+from samestep.cluster.device import accelerators, check_slots
 from samestep.cluster.start import host_agent, one_host, several_hosts
 from samestep.cluster.start.command import check_command
 from samestep.cluster.start.elastic_agent import silent_agent
@@ -85,6 +85,7 @@ def _over_all_hosts(outcome: Outcome, roll_call: RollCall) -> Outcome:
 
 def _program(part: Part) -> list[str]:
     check_command(part.command, part.host)
+    check_slots(part.host, part.num_procs, part.chosen)
     return rank_command(
         part.command, engine=part.engine, bind=part.bind, threads=part.threads, local_ranks=part.num_procs
     )

@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
 _AFTER_END = 3.0  # seconds for the other hosts to find by themselves that the job is over
 _KILLED = 5.0  # seconds from the order to kill to the end of what connects us
-_EVERY = 3.0  # seconds between two tries to bring a lost host up again
+_FIRST_WAIT, _LONGEST_WAIT = 3.0, 60.0  # seconds until a lost host is tried again; twice as many after each try
 
 
 class Controller:
@@ -37,6 +37,7 @@ class Controller:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # a signal's handler may put into it
         self._links: set[Link] = set()
         self._again: dict[Bring, float] = {}  # hosts that were lost, and when they are tried again
+        self._waits: dict[Bring, float] = {}  # how long, of those that have not come back
         self._outcomes: dict[str, Outcome] = {}
         self._lost: list[str] = []
         self._gave_up: dict[str, str] = {}  # why, by host
@@ -113,11 +114,19 @@ class Controller:
             return
         reason = self._gave_up.pop(missing[0], None) or link.why(missing)
         if self._elastic and self._links and not self._over:
-            print(f"samestep: {reason}; the others go on, and it is tried again", file=sys.stderr, flush=True)
-            self._again[link.bring] = time.monotonic() + _EVERY
+            self._await(link, reason)
             return
         self._lost.append(reason)
         self._end_all(0)
+
+    def _await(self, link: Link, reason: str) -> None:
+        """Try a lost host again later, and say so once for each time that it is lost."""
+        before = None if link.started else self._waits.get(link.bring)
+        if before is None:
+            print(f"samestep: {reason}; the others go on, and it is tried again", file=sys.stderr, flush=True)
+        wait = _FIRST_WAIT if before is None else min(2 * before, _LONGEST_WAIT)
+        self._waits[link.bring] = wait
+        self._again[link.bring] = time.monotonic() + wait
 
     def _try_again(self) -> None:
         """Bring lost hosts up again, as long as others work."""

@@ -16,12 +16,14 @@ from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
 from samestep.cluster.start.outcome import Outcome
 from samestep.cluster.start.part import Output, Part
+from samestep.cluster.start.which_host import check_one_a_host, node_rank_of
 from samestep.cluster.variables import Variables
 from samestep.errors import UserError
 
 DEFAULT_PORT = 29500  # PyTorch's
 
 _ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_NOT_OF_AN_ID = re.compile(r"[^\w.-]", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class Wanted:
 
 def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     """Start a job and see it end. `variables` go to every host. Raises UserError before anything is started."""
+    check_one_a_host()
+    found = first_hosts(found, wanted)
     part = part_here(found, wanted)
     if part is None:
         return _from_here(found, wanted, variables)
@@ -62,6 +66,18 @@ def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
         from samestep.cluster.start import agent
     with environment.given(variables.values):
         return agent.run(part)
+
+
+def first_hosts(found: Found, wanted: Wanted) -> Found:
+    """What is found, without hosts beyond the most that the job takes; this machine may be none of the others.
+
+    Where the same is started on every host, each needs to know of all.
+    """
+    if wanted.nodes is None or wanted.no_ssh or found.on_every_host:
+        return found
+    cluster, most = found.cluster, _nodes(wanted, None)[1]
+    this = cluster.this if cluster.this is not None and cluster.this < most else None
+    return replace(found, cluster=replace(cluster, hosts=cluster.hosts[:most], this=this))
 
 
 def part_here(found: Found, wanted: Wanted) -> Part | None:
@@ -94,14 +110,10 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
     """This host's part, where somebody starts the same command on each."""
     cluster, named = found.cluster, found.on_every_host or len(found.cluster.hosts) > 1
     fewest, most = _nodes(wanted, len(cluster.hosts) if named else None)
-    node_rank = wanted.node_rank if wanted.node_rank is not None else (cluster.this if named else None)
-    if node_rank is None and most == 1:
-        node_rank = 0
-    if node_rank is None:
-        raise UserError(f"which of the {most} hosts is this? --node-rank 0 to {most - 1} would say it")
-    if not 0 <= node_rank < most:
-        raise UserError(f"--node-rank is {node_rank}, and {most} hosts have the ranks 0 to {most - 1}")
+    node_rank = node_rank_of(found, wanted.node_rank, most, named=named)
     address = wanted.address or (found.main_address or cluster.hosts[0].name if named else None)
+    if wanted.address is None and found.no_address is not None and most > 1:
+        raise UserError(found.no_address)
     if address is None and most > 1:
         raise UserError(
             f"{most} hosts must know where they meet: --master-addr and the address of the host with --node-rank 0 "
@@ -109,7 +121,7 @@ def _one_of_many(found: Found, wanted: Wanted) -> Part:
         )
     port = wanted.port or found.main_port or _port_of(found)
     host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
-    job = _job_of(found, wanted, default=re.sub(r"[^\w.-]", "-", f"{address}-{port}") if most > 1 else None)
+    job = _job_of(found, wanted, default=f"{address}-{port}" if most > 1 else None)
     part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
     if most == 1:
         return part
@@ -145,7 +157,6 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
 
     cluster = found.cluster
     fewest, most = _nodes(wanted, len(cluster.hosts))
-    cluster = replace(cluster, hosts=cluster.hosts[:most])
     job = _job_of(found, wanted)
     ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, ray=wanted.ray, this=cluster.this)
     starter = starter_of(cluster.place)
@@ -222,18 +233,23 @@ def _nodes(wanted: Wanted, there: int | None) -> tuple[int, int]:
         raise UserError("--no-ssh needs to know how many hosts there are: --num-nodes 2, the same on all, would do")
     fewest, most = wanted.nodes or ((wanted.num_nodes or there or 1),) * 2
     if there is not None and most > there:
-        raise UserError(f"--nodes {fewest}:{most}, and there {'is' if there == 1 else 'are'} {there}")
+        asked = f"--nodes {fewest}:{most}" if wanted.nodes is not None else f"--num-nodes is {most}"
+        raise UserError(
+            f"{asked}, and there {'is 1 host; 1' if there == 1 else f'are {there} hosts; {there} or fewer'} would do"
+        )
     return fewest, most
 
 
 def _job_of(found: Found, wanted: Wanted, default: str | None = None) -> str:
     """The id of the job: given, the place's, or made here."""
-    job = wanted.job or found.cluster.job or default
+    if wanted.job:
+        if not _ID.fullmatch(wanted.job):
+            raise UserError(f'--job-id "{wanted.job}": letters, digits, dots, dashes and underscores would do')
+        return wanted.job
+    job = found.cluster.job or default
     if job is None:
         job = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
-    if not _ID.fullmatch(job):
-        raise UserError(f'--job-id "{job}": letters, digits, dots, dashes and underscores would do')
-    return job
+    return _NOT_OF_AN_ID.sub("-", job)[:128]  # Open MPI 5 calls a job prterun-head-17@1
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -130,6 +130,7 @@ class RollCall:
         message = (
             f"the hosts of this job differ in their {name}: "
             f'{theirs["host"]} has "{theirs[name]}", {part.host} has "{mine[name]}"'
+            f"{'; install the same on both' if name.endswith('version') else '; give both the same'}"
         )
         if name == "job":
             message = (
