@@ -23,6 +23,7 @@ def forked_ranks(agent: Agent) -> list[psutil.Process]:
     return [rank for server in servers for rank in server.children()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path) -> None:
     job_file(tmp_path, steps=1000, seconds=0.1)

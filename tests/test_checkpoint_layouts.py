@@ -66,6 +66,7 @@ def test_every_layout_goes_on_from_what_another_saved(tmp_path: Path) -> None:
     check(tmp_path, FROM, LAYOUTS)
 
 
+@pytest.mark.slow
 def test_what_every_layout_saved_shards_go_on_from(tmp_path: Path) -> None:
     check(tmp_path, (*(each for each in LAYOUTS if each not in FROM), MORE[0]), ("fsdp2",))
 

@@ -372,6 +372,7 @@ def assert_same_step(job: Path) -> None:
     assert proof["layout"] == "dp2"
 
 
+@pytest.mark.slow
 def test_ranks_of_srun_on_two_hosts_meet(job: Path) -> None:
     # Two names of this host: their ranks take each other for ranks of other hosts.
     nodes = {**SLURM, "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_JOB_ID": str(os.getpid())}

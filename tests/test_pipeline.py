@@ -71,6 +71,7 @@ def test_models_as_they_come_take_the_same_step() -> None:
     assert_same_steps(cases, steps=4)
 
 
+@pytest.mark.slow
 def test_four_ranks_and_data_ranks_take_the_same_step() -> None:
     cases: list[Case] = [(LLAMA, "pp4", {}), (LONGER_LLAMA, "pp4 schedule=zbv-zero-bubble", {})]
     cases += [
