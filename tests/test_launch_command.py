@@ -86,7 +86,6 @@ def test_exit_codes_and_restarts(capfd: pytest.CaptureFixture[str]) -> None:
     assert rounds[-2:] == ["rank 0 fails the first time\n", ""]
 
 
-@pytest.mark.slow
 def test_a_jobs_mistake_is_told_though_another_rank_ends_first(capfd: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text("recipe: {task: nowhere, batch: 4, steps: 1}\nrun: {layout: dp2}\n", encoding="utf-8")
     assert launch("--num-procs", "2", "--output", "files", "--", "-m", "samestep", "train", "job.yaml") == 2

@@ -52,7 +52,8 @@ class RankFiles(LogsSpecs):
             assert rank is not None
             output, errors, failure = (_file(self.here, rank.rank, kind) for kind in ("out", "err", "error.json"))
             found.stdouts[local_rank], found.stderrs[local_rank] = str(output), str(errors)
-            found.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = str(failure)
+            found.error_files[local_rank] = str(failure)
+            variables |= environment.error_file_at(failure)
             prefix = f"[{self._host} {rank.rank}] " if rank.world_size > 1 else ""
             followed += [_Followed(output, sys.stdout.buffer, prefix), _Followed(errors, sys.stderr.buffer, prefix)]
         if self._follower is not None:
