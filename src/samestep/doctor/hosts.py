@@ -6,10 +6,10 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from samestep import environment
+from samestep.cluster.addresses import is_ours
 from samestep.doctor.finding import Asked, Finding, ok, problem, warning
 from samestep.doctor.host_list import SSH_PORT, Host
 
@@ -31,7 +31,7 @@ def own_name(asked: Asked) -> Iterator[Finding]:
     remedy = "a line in /etc/hosts with the address that the other hosts use, or GLOO_SOCKET_IFNAME=<interface>"
     if not addresses:
         yield report("own name", f"{name} does not resolve; for one host that is enough", remedy, **values)
-    elif not any(map(_is_ours, addresses)):
+    elif not any(map(is_ours, addresses)):
         text = f"{name} resolves to {addresses[0]}, which is no address of this host"
         yield (problem if asked.hosts else warning)("own name", text, remedy, **values)
     elif all(address.startswith("127.") or address == "::1" for address in addresses):
@@ -55,15 +55,6 @@ def _addresses(name: str) -> list[str]:
         return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None)))
     except OSError:
         return []
-
-
-def _is_ours(address: str) -> bool:
-    """Whether a socket can be bound to an address: then an interface of this host has it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.bind((address, 0))
-        return True
-    return False
 
 
 def reached(host: Host) -> Iterator[Finding]:

@@ -3,12 +3,10 @@
 Any other command is a process of its own. What a rank does before its command begins is the same.
 """
 
-import multiprocessing
 import os
 import runpy
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
@@ -17,6 +15,7 @@ from typing import NoReturn
 
 from samestep import environment
 from samestep.cluster.start import fork_server, rank_entry
+from samestep.cluster.start.parent import end_with_starter
 from samestep.errors import UserError
 
 _ENTRY = ["-m", "samestep.cluster.start.rank_entry"]
@@ -43,7 +42,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the server ignores them
     environment.adopt(environ)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_starter()
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(line_buffering=True)  # what it prints is seen at once, beside other ranks'
@@ -70,10 +69,3 @@ def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from samestep import environment
 from samestep.cluster.start import fork_server, one_host
 from samestep.cluster.start.elastic_agent import silent_agent
+from samestep.cluster.start.parent import end_with_starter
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
 
 # A rank whose peer died sees its connection break within milliseconds. It waits this long (seconds) before it
@@ -87,7 +88,7 @@ def _run_rank(folder: str, environ: Mapping[str, str], streams: fork_server.Stre
     environment.adopt(environ)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the agent decides; a rank ends at once, wherever it is
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_starter()
     try:
         function, arguments = pickle.loads((Path(folder) / _CALL).read_bytes())
         return function(*arguments)
@@ -99,18 +100,6 @@ def _run_rank(folder: str, environ: Mapping[str, str], streams: fork_server.Stre
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _end_with_parent() -> None:
-    """End this rank when the process that started it is gone, even if that was killed.
-
-    That process is not the system's parent of a rank which a server has forked: the server lives on as long as any
-    of its ranks.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _write_failure(folder: Path, error: BaseException) -> None:

@@ -6,11 +6,9 @@ for each rank by a launcher. It keeps its process number, so that whoever starte
 
 import argparse
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from samestep import environment
@@ -19,6 +17,7 @@ from samestep.cluster.contracts import table
 from samestep.cluster.interfaces import for_messages
 from samestep.cluster.machine import this_machine
 from samestep.cluster.start import as_long_as
+from samestep.cluster.start.command import check_command
 from samestep.cluster.start.parent import end_with_parent
 from samestep.errors import UserError
 from samestep.ranks import Ranks
@@ -90,19 +89,11 @@ def _program(command: Sequence[str]) -> list[str]:
     """What is run, without its arguments: Python on a script or a module, or a program of the system's."""
     if not command:
         raise UserError("there is no command to start; write it after --, such as -- train.py --lr 3e-4")
+    check_command(command, os.uname().nodename)
     python = [sys.executable, "-u"]  # what it prints is seen at once, beside other ranks'
-    first = command[0]
-    if first == "-m":
-        if len(command) < 2:
-            raise UserError("-m names no module; write it after -m")
+    if command[0] == "-m":
         return [*python, "-m", command[1]]
-    if first.endswith(".py"):
-        if not Path(first).is_file():
-            raise UserError(f"there is no script {first} in {Path.cwd()} on {os.uname().nodename}")
-        return [*python, first]
-    if shutil.which(first) is None:
-        raise UserError(f"there is no program {first} on {os.uname().nodename}; a script of Python's ends with .py")
-    return [first]
+    return [*python, command[0]] if command[0].endswith(".py") else [command[0]]
 
 
 def _ranks_if_readable() -> Ranks | None:
