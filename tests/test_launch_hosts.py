@@ -219,7 +219,7 @@ def test_over_ssh_the_root_cause_is_told_once(ssh: list[str], capfd: pytest.Capt
     assert main(["launch", *ssh, "--output", "files", "--", TOLD, "raise"]) == 1
     err = capfd.readouterr().err
     assert err.count("samestep: rank 1 on b failed first: exit code 1\nTraceback") == 1
-    assert err.count("Traceback") == 1
+    assert err.count("Traceback") == 1, err
     assert re.search(r"all that it wrote: b:runs/launch-\S+/b/round-0/rank-1.err", err)
 
 

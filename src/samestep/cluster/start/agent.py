@@ -41,33 +41,60 @@ def run(part: Part) -> Outcome:
 
     No process is left running, whatever happens. Mistakes and failures are in what it returns.
     """
-    roll_call: RollCall | None = None
     with _Signals() as signals, silent_agent():
+        agent = _Agent(part, signals)
+        try:
+            outcome = agent.take_part()
+            signals.only_note()  # what is left takes seconds, and ends by itself
+        except SignalException:
+            outcome = agent.interrupted()
+        return agent.leave(outcome)
+
+
+class _Agent:
+    """This host's part, and what the hosts tell each other of it."""
+
+    def __init__(self, part: Part, signals: "_Signals") -> None:
+        self._part = part
+        self._signals = signals
+        self._roll_call: RollCall | None = None
+
+    def take_part(self) -> Outcome:
+        """Raises SignalException where a signal ends it."""
+        part = self._part
         try:
             program = _program(part)  # a script that isn't there is found before anybody waits
             if part.address is not None:
-                roll_call = RollCall(part)
-                roll_call.agree()
-            outcome = _Ranks(part, program, signals, roll_call).run()
-            if roll_call is not None and outcome.exit_code == 0:
-                roll_call.tell_success()
+                self._roll_call = RollCall(part)
+                self._roll_call.agree()
+            outcome = _Ranks(part, program, self._signals, self._roll_call).run()
+            if self._roll_call is not None and outcome.exit_code == 0:
+                self._roll_call.tell_success()
+            return outcome
         except JobOverError as error:
             # A host that was lost may come back when the others are done.
-            well = roll_call is not None and roll_call.succeeded(_SETTLE)
-            outcome = Outcome() if well else Outcome(exit_code=1, message=str(error))
-        except SignalException:
-            outcome = _interrupted(signals)
-            if roll_call is not None and not part.elastic:
-                roll_call.end(f"{part.host} was told to stop by {_name(signals.number)}")
+            well = self._roll_call is not None and self._roll_call.succeeded(_SETTLE)
+            return Outcome() if well else Outcome(exit_code=1, message=str(error))
         except UserError as error:
-            outcome = Outcome(exit_code=2, message=str(error))
+            return Outcome(exit_code=2, message=str(error))
         except (StartError, HostLostError) as error:
-            outcome = Outcome(exit_code=1, message=str(error))
-        if roll_call is not None:
-            if outcome.exit_code != 0 and not part.controlled:
-                outcome = _over_all_hosts(outcome, roll_call)
-            roll_call.leave(_SETTLE)
-    return outcome
+            return Outcome(exit_code=1, message=str(error))
+
+    def interrupted(self) -> Outcome:
+        """What is told after a signal."""
+        number = self._signals.number
+        if self._roll_call is not None and not self._part.elastic:
+            self._roll_call.end(f"{self._part.host} was told to stop by {signal.Signals(number).name}")
+        return Outcome(exit_code=128 + number, message=f"stopped by signal {number}")
+
+    def leave(self, outcome: Outcome) -> Outcome:
+        """The last that is heard of the other hosts, and what is then known of the end."""
+        if self._roll_call is None:
+            return outcome
+        if outcome.exit_code != 0 and not self._part.controlled:
+            outcome = _over_all_hosts(outcome, self._roll_call)
+        self._roll_call.leave(_SETTLE)
+        return outcome
 
 
 def _over_all_hosts(outcome: Outcome, roll_call: RollCall) -> Outcome:
@@ -89,10 +116,6 @@ def _program(part: Part) -> list[str]:
     return rank_command(
         part.command, engine=part.engine, bind=part.bind, threads=part.threads, local_ranks=part.num_procs
     )
-
-
-def _interrupted(signals: "_Signals") -> Outcome:
-    return Outcome(exit_code=128 + signals.number, message=f"stopped by signal {signals.number}")
 
 
 class _Ranks:
@@ -213,6 +236,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.number = 0
+        self._ends = True
         self._at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -224,17 +248,18 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def only_note(self) -> None:
+        """The ranks have ended; a signal that comes from now on finds nothing to end."""
+        self._ends = False
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.number == 0:
             self.number, self._at = number, now
-            raise SignalException(f"signal {number}", signal.Signals(number))
+            if self._ends:
+                raise SignalException(f"signal {number}", signal.Signals(number))
         if now - self._at > _AGAIN:
             end_children()
-
-
-def _name(number: int) -> str:
-    return signal.Signals(number).name
 
 
 def end_children() -> None:
