@@ -25,8 +25,9 @@ verify: $(VENV)/installed-dev
 	$(BIN)/samestep verify examples/proof/text.yaml examples/proof/language.yaml examples/proof/images.yaml \
 		examples/proof/regression.yaml --layouts all
 
+# Two tests at a time, since most wait for processes; those of a file one by one, since they share what is costly.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Everything: also what needs Horovod, which has to be built here.
 test-all: horovod

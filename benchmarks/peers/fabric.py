@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 
-from benchmarks.peers.job import PeerJob, Watch, arguments
+from benchmarks.peers.job import PeerJob, arguments
 from samestep import environment
 from samestep.tasks.base import Batch, call
 
@@ -30,7 +30,7 @@ def main() -> None:
     fabric.launch()
     model, optimizer = fabric.setup(job.model, job.optimizer)
     loader = fabric.setup_dataloaders(job.loader(), use_distributed_sampler=False)
-    watch = Watch()
+    job.begin()
     for step, pair in enumerate(loader):
         batch, samples = Batch(*pair), job.global_samples(step)
         with fabric.autocast():
@@ -42,9 +42,9 @@ def main() -> None:
         optimizer.step()
         job.schedule.step()
         job.average_loss(loss, samples)
-    seconds = watch.seconds()
+    job.finish()
     metrics = job.evaluate(job.model, fabric.device, fabric.autocast)
-    job.write(folder, engine="fabric", seconds=seconds, metrics=metrics, device=fabric.device)
+    job.write(folder, engine="fabric", metrics=metrics, device=fabric.device)
 
 
 if __name__ == "__main__":

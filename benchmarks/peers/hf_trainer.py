@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from benchmarks.peers.job import PeerJob, Watch, arguments
+from benchmarks.peers.job import PeerJob, arguments
 from samestep import environment
 from samestep.tasks.base import Batch, call
 
@@ -61,11 +61,11 @@ def main() -> None:
         remove_unused_columns=False,
     )
     trainer = JobTrainer(job, args=settings, train_dataset=job.samples)
-    watch = Watch()
+    job.begin()
     trainer.train()
-    seconds = watch.seconds()
+    job.finish()
     metrics = job.evaluate(job.model, settings.device, trainer.autocast_smart_context_manager)
-    job.write(folder, engine="hf-trainer", seconds=seconds, metrics=metrics, device=settings.device)
+    job.write(folder, engine="hf-trainer", metrics=metrics, device=settings.device)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class PeerJob:
         self.optimizer = make_optimizer(self.recipe.optimizer, self.model.named_parameters())
         self.schedule = make_schedule(self.recipe.schedule, self.total_steps, self.optimizer)
         self.losses: list[float] = []
+        self._moments: list[float] = []  # the beginning, the moment when each step's loss was known, and the end
         torch.manual_seed(self.recipe.seed + rank)  # dropout draws other numbers on every rank
 
     def loader(self, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
@@ -65,6 +67,14 @@ class PeerJob:
             generator=torch.Generator().manual_seed(0),
         )
 
+    def begin(self) -> None:
+        """Training begins here."""
+        self._moments = [time.perf_counter()]
+
+    def finish(self) -> None:
+        """Training ends here; what comes then is evaluation."""
+        self._moments[-1] = time.perf_counter()  # the last step ends with it
+
     def global_samples(self, step: int) -> int:
         return len(self.order.global_batch(step))
 
@@ -74,6 +84,7 @@ class PeerJob:
         if self.place.of > 1:
             dist.all_reduce(total)
         self.losses.append(total.item() / samples)
+        self._moments.append(time.perf_counter())
         return self.losses[-1]
 
     @torch.no_grad()
@@ -106,9 +117,7 @@ class PeerJob:
         batch = self.recipe.evaluation.batch
         return (range(first, min(stop, first + batch)) for first in range(start, stop, batch))
 
-    def write(
-        self, folder: Path, *, engine: str, seconds: float, metrics: dict[str, Any], device: torch.device
-    ) -> None:
+    def write(self, folder: Path, *, engine: str, metrics: dict[str, Any], device: torch.device) -> None:
         """Write report.json and metrics.jsonl as a run of samestep has them; every rank must call it."""
         peaks: list[Any] = [peak_memory(device)]
         if self.place.of > 1:
@@ -116,6 +125,7 @@ class PeerJob:
             dist.all_gather_object(peaks, peak_memory(device))
         if self.place.index > 0:
             return
+        seconds = self._moments[-1] - self._moments[0]
         taken = sum(self.global_samples(step) for step in range(len(self.losses)))
         report = {
             "metrics": {name: value for name, value in metrics.items() if not is_curve(value)},
@@ -132,18 +142,12 @@ class PeerJob:
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        lines = (json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(self.losses))
+        steps = zip(self.losses, pairwise(self._moments), strict=True)
+        lines = (
+            json.dumps({"step": step, "loss": loss, "step_seconds": until - since}) + "\n"
+            for step, (loss, (since, until)) in enumerate(steps)
+        )
         (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
-
-
-class Watch:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -2,8 +2,12 @@
 
 A thread of gloo lets go of a finished message with the group's lock held, and where the message's tensors came from
 Python, it needs Python's lock for it. The group's end takes Python's lock first and then the group's, so the two may
-wait for each other for ever. (Seen in PyTorch 2.13, once in some thirty ends of a busy machine.)
+wait for each other for ever. (Seen in PyTorch 2.13, once in some thirty ends of a busy machine.) Who holds the group
+last ends it: often this function, but a DistributedDataParallel that lives on does so later.
 """
+
+import atexit
+from typing import Any
 
 import torch.distributed as dist
 
@@ -11,8 +15,8 @@ import torch.distributed as dist
 def leave_process_group() -> None:
     """End the process group and all that were made of it, once every rank is there.
 
-    Every group sends one more message, which holds on to those before it, and this function holds on to that message:
-    so nothing is left of which a thread of gloo would have to let go.
+    Every group sends one more message, which holds on to those before it, and this process holds on to that message
+    to its end: so no thread of gloo is the last to let go of one, whenever the group ends.
     """
     groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
     last = [dist.barrier(group, async_op=True) for group in groups]
@@ -20,4 +24,8 @@ def leave_process_group() -> None:
         if work is not None:
             work.wait()
     dist.destroy_process_group()
-    del last  # after the groups, whose threads are gone by now
+    atexit.register(_hold, last)
+
+
+def _hold(last: list[Any]) -> None:
+    """Does nothing; what is to be called at the end is there until then, with its arguments."""

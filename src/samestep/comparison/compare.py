@@ -33,7 +33,7 @@ TIME_LIMIT = 3600.0  # seconds of one run
 def compare(
     recipe: Recipe,
     *,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str | Method] | None = None,
     processes: int | None = None,
     repeats: int = 3,
     evaluations: int = 1,
@@ -42,10 +42,10 @@ def compare(
 ) -> Comparison:
     """Train a recipe by several methods, each in processes of its own, and hold them side by side.
 
-    `methods` are names such as "single", "ddp-torchrun" or "deepspeed-zero2", or pairs such as "native:dp2 tp2";
-    None: those of the published comparison, and samestep's layouts. `evaluations` of each training are spread over
-    its steps, outside its time. `run` takes keys of a job file's `run:` section, of which methods set layout, engine
-    and processes. Raises UserError for a mistake in the job; a method that fails is a row.
+    `methods` are names such as "single", "ddp-torchrun" or "deepspeed-zero2", pairs such as "native:dp2 tp2", or a
+    `Method` of one's own; None: those of the published comparison, and samestep's layouts. `evaluations` of each
+    training are spread over its steps, outside its time. `run` takes keys of a job file's `run:` section, of which
+    methods set layout, engine and processes. Raises UserError for a mistake in the job; a method that fails is a row.
     """
     job = Job(recipe=recipe, run=checked(Run, run, prefix=("run",)))
     return compare_job(
@@ -56,7 +56,7 @@ def compare(
 def compare_job(
     job: Job,
     *,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str | Method] | None = None,
     processes: int | None = None,
     repeats: int = 3,
     evaluations: int = 1,

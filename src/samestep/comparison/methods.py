@@ -78,18 +78,27 @@ METHODS = (
 # fmt: on
 
 
-def chosen(names: Sequence[str] | None, processes: int) -> list[Method]:
+def chosen(wanted: Sequence[str | Method] | None, processes: int) -> list[Method]:
     """The methods of these names, or those of the published comparison and samestep's layouts.
 
-    A name may also be "engine:layout", such as "native:dp2 tp2". Raises UserError for an unknown one.
+    A name may also be "engine:layout", such as "native:dp2 tp2", or a method of one's own. Raises UserError for an
+    unknown name.
     """
     table = {method.name: method for method in (each.of(processes) for each in METHODS)}
-    if names is None:
+    if wanted is None:
         return [method for method in table.values() if method.default]
-    wanted = list(dict.fromkeys(name.strip() for name in names if name.strip()))
-    if not wanted:
+    found: dict[str, Method] = {}
+    for each in wanted:
+        name = each.strip() if isinstance(each, str) else each.name
+        if name:
+            found[name] = _found(name, processes, table) if isinstance(each, str) else each.of(processes)
+    if not found:
         raise UserError('methods names none; "single, ddp-torchrun, native:dp2 tp2" would do')
-    return [table.get(name) or _pair(name, processes, table) for name in wanted]
+    return list(found.values())
+
+
+def _found(name: str, processes: int, table: dict[str, Method]) -> Method:
+    return table.get(name) or _pair(name, processes, table)
 
 
 def _pair(name: str, processes: int, table: dict[str, Method]) -> Method:
