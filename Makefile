@@ -42,7 +42,7 @@ $(VENV)/horovod: tools/build-horovod tools/cxx17 $(VENV)/installed
 	touch $@
 
 test-slow: $(VENV)/installed-dev
-	$(PIP) ".[english]"
+	$(PIP) --editable ".[english]"
 	$(BIN)/python -m pytest -m slow
 
 # Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
