@@ -80,6 +80,7 @@ def test_the_same_job_gives_the_same_losses(
     record(way.place, way.shown, way.tried, SAME, first)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["fsdp2", "pp2"])
 @pytest.mark.parametrize("way", [OVER_SSH, WITHOUT_SSH], ids=lambda way: way.place)
 def test_a_layout_over_two_hosts_is_proved(way: Way, layout: str, bed: Testbed, tmp_path: Path) -> None:
