@@ -29,7 +29,7 @@ pytestmark = [needs_hosts(), pytest.mark.cluster, pytest.mark.timeout(300)]
 STEPS = 600
 HOSTS = ("host-a", "host-b", "host-c")
 COMMAND = "samestep launch --hostfile hosts --nodes 1:3 --max-restarts 5 -- ..."
-SEEN = "the third goes on alone, then with both; the global batch stays, the losses of one process"
+SEEN = "the other goes on alone, then with both; the global batch stays, the losses of one process"
 
 
 @pytest.fixture

@@ -111,8 +111,8 @@ CHINESE = [
     (r"survived; the losses of one process", "挺了过去；与单进程的损失相同"),
     (r"the losses of one process, and no host is lost", "与单进程的损失相同，没有主机被误判为失联"),
     (
-        r"the third goes on alone, then with both; the global batch stays, the losses of one process",
-        "第三台独自继续，之后三台一起继续；全局 batch 不变，与单进程的损失相同",
+        r"the other goes on alone, then with both; the global batch stays, the losses of one process",
+        "剩下的一台独自继续，之后三台一起继续；全局 batch 不变，与单进程的损失相同",
     ),
     (
         r"the other ends after (\S+) s and names it; samestep train there goes on from the last checkpoint",
