@@ -46,9 +46,11 @@ test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
 
 # Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
-# `tools/cluster-packages .venv/bin/python` does. What was seen goes into build/cluster.json.
+# `tools/cluster-packages .venv/bin/python` does. What was seen goes into build/cluster.json, also by those of these
+# tests that every change has to pass.
 test-cluster: $(VENV)/installed-dev
-	SAMESTEP_TESTED=build/cluster.json $(BIN)/python -m pytest -m cluster -rs
+	rm -f build/cluster.json
+	SAMESTEP_TESTED=build/cluster.json $(BIN)/python -m pytest -m "not slow" -rs $(wildcard tests/test_hosts*.py)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

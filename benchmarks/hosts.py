@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -25,9 +25,12 @@ import yaml
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tools"))
 
+from notes import Process, noted  # noqa: E402
 from testbed import Host, Running, Testbed, why_not  # noqa: E402
 
 STEPS = 100_000  # more than any run takes
+BATCH = 24
+STEP_SECONDS = 0.05  # at least
 FAULT_AFTER = 10  # steps
 START_LIMIT = 120.0  # seconds to the first steps
 BREAK = 3.0  # seconds
@@ -74,12 +77,9 @@ class Job:
             command, env={"OMP_NUM_THREADS": "1", **env}, cwd=self.folder, output=log
         )
 
-    def steps(self) -> dict[str, list[float]]:
+    def steps(self) -> Mapping[Process, list[float]]:
         """When each process took its steps."""
-        return {
-            file.name: [float(line.split()[0]) for line in file.read_text().splitlines(keepends=True) if "\n" in line]
-            for file in self.folder.glob("steps-*")
-        }
+        return noted(self.folder)
 
     def wait_for_steps(self) -> None:
         until = time.monotonic() + START_LIMIT
@@ -106,24 +106,26 @@ class Job:
 
 
 def torchrun(job: Job, hosts: Sequence[Host], *arguments: str, limit: Sequence[str] = (), **env: str) -> None:
+    values = ["--steps", str(STEPS), "--batch", str(BATCH), "--step-seconds", str(STEP_SECONDS), *limit]
     for host in hosts:
         launcher = [*PYTHON, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1"]
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].name}:{PORT}", "--rdzv-id=job"]
-        launcher += [f"--max-restarts={RESTARTS}", *arguments, str(HERE / "hosts_plain.py")]
-        job.run(host, [*launcher, str(job.folder), str(STEPS), *limit], **env)
+        launcher += [f"--max-restarts={RESTARTS}", *arguments, str(HERE / "noted_plain.py")]
+        job.run(host, [*launcher, str(job.folder), *values], **env)
 
 
 def torchrun_best(job: Job, hosts: Sequence[Host]) -> None:
-    torchrun(job, hosts, f"--rdzv-conf={BEST}", limit=[str(GROUP_LIMIT)], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    limit = ["--group-limit", str(GROUP_LIMIT)]
+    torchrun(job, hosts, f"--rdzv-conf={BEST}", limit=limit, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
 def train(job: Job, *options: str) -> list[str]:
     """The command of the ranks."""
     values = {
         "recipe": {
-            "task": f"{HERE}/hosts_task.py:Slow",
-            "args": {"folder": str(job.folder)},
-            "batch": 24,
+            "task": f"{HERE}/noted_task.py:Slow",
+            "args": {"folder": str(job.folder), "seconds": STEP_SECONDS},
+            "batch": BATCH,
             "steps": STEPS,
         },
         "run": {
@@ -164,8 +166,8 @@ WAYS: dict[str, Callable[[Job, Sequence[Host]], None]] = {
 
 def kill_worker(job: Job) -> None:
     host = job.workers[1]
-    files = sorted(job.folder.glob(f"steps-{host.name}-*"), key=lambda file: file.stat().st_mtime)
-    host.run(["kill", "-9", files[-1].name.rpartition("-")[2]])
+    *_, last = (process for process in job.steps() if process.host == host.name)
+    host.run(["kill", "-9", str(last.pid)])
 
 
 def blip(job: Job) -> None:
@@ -204,16 +206,17 @@ def take(bed: Testbed, way: str, fault: str, limit: float) -> Run:
             job.stop()
 
 
-def _next_step(job: Job, before: object, at: float, limit: float, *, anew: bool) -> tuple[float | None, float | None]:
+def _next_step(
+    job: Job, before: Collection[Process], at: float, limit: float, *, anew: bool
+) -> tuple[float | None, float | None]:
     """Seconds to the next step, and to the job's end where that came first."""
-    assert isinstance(before, type({}.keys()))
     since = at if anew else at + BREAK
     while time.time() - at < limit:
         later = [
             moment
-            for name, times in job.steps().items()
+            for process, times in job.steps().items()
             for moment in times
-            if moment > since and not (anew and name in before)
+            if moment > since and not (anew and process in before)
         ]
         if later:
             return min(later) - at, None

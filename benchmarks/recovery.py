@@ -22,6 +22,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import yaml
+from notes import noted
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,8 @@ from samestep.comparison import process
 
 HERE = Path(__file__).resolve().parent
 STEPS = 40
+BATCH = 32
+STEP_SECONDS = 0.02  # at least, so that a kill hits the step that it is meant for
 KILLED_AFTER = 15
 RESTARTS = 3
 
@@ -46,16 +49,16 @@ class Run:
 
 def torchrun(folder: Path) -> Sequence[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = str(HERE / "recovery_plain.py")
-    return [*launcher, f"--max-restarts={RESTARTS}", script, str(folder), str(STEPS)]
+    values = ["--steps", str(STEPS), "--batch", str(BATCH), "--step-seconds", str(STEP_SECONDS)]
+    return [*launcher, f"--max-restarts={RESTARTS}", str(HERE / "noted_plain.py"), str(folder), *values]
 
 
 def samestep(folder: Path) -> Sequence[str]:
     job = {
         "recipe": {
-            "task": f"{HERE}/recovery_task.py:Slow",
-            "args": {"folder": str(folder)},
-            "batch": 32,
+            "task": f"{HERE}/noted_task.py:Slow",
+            "args": {"folder": str(folder), "seconds": STEP_SECONDS},
+            "batch": BATCH,
             "steps": STEPS,
         },
         "run": {
@@ -75,12 +78,9 @@ def samestep(folder: Path) -> Sequence[str]:
 WAYS: dict[str, Command] = {"torchrun --standalone": torchrun, "samestep train": samestep}
 
 
-def noted(folder: Path) -> list[tuple[float, int, int]]:
-    """When each of rank 1's steps was taken, by which process, in which start."""
-    file = folder / "steps-1"
-    text = file.read_text(encoding="ascii") if file.is_file() else ""
-    found = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [(float(at), int(pid), int(start)) for at, _, pid, start in found]
+def steps_of_rank_1(folder: Path) -> list[tuple[float, int]]:
+    """When each of its steps was taken, and by which process."""
+    return sorted((at, who.pid) for who, times in noted(folder).items() if who.rank == 1 for at in times)
 
 
 def kill(folder: Path, killed: list[float], limit: float, started: subprocess.Popen[bytes]) -> None:
@@ -88,13 +88,13 @@ def kill(folder: Path, killed: list[float], limit: float, started: subprocess.Po
     until = time.monotonic() + limit
     victim = None
     while time.monotonic() < until and started.poll() is None:
-        steps = noted(folder)
+        steps = steps_of_rank_1(folder)
         if victim is None and len(steps) >= KILLED_AFTER:
             victim = steps[-1][1]
             killed.append(time.time())
             os.kill(victim, signal.SIGKILL)
         elif victim is not None and steps[-1][1] != victim:
-            killed.append(next(at for at, pid, _ in steps if pid != victim))
+            killed.append(next(at for at, pid in steps if pid != victim))
             return
         time.sleep(0.005)
 

@@ -1,12 +1,9 @@
 """Agents of a job on one machine, each as if it were a host: started, stopped, paused and killed one by one."""
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,53 +12,21 @@ from typing import Any, Self
 
 import psutil
 import pytest
-import yaml
+from launching import free_port
+from small_jobs import slow_job, wait_until
 
-TESTS = Path(__file__).parent
 MARK = "SAMESTEP_TEST_AGENT"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def job_file(folder: Path, *, steps: int, seconds: float = 0.0, **run: Any) -> Path:
+def elastic_job(folder: Path, *, steps: int, seconds: float = 0.0, **run: Any) -> Path:
     """A small training with a checkpoint after every second step."""
     values = {
-        "recipe": {
-            "task": f"{TESTS}/small_tasks.py:Slow",
-            "args": {"samples": 57, "held_out": 20, "seconds": seconds},
-            "batch": 10,
-            "steps": steps,
-            "precision": "fp64",
-        },
-        "run": {
-            "layout": "dp2",
-            "elastic": True,
-            "threads": 1,
-            "device": "cpu",
-            "tensorboard": False,
-            "folder": str(folder / "run"),
-            "checkpoint": {"every": 2, "asynchronous": False, "resume": "auto"},
-            **run,
-        },
+        "layout": "dp2",
+        "elastic": True,
+        "folder": str(folder / "run"),
+        "checkpoint": {"every": 2, "asynchronous": False, "resume": "auto"},
     }
-    file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return file
-
-
-def losses(folder: Path) -> list[float]:
-    """Of the run's steps so far."""
-    file = folder / "run" / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
-
-
-def faults(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "run" / "faults.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return slow_job(folder, steps=steps, seconds=seconds, run={**values, **run})
 
 
 class Agent:
@@ -131,13 +96,9 @@ class Agents:
 
     def wait_for(self, what: Callable[[], Any], limit: float = 60.0) -> float:
         """Seconds until something is so."""
-        began = time.monotonic()
-        while not what():
-            if time.monotonic() - began > limit:
-                told = "\n".join(f"--- {agent.log.name}\n{agent.text}" for agent in self._all)
-                pytest.fail(f"not so after {limit:.0f} s\n{told}")
-            time.sleep(0.05)
-        return time.monotonic() - began
+        return wait_until(
+            what, limit, told=lambda: "\n".join(f"--- {agent.log.name}\n{agent.text}" for agent in self._all)
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""A tiny transformers model for conversions, and readers of every format that are none of samestep's."""
+"""Tiny models for conversions, trained or not, and readers of every format that are none of samestep's."""
 
 import importlib.util
 import json
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from small_tasks import Points
 from torch import Tensor, nn
 
 import samestep
@@ -55,6 +56,34 @@ RECIPES = {"bert": classifier, "llama": language}
 def model_of(recipe: samestep.Recipe, seed: int = 3) -> nn.Module:
     torch.manual_seed(seed)
     return resolve(recipe).model()
+
+
+def points(task: samestep.Task | None = None, **rest: Any) -> samestep.Recipe:
+    return samestep.Recipe(task=task or Points(), batch=33, steps=5, optimizer=samestep.AdamW(lr=1e-2), **rest)
+
+
+def trained(
+    recipe: samestep.Recipe, folder: Path, layout: str = "single", *, resume: str = "never"
+) -> samestep.TrainResult:
+    """Trained into a folder, with a checkpoint after the last step."""
+    checkpoint = samestep.Checkpointing(resume=resume)
+    run: dict[str, Any] = {"device": "cpu", "threads": 1, "tensorboard": False}
+    return samestep.train(recipe, layout, folder=folder, checkpoint=checkpoint, **run)
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """The same names, and the same bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def points_file(folder: Path) -> Path:
+    """A state dict of the points' model, saved as one does."""
+    torch.manual_seed(1)
+    torch.save(Points().model().state_dict(), folder / "mlp.pt")
+    return folder / "mlp.pt"
 
 
 def job_file(folder: Path, recipe: samestep.Recipe) -> Path:

@@ -1,7 +1,8 @@
-"""What tests of `samestep launch` share: a folder of their own, and processes that end with the test."""
+"""What tests of `samestep launch` share: a folder of their own, processes that end with the test, free ports."""
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from small_jobs import wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TOLD = str(SCRIPTS / "told.py")
@@ -63,7 +65,10 @@ def started(*words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def await_files(*files: str) -> None:
-    deadline = time.monotonic() + 60
-    while not all(Path(file).exists() for file in files):
-        assert time.monotonic() < deadline, f"{files} are not there"
-        time.sleep(0.05)
+    wait_until(lambda: all(Path(file).exists() for file in files), told=lambda: f"{files} are not all there")
+
+
+def free_port() -> int:
+    """A port of the loopback on which nothing listens at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]

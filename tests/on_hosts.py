@@ -1,4 +1,4 @@
-"""Jobs on hosts of a testbed: the job of all ways to start, its losses, and a record of what was seen."""
+"""Jobs on hosts of a testbed: how they are started and followed, and a record of what was seen."""
 
 import json
 import os
@@ -6,37 +6,22 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import testbed
-import yaml
+from small_jobs import TESTS, steps_in
 from testbed import Host, Running
 from testbed.possible import program
+from tested import chinese
 
 import samestep
-from samestep import jobfile
-from samestep.api import train_job
 
-TESTS = Path(__file__).parent
 PATH = os.pathsep.join([str(Path(samestep.__file__).parents[1]), str(TESTS)])
 
 # What every command on a host is given: the samestep that is tested; and one thread, since all hosts share the cores.
 VARIABLES = {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "NO_COLOR": "1"}
 
-STEPS = 6
-JOB: dict[str, Any] = {
-    "recipe": {
-        "task": f"{TESTS}/small_tasks.py:Points",
-        "args": {"samples": 57, "held_out": 20},
-        "batch": 10,
-        "steps": STEPS,
-        "precision": "fp64",
-        "clip": 0.5,
-    },
-    "run": {"device": "cpu", "threads": 1, "tensorboard": False},
-}
+SAME = "the losses of one process"  # of all steps
 
 
 def needs_hosts(*, ssh: bool = True) -> pytest.MarkDecorator:
@@ -51,45 +36,6 @@ def needs_programs(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         bool(missing), reason=f"{', '.join(missing)} is not installed; tools/cluster-packages would do"
     )
-
-
-# Losses of recipes that have been trained here.
-_ALONE: dict[str, tuple[float, ...]] = {}
-
-
-def job_file(folder: Path, name: str = "job", **recipe: Any) -> Path:
-    """The job of all ways to start, with some values of the recipe changed."""
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({**JOB, "recipe": {**JOB["recipe"], **recipe}}), encoding="utf-8")
-    return file
-
-
-def slow_job(folder: Path, *, steps: int, seconds: float) -> Path:
-    """The same job with a loss that takes its time, so that something can happen in the middle."""
-    args = {**JOB["recipe"]["args"], "seconds": seconds}
-    return job_file(folder, "slow", task=f"{TESTS}/small_tasks.py:Slow", args=args, steps=steps)
-
-
-def losses_alone(**recipe: Any) -> tuple[float, ...]:
-    """The losses of the job in one process, this one."""
-    key = json.dumps(recipe, sort_keys=True)
-    if key not in _ALONE:
-        with TemporaryDirectory() as folder:
-            file = job_file(Path(folder), **recipe)
-            _ALONE[key] = train_job(jobfile.load(file, [("run.folder", f"{folder}/run", "test")]).job).losses
-    return _ALONE[key]
-
-
-def losses_in(folder: Path) -> list[float]:
-    """The losses that a run has written, a line a step."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
-def steps_in(folder: Path) -> int:
-    """How many steps a run has written so far."""
-    file = folder / "metrics.jsonl"
-    return len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
 
 
 def python(module: str, *arguments: str) -> list[str]:
@@ -124,6 +70,16 @@ def follow(commands: Sequence[Running], folder: Path, *, limit: float) -> float:
     return first if first is not None else time.monotonic() - began
 
 
+def proved(file: Path) -> str:
+    """What `samestep verify --json` has found, for the record. Fails where the step is not that of one process."""
+    proof = json.loads(file.read_text(encoding="utf-8"))
+    assert proof["same_step"]
+    assert proof["dtype"] == "float64"
+    worst = max(proof["max_relative_difference"].values())
+    assert worst < 1e-10
+    return f"same step, largest relative difference {worst:.0e}"
+
+
 def _end(commands: Sequence[Running], reason: str) -> None:
     time.sleep(1.0)  # the others say why they end, too
     for command in commands:
@@ -137,8 +93,23 @@ def start_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], **env: st
     return [host.start(command, env={**VARIABLES, **env}) for host, command in zip(hosts, commands, strict=True)]
 
 
-def record(place: str, command: str, tried: str, seen: str, first_step: float | None = None) -> None:
-    """Note what a test has seen, where SAMESTEP_TESTED names a file: the table of docs/tested.md is made from it."""
+def record(
+    place: str,
+    command: str,
+    tried: str,
+    seen: str,
+    first_step: float | None = None,
+    *,
+    recovery: float | None = None,
+    limits: str = "",
+) -> None:
+    """Note what a test has seen, where SAMESTEP_TESTED names a file: the table of docs/tested.md is made from it.
+
+    `first_step` is seconds from the start to the first step, `recovery` seconds from a fault to the next step, and
+    `limits` the time limits that govern it. Raises KeyError for words that tools/tested.py has no Chinese for.
+    """
+    for words in (place, tried, seen, limits):
+        chinese(words)
     name = os.environ.get("SAMESTEP_TESTED")
     if name is None:
         return
@@ -150,6 +121,8 @@ def record(place: str, command: str, tried: str, seen: str, first_step: float | 
         "tried": tried,
         "seen": seen,
         "first_step_seconds": first_step,
+        "recovery_seconds": recovery,
+        "limits": limits,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

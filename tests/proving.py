@@ -15,9 +15,11 @@ from samestep.tasks.resolve import resolve
 
 STEPS = 3
 
+Case = tuple[samestep.Recipe, str, Mapping[str, Any]]  # what is trained, its layout, and the run's other settings
 
-def prove(cases: Mapping[str, tuple[samestep.Recipe, str, Mapping[str, Any]]]) -> dict[str, Proof | str]:
-    """By name of a case (recipe, layout, run options), its proof; or the message of the user error that came instead.
+
+def prove(cases: Mapping[str, Case], *, steps: int = STEPS) -> dict[str, Proof | str]:
+    """By name of a case, its proof; or the message of the user error that came instead.
 
     All layouts need the same number of ranks.
     """
@@ -25,7 +27,7 @@ def prove(cases: Mapping[str, tuple[samestep.Recipe, str, Mapping[str, Any]]]) -
         name: proof_job(Job(recipe=recipe, run=Run(layout=layout, threads=1, **run)))
         for name, (recipe, layout, run) in cases.items()
     }
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(prefix="samestep-references-") as folder:
         known: dict[str, Reference] = {}
         by_recipe: dict[int, Reference] = {}
         for number, (name, job) in enumerate(jobs.items()):
@@ -33,21 +35,20 @@ def prove(cases: Mapping[str, tuple[samestep.Recipe, str, Mapping[str, Any]]]) -
             if recipe not in by_recipe:
                 place = Path(folder) / str(number)
                 place.mkdir()
-                by_recipe[recipe] = reference(job, resolve(job.recipe), STEPS, place)
+                by_recipe[recipe] = reference(job, resolve(job.recipe), steps, place)
             known[name] = by_recipe[recipe]
-        sizes = {Layout.parse(job.run.layout).size for job in jobs.values()}
-        assert len(sizes) == 1, sizes
-        return local.start(_on_each_rank, (jobs, known), sizes.pop())
+        (size,) = {Layout.parse(job.run.layout).size for job in jobs.values()}
+        return local.start(_on_each_rank, (jobs, known, steps), size)
 
 
-def _on_each_rank(jobs: Mapping[str, Job], known: Mapping[str, Reference]) -> dict[str, Proof | str]:
+def _on_each_rank(jobs: Mapping[str, Job], known: Mapping[str, Reference], steps: int) -> dict[str, Proof | str]:
     found: dict[str, Proof | str] = {}
     with join(device="cpu", threads=1) as world:
         for name, job in jobs.items():
             try:
                 layout = Layout.parse(job.run.layout)
                 mine = known[name] if world.rank == 0 else None
-                found[name] = hold_against(job, resolve(job.recipe), world, layout, STEPS, mine)
+                found[name] = hold_against(job, resolve(job.recipe), world, layout, steps, mine)
             except samestep.UserError as error:  # on every rank alike
                 found[name] = str(error)
     return found
@@ -56,3 +57,13 @@ def _on_each_rank(jobs: Mapping[str, Job], known: Mapping[str, Reference]) -> di
 def same(proofs: Mapping[str, Proof | str], names: Sequence[str]) -> dict[str, Any]:
     """What stands where a proof that the step is the same should stand; empty where all is well."""
     return {name: proofs[name] for name in names if getattr(proofs[name], "same_step", False) is not True}
+
+
+def assert_same_steps(cases: Sequence[Case], *, steps: int) -> None:
+    """Every case takes the steps of one process, in float64."""
+    by_name = {
+        f"{number}: {layout} {run}": (recipe, layout, run) for number, (recipe, layout, run) in enumerate(cases)
+    }
+    proofs = prove(by_name, steps=steps)
+    assert same(proofs, list(by_name)) == {}
+    assert {proof.dtype for proof in proofs.values() if isinstance(proof, Proof)} == {"float64"}

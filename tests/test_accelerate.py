@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+from engine_recipes import Branched, recipe
 from proving import prove, same
-from small_tasks import Points, Words
-from test_unused import Branches
+from small_tasks import Words
 from tiny_models import Tiny
 
 import samestep
@@ -18,16 +18,6 @@ from samestep.layout import Layout
 pytest.importorskip("accelerate")
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate" / "fsdp2.yaml"
-
-
-class Branched(Branches):
-    def scores(self, output: Any, batch: samestep.Batch) -> Any:
-        return output[0], batch.targets
-
-
-def recipe(task: samestep.Task | None = None, **values: Any) -> samestep.Recipe:
-    settings = {"batch": 33, "epochs": 1, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
-    return samestep.Recipe(task=task or Points(), **{**settings, **values})
 
 
 def config_file(folder: Path, **changes: Any) -> Path:

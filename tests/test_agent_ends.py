@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import psutil
 import pytest
-from elastic_agents import Agent, Agents, job_file, losses
+from elastic_agents import Agent, Agents, elastic_job
+from small_jobs import steps_in
 
 from samestep.cluster.start import agent
 from samestep.cluster.start.outcome import Failure
@@ -26,10 +27,10 @@ def forked_ranks(agent: Agent) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path) -> None:
-    job_file(tmp_path, steps=1000, seconds=0.1)
+    elastic_job(tmp_path, steps=1000, seconds=0.1)
     with Agents(tmp_path, ("-m", "samestep", "train", "job.yaml"), "2:2", ["--notice", "60s"]) as agents:
         one, other = agents.start(0), agents.start(1)
-        agents.wait_for(lambda: len(losses(tmp_path)) > 2)
+        agents.wait_for(lambda: steps_in(tmp_path / "run") > 2)
         ranks = [*forked_ranks(one), *forked_ranks(other)]
         assert len(ranks) == 2
         for rank in ranks:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from launching import free_port
 
 from samestep.cluster.binding import bindings
 from samestep.cluster.contracts import keras, table
@@ -150,12 +150,6 @@ def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str,
         chief.communicate()
         other.kill()
         other.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def test_ranks_agree_where_no_agent_serves_them() -> None:

@@ -1,40 +1,27 @@
-"""`samestep checkpoint convert`: to and from every format, what can't be read, and what is refused."""
+"""`samestep checkpoint convert`: to and from every format, in one file or many, whatever wrote it."""
 
 import json
-import os
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from formats import READERS, RECIPES, classifier, job_file, language, model_of
-from safetensors.torch import load_file, save_file
+from formats import READERS, RECIPES, classifier, language, model_of, points_file, same, trained
+from safetensors.torch import load_file
 from small_tasks import Points
-from torch import Tensor, nn
-from unsafe import renew_sums, trap_index, trap_tensors, trapped_state
+from torch import Tensor
 
 import samestep
 from samestep.cli.main import main
 from samestep.convert.conversion import convert
 from samestep.convert.formats import FORMATS
-from samestep.errors import UserError
 from samestep.job import Job
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")
 ALL = sorted(FORMATS)
-
-
-def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names, and the same bits."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
 
 
 @pytest.fixture(params=sorted(RECIPES))
@@ -52,10 +39,7 @@ def plain_file(tmp_path: Path, recipe: samestep.Recipe) -> Path:
 
 @pytest.fixture
 def mlp_file(tmp_path: Path) -> Path:
-    torch.manual_seed(1)
-    file = tmp_path / "mlp.pt"
-    torch.save(Points().model().state_dict(), file)
-    return file
+    return points_file(tmp_path)
 
 
 def test_every_format_and_back(tmp_path: Path, recipe: samestep.Recipe, plain_file: Path) -> None:
@@ -115,55 +99,6 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     assert list(task.class_names() or ()) == list(model.config.id2label.values())
 
 
-def trained(recipe: samestep.Recipe, folder: Path, layout: str = "single", **checkpoint: Any) -> samestep.TrainResult:
-    return samestep.train(
-        recipe,
-        layout,
-        folder=folder,
-        device="cpu",
-        threads=1,
-        tensorboard=False,
-        checkpoint=samestep.Checkpointing(**checkpoint),
-    )
-
-
-class Started(Points):
-    """The same points, with a model that begins with the weights of a file."""
-
-    def __init__(self, *, file: Path) -> None:
-        super().__init__()
-        self.file = file
-
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.load_state_dict(torch.load(self.file, weights_only=True))
-        return model
-
-
-def points(task: samestep.Task, **rest: Any) -> samestep.Recipe:
-    return samestep.Recipe(task=task, batch=33, steps=5, optimizer=samestep.AdamW(lr=1e-2), **rest)
-
-
-def test_a_training_begins_with_converted_weights(tmp_path: Path, mlp_file: Path) -> None:
-    convert(mlp_file, tmp_path / "step-0")
-    resumed = trained(points(Points()), tmp_path / "resumed", resume=str(tmp_path / "step-0"))
-    plain = trained(points(Started(file=mlp_file)), tmp_path / "plain")
-    assert resumed.first_step == 0
-    assert resumed.losses == plain.losses
-    assert resumed.metrics == plain.metrics
-    assert resumed.losses != trained(points(Points()), tmp_path / "other").losses
-
-
-def test_it_begins_under_any_layout_and_ends_as_one_model(tmp_path: Path, mlp_file: Path) -> None:
-    convert(mlp_file, tmp_path / "step-0", dtype="float64")
-    recipe = points(Points(), precision="fp64")
-    resumed = trained(recipe, tmp_path / "resumed", "fsdp2", resume=str(tmp_path / "step-0"))
-    plain = trained(points(Started(file=mlp_file), precision="fp64"), tmp_path / "plain")
-    assert resumed.losses == pytest.approx(plain.losses, rel=1e-10)
-    convert(tmp_path / "resumed", tmp_path / "whole.safetensors")
-    same(load_file(tmp_path / "whole.safetensors"), load_file(resumed.model_file))
-
-
 def test_other_types(tmp_path: Path, mlp_file: Path) -> None:
     state = torch.load(mlp_file, weights_only=True)
     state["count"] = torch.tensor(7)
@@ -171,14 +106,6 @@ def test_other_types(tmp_path: Path, mlp_file: Path) -> None:
     convert(tmp_path / "counted.pt", tmp_path / "half.safetensors", dtype="bfloat16")
     expected = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
     same(load_file(tmp_path / "half.safetensors"), expected)
-
-
-def test_weights_of_another_type_are_no_beginning(tmp_path: Path, mlp_file: Path) -> None:
-    convert(mlp_file, tmp_path / "half", to="samestep", dtype="bfloat16")
-    with pytest.raises(UserError, match=r"of bfloat16, and .* of float32; .* --dtype float32 makes it so"):
-        trained(points(Points()), tmp_path / "run", resume=str(tmp_path / "half"))
-    convert(tmp_path / "half", tmp_path / "step-0", dtype="float32")
-    assert trained(points(Points()), tmp_path / "run", resume=str(tmp_path / "step-0")).steps == 5
 
 
 def test_shards_of_a_bounded_size_with_an_index(tmp_path: Path, mlp_file: Path) -> None:
@@ -208,272 +135,6 @@ def test_a_file_of_former_times(tmp_path: Path, mlp_file: Path) -> None:
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     convert(tmp_path / "old.pt", tmp_path / "weights.safetensors")
     same(load_file(tmp_path / "weights.safetensors"), state)
-
-
-def _of_own(folder: Path, source: Path) -> Path:
-    convert(source, folder / "own", to="samestep")
-    return folder / "own"
-
-
-def _of_fsdp(folder: Path, source: Path) -> Path:
-    convert(source, folder / "fsdp", to="fsdp")
-    return folder / "fsdp"
-
-
-def state_dict(folder: Path, trace: Path, _: Path) -> Path:
-    torch.save(trapped_state(trace), folder / "bad.pt")
-    return folder / "bad.pt"
-
-
-def ddp(folder: Path, trace: Path, _: Path) -> Path:
-    torch.save(trapped_state(trace, "module."), folder / "bad.pt")
-    return folder / "bad.pt"
-
-
-def former_file(folder: Path, trace: Path, _: Path) -> Path:
-    torch.save(trapped_state(trace), folder / "bad.pt", _use_new_zipfile_serialization=False)
-    return folder / "bad.pt"
-
-
-def hugging_face(folder: Path, trace: Path, _: Path) -> Path:
-    (folder / "bad").mkdir()
-    (folder / "bad" / "config.json").write_text("{}", encoding="utf-8")
-    torch.save(trapped_state(trace), folder / "bad" / "pytorch_model.bin")
-    return folder / "bad"
-
-
-def accelerate(folder: Path, trace: Path, _: Path) -> Path:
-    (folder / "bad").mkdir()
-    torch.save({}, folder / "bad" / "random_states_0.pkl")
-    torch.save(trapped_state(trace), folder / "bad" / "pytorch_model.bin")
-    return folder / "bad"
-
-
-def deepspeed_model(folder: Path, trace: Path, _: Path) -> Path:
-    (folder / "bad").mkdir()
-    torch.save({"module": trapped_state(trace)}, folder / "bad" / "mp_rank_00_model_states.pt")
-    return folder / "bad"
-
-
-def deepspeed_optimizer(folder: Path, trace: Path, source: Path) -> Path:
-    (folder / "bad").mkdir()
-    torch.save({"module": torch.load(source)}, folder / "bad" / "mp_rank_00_model_states.pt")
-    file = folder / "bad" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch.save({"optimizer_state_dict": trapped_state(trace)}, file)
-    return folder / "bad"
-
-
-def fsdp_index(folder: Path, trace: Path, source: Path) -> Path:
-    place = _of_fsdp(folder, source)
-    trap_index(place / "pytorch_model_fsdp_0", trace)
-    return place
-
-
-def fsdp_tensors(folder: Path, trace: Path, source: Path) -> Path:
-    place = _of_fsdp(folder, source)
-    trap_tensors(place / "pytorch_model_fsdp_0", trace)
-    return place
-
-
-def own_index(folder: Path, trace: Path, source: Path) -> Path:
-    place = _of_own(folder, source)
-    trap_index(place, trace)
-    renew_sums(place)
-    return place
-
-
-def own_tensors(folder: Path, trace: Path, source: Path) -> Path:
-    place = _of_own(folder, source)
-    trap_tensors(place, trace)
-    renew_sums(place)
-    return place
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        state_dict,
-        ddp,
-        former_file,
-        hugging_face,
-        accelerate,
-        deepspeed_model,
-        deepspeed_optimizer,
-        fsdp_index,
-        fsdp_tensors,
-        own_index,
-        own_tensors,
-    ],
-)
-@pytest.mark.parametrize("words", [["convert", "BAD", "out.safetensors"], ["inspect", "BAD"]])
-def test_nothing_in_a_pickle_is_run(
-    make: Callable[[Path, Path, Path], Path],
-    words: Sequence[str],
-    tmp_path: Path,
-    mlp_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    trace = tmp_path / "trace"
-    bad = make(tmp_path, trace, mlp_file)
-    capsys.readouterr()
-    code = main(["checkpoint", *[str(bad) if word == "BAD" else word for word in words]])
-    told = capsys.readouterr().err.splitlines()
-    assert not trace.exists()
-    if "tensors" in make.__name__ and words[0] == "inspect":
-        assert code == 0  # no tensor is read to say what there is
-        return
-    assert code == 2
-    assert len(told) == 1
-    assert "posix.mkdir" in told[0]
-    assert not (tmp_path / "out.safetensors").exists()
-
-
-def test_the_traps_would_run(tmp_path: Path) -> None:
-    file = state_dict(tmp_path, tmp_path / "trace", tmp_path)
-    torch.load(file, weights_only=False)
-    assert (tmp_path / "trace").is_dir()
-
-
-@pytest.fixture
-def place(tmp_path: Path, mlp_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with good and bad files."""
-    monkeypatch.chdir(tmp_path)
-    state = torch.load(mlp_file, weights_only=True)
-    Path("text.txt").write_text("something", encoding="utf-8")
-    Path("cut.pt").write_bytes(mlp_file.read_bytes()[:-300])
-    Path("zip.pt").write_bytes(b"PK\x03\x04" + bytes(50))
-    Path("garbage.safetensors").write_bytes(bytes(range(200)))
-    save_file(state, "good.safetensors")
-    Path("cut.safetensors").write_bytes(Path("good.safetensors").read_bytes()[:-5])
-    leads_out = {"weight_map": {"weight": "../elsewhere.safetensors"}}
-    Path("out.safetensors.index.json").write_text(json.dumps(leads_out), encoding="utf-8")
-    lacks = {"weight_map": {"weight": "missing.safetensors"}}
-    Path("lacks.safetensors.index.json").write_text(json.dumps(lacks), encoding="utf-8")
-    wrong = {"weight_map": {"weight": "good.safetensors"}}
-    Path("wrong.safetensors.index.json").write_text(json.dumps(wrong), encoding="utf-8")
-    Path("none.safetensors.index.json").write_text("[]", encoding="utf-8")
-    torch.save({"epoch": 3, "name": "x"}, "no_tensors.pt")
-    torch.save({"model": state, "average": state}, "two.pt")
-    Path("empty").mkdir()
-    Path("folder.pt").mkdir()
-    convert(Path("mlp.pt"), Path("own"), to="samestep")
-    shutil.copytree("own", "damaged")
-    file = sorted(Path("damaged").glob("*.distcp"))[0]
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
-    job_file(tmp_path, classifier(tmp_path))
-    Path("points.yaml").write_text("recipe: {task: regression, batch: 8, steps: 1}\n", encoding="utf-8")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("nowhere.pt new.safetensors", "there is no file or folder nowhere.pt"),
-        ("text.txt new.safetensors", "is none of these: a checkpoint of samestep"),
-        ("empty new.safetensors", "is none of these"),
-        ("text.txt new.safetensors --from state-dict", "is damaged, or no file of torch.save"),
-        ("text.txt new.safetensors --from safetensors", "is damaged, or no safetensors file"),
-        ("text.txt new.safetensors --from samestep", "holds no checkpoint of samestep"),
-        ("empty new.safetensors --from deepspeed", "has no *_model_states.pt"),
-        ("empty new.safetensors --from accelerate", "has none of model.safetensors"),
-        ("empty new.safetensors --from hugging-face", "has none of model.safetensors"),
-        ("empty new.safetensors --from fsdp", "has no .metadata and no folder pytorch_model_fsdp_0"),
-        ("mlp.pt new.safetensors --from ddp", "doesn't begin with module."),
-        ("mlp.pt new.safetensors --from torch", '--from is "torch"'),
-        ("mlp.pt new.safetensors --to safetensor", '--to is "safetensor"; did you mean "safetensors"'),
-        ("mlp.pt new", "new doesn't say what is to be written; --to does: samestep"),
-        ("mlp.pt good.safetensors", "good.safetensors is there already"),
-        ("mlp.pt folder.pt", "folder.pt is there already"),
-        ("mlp.pt text.txt/new.pt", "is a file; another path would do"),
-        ("mlp.pt step-7", "is the name of a later step"),
-        ("mlp.pt new.pt --dtype float8", "--dtype is float8; float64, float32"),
-        ("mlp.pt new.safetensors --shard-size 4", "--shard-size is 4; a size such as"),
-        ("mlp.pt new.safetensors --shard-size 0GB", "more than nothing would do"),
-        ("mlp.pt new --to hugging-face", "--job JOB.yaml"),
-        ("mlp.pt new --to hugging-face --job job.yaml", "the job's model has bert.embeddings.word_embeddings.weight"),
-        ("mlp.pt new --to hugging-face --job points.yaml", "none of transformers'"),
-        ("mlp.pt new --to hugging-face --job nowhere.yaml", "no job file nowhere.yaml"),
-        ("cut.pt new.safetensors", "cut.pt is damaged"),
-        ("zip.pt new.safetensors --from state-dict", "zip.pt is damaged"),
-        ("garbage.safetensors new.pt", "garbage.safetensors is damaged"),
-        ("cut.safetensors new.pt", "cut.safetensors is damaged"),
-        ("out.safetensors.index.json new.pt", "the names of files beside it alone would do"),
-        ("lacks.safetensors.index.json new.pt", "there is no file missing.safetensors"),
-        ("wrong.safetensors.index.json new.pt", "says that a file holds weight, and it doesn't"),
-        ("none.safetensors.index.json new.pt", "is no index of safetensors files"),
-        ("no_tensors.pt new.safetensors", "in one section; it has none"),
-        ("two.pt new.safetensors", "it has 2 of them: model, average"),
-        ("damaged new.pt", "damaged is damaged: "),
-        ("mlp.pt", "required: TARGET"),
-    ],
-)
-def test_mistakes(place: Path, capsys: pytest.CaptureFixture[str], words: str, said: str) -> None:
-    before = sorted(path.name for path in place.iterdir())
-    capsys.readouterr()
-    assert main(["checkpoint", "convert", *words.split()]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert said in told[0]
-    assert sorted(path.name for path in place.iterdir()) == before  # nothing half written
-
-
-@pytest.mark.parametrize("form", ALL)
-def test_files_have_the_users_permissions(form: str, tmp_path: Path) -> None:
-    recipe = classifier(tmp_path)
-    torch.save(model_of(recipe).state_dict(), tmp_path / "plain.pt")
-    before = set(tmp_path.iterdir())
-    umask = os.umask(0o027)
-    try:
-        convert(tmp_path / "plain.pt", tmp_path / "there", to=form, job=Job(recipe=recipe), shard_size="30KB")
-    finally:
-        os.umask(umask)
-    new = [path for each in set(tmp_path.iterdir()) - before for path in (each, *each.rglob("*"))]
-    assert new
-    for path in new:
-        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
-
-
-@pytest.mark.parametrize("form", ALL)
-def test_a_full_disk_leaves_nothing(form: str, tmp_path: Path) -> None:
-    recipe = classifier(tmp_path)
-    torch.save(model_of(recipe).state_dict(), tmp_path / "plain.pt")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))  # bytes of one file
-    try:
-        with pytest.raises(UserError, match="can't be written"):
-            convert(tmp_path / "plain.pt", tmp_path / "there", to=form, job=Job(recipe=recipe))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_a_recipe_in_a_checkpoint_runs_no_file(tmp_path: Path, mlp_file: Path) -> None:
-    own = _of_own(tmp_path, mlp_file)
-    code = tmp_path / "code.py"
-    code.write_text("import os\nos.mkdir('trace')\n", encoding="utf-8")
-    info = json.loads((own / "checkpoint.json").read_text(encoding="utf-8"))
-    info["recipe"] = {"task": f"{code}:Task", "batch": 4}
-    (own / "checkpoint.json").write_text(json.dumps(info), encoding="utf-8")
-    with pytest.raises(UserError, match=r"--job JOB\.yaml"):
-        convert(own, tmp_path / "hf", to="hugging-face")
-    assert not (tmp_path / "trace").exists()
-
-
-def test_another_models_weights(tmp_path: Path, mlp_file: Path) -> None:
-    state = torch.load(mlp_file, weights_only=True)
-    torch.save({**state, "more": torch.ones(1)}, tmp_path / "more.pt")
-    torch.save({**state, "0.bias": torch.ones(1)}, tmp_path / "shape.pt")
-    torch.save({name: value for name, value in state.items() if name != "0.bias"}, tmp_path / "less.pt")
-    for name, said in (
-        ("more", "holds more, and the job's model has none"),
-        ("shape", r"0.bias has shape \[1\], and in the job's model \[16\]"),
-        ("less", "has no 0.bias, and the job's model has"),
-    ):
-        with pytest.raises(UserError, match=said):
-            samestep.load_model(points(Points()), tmp_path / f"{name}.pt")
 
 
 def test_language_models_tie(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from formats import same
 from safetensors.torch import load_file
 from small_tasks import Points
-from test_convert import same
 from torch import Tensor, nn
 
 import samestep

@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import free_port
 from small_tasks import Points
 
 import samestep
@@ -25,12 +25,6 @@ recipe:
   steps: 3
 run: {{layout: zero1x2, engine: deepspeed, device: cpu, folder: {folder}}}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def test_ranks_of_the_deepspeed_command_train(tmp_path: Path) -> None:

@@ -6,23 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
-from elastic_agents import Agents, faults, free_port, job_file, losses
+from elastic_agents import Agents, elastic_job
+from launching import free_port
+from small_jobs import faults_in, losses_alone, losses_in, steps_in
 
-from samestep import jobfile
-from samestep.api import train_job
 from samestep.cli.main import main
 from samestep.cluster.network import reach
 
 TRAIN = ("-m", "samestep", "train", "job.yaml")
 STEPS = 60
-
-
-def alone(folder: Path) -> tuple[float, ...]:
-    """The losses of the same job in this process."""
-    own = {"layout": "single", "elastic": "false", "folder": f"{folder}/alone", "checkpoint": "null", "inject": "[]"}
-    values = [(f"run.{key}", value, "test") for key, value in own.items()]
-    job = jobfile.load(folder / "job.yaml", [*values, ("recipe.args.seconds", "0", "test")]).job
-    return train_job(job).losses
 
 
 @pytest.mark.timeout(90)
@@ -43,13 +35,13 @@ def test_every_round_has_a_store_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(90)
 def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
-    job_file(tmp_path, steps=9, inject={"rank": 1, "step": 7, "fault": "kill"})
+    elastic_job(tmp_path, steps=9, inject={"rank": 1, "step": 7, "fault": "kill"})
     with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "1"]) as agents:
         one, other = agents.start(0), agents.start(1)
         assert (one.wait(60), other.wait(60)) == (0, 0), one.text + other.text
         told = [line for line in (one.text + other.text).splitlines() if "goes on at step" in line]
-    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-12)
-    (fault,) = faults(tmp_path)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=9), rel=1e-12)
+    (fault,) = faults_in(tmp_path / "run")
     known = {name: fault[name] for name in ("round", "rank", "step", "goes_on_at", "steps_lost", "layout")}
     assert known == {"round": 0, "rank": 1, "step": 7, "goes_on_at": 6, "steps_lost": 1, "layout": "dp2"}
     assert "SIGKILL" in fault["cause"]
@@ -62,71 +54,71 @@ def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_a_lost_hosts_state_comes_from_its_neighbours_memory(tmp_path: Path) -> None:
     checkpoint = {"every": 1000, "memory": 2, "resume": "auto"}
-    job_file(tmp_path, steps=STEPS, seconds=0.1, checkpoint=checkpoint, max_restarts=1, layout="fsdp2")
+    elastic_job(tmp_path, steps=STEPS, seconds=0.1, checkpoint=checkpoint, max_restarts=1, layout="fsdp2")
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
         here, there = agents.start(0), agents.start(1)
-        agents.wait_for(lambda: len(losses(tmp_path)) > 8)
+        agents.wait_for(lambda: steps_in(tmp_path / "run") > 8)
         there.kill()
         assert here.wait(90) == 0, here.text
-    (fault,) = faults(tmp_path)
+    (fault,) = faults_in(tmp_path / "run")
     assert fault["goes_on_at"] >= 4  # nothing is on the disk
     assert "samestep-memory-" in here.text
-    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
 @pytest.mark.timeout(120)
 def test_a_pause_is_survived_and_a_death_is_not_waited_for(tmp_path: Path) -> None:
-    job_file(tmp_path, steps=STEPS, seconds=0.1)
+    elastic_job(tmp_path, steps=STEPS, seconds=0.1)
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
         here, there = agents.start(0), agents.start(1)
-        agents.wait_for(lambda: len(losses(tmp_path)) > 3)
+        agents.wait_for(lambda: steps_in(tmp_path / "run") > 3)
         there.send(signal.SIGSTOP)
         time.sleep(3)
         there.send(signal.SIGCONT)
         time.sleep(2)
-        assert faults(tmp_path) == []
-        steps = len(losses(tmp_path))
+        assert faults_in(tmp_path / "run") == []
+        steps = steps_in(tmp_path / "run")
         there.kill()
-        agents.wait_for(lambda: faults(tmp_path), limit=30)
+        agents.wait_for(lambda: faults_in(tmp_path / "run"), limit=30)
         assert here.wait(60) == 0, here.text
-    (fault,) = faults(tmp_path)
+    (fault,) = faults_in(tmp_path / "run")
     assert (fault["rank"], fault["next_layout"]) == (1, "single")
     assert fault["cause"] == "its host is gone"
     assert fault["goes_on_at"] >= steps - 3
     assert fault["seconds"] < 20
-    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_host_that_says_nothing_is_lost_and_joins_again(tmp_path: Path) -> None:
-    job_file(tmp_path, steps=250, seconds=0.1)
+    elastic_job(tmp_path, steps=250, seconds=0.1)
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "3", "--silence-limit", "4s"]) as agents:
         here, there = agents.start(0), agents.start(1)
-        agents.wait_for(lambda: len(losses(tmp_path)) > 3)
+        agents.wait_for(lambda: steps_in(tmp_path / "run") > 3)
         there.send(signal.SIGSTOP, to_all=True)  # its connections stand, and nothing comes
         agents.wait_for(lambda: "has given no sign of life for" in here.text, limit=10)
-        agents.wait_for(lambda: faults(tmp_path), limit=20)
+        agents.wait_for(lambda: faults_in(tmp_path / "run"), limit=20)
         there.kill()
-        before = len(losses(tmp_path))
+        before = steps_in(tmp_path / "run")
         agents.start(1)
         agents.wait_for(lambda: "joins; goes on at step" in here.text)
-        after = len(losses(tmp_path))
+        after = steps_in(tmp_path / "run")
         assert here.wait(90) == 0, here.text
     assert after >= before  # what was taken was saved before the ranks started anew
-    assert len(faults(tmp_path)) == 1
-    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+    assert len(faults_in(tmp_path / "run")) == 1
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=250), rel=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_rank_that_hangs_is_named_by_its_own_host(tmp_path: Path) -> None:
-    job_file(tmp_path, steps=9, hang_limit="3s", inject={"rank": 1, "step": 7, "fault": "hang"})
+    elastic_job(tmp_path, steps=9, hang_limit="3s", inject={"rank": 1, "step": 7, "fault": "hang"})
     with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "1"]) as agents:
         one, other = agents.start(0), agents.start(1)
         assert (one.wait(90), other.wait(90)) == (0, 0), one.text + other.text
-    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-12)
-    (fault,) = faults(tmp_path)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=9), rel=1e-12)
+    (fault,) = faults_in(tmp_path / "run")
     assert (fault["rank"], fault["step"], fault["goes_on_at"]) == (1, 7, 6)
     assert fault["cause"].startswith("it hung in step 7")
     assert "inject.py" in fault["reason"]
@@ -135,24 +127,24 @@ def test_a_rank_that_hangs_is_named_by_its_own_host(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_host_that_is_told_to_stop_lets_all_save(tmp_path: Path) -> None:
-    job_file(tmp_path, steps=STEPS, seconds=0.1, checkpoint={"every": 1000, "resume": "auto"})
+    elastic_job(tmp_path, steps=STEPS, seconds=0.1, checkpoint={"every": 1000, "resume": "auto"})
     with Agents(tmp_path, TRAIN, "1:2") as agents:
         here, there = agents.start(0), agents.start(1)
-        agents.wait_for(lambda: len(losses(tmp_path)) > 10)
+        agents.wait_for(lambda: steps_in(tmp_path / "run") > 10)
         there.send(signal.SIGTERM)
         assert there.wait(30) == 143, there.text
         assert here.wait(90) == 0, here.text
-    assert faults(tmp_path) == []
+    assert faults_in(tmp_path / "run") == []
     first = re.search(r"goes on from .*, after step (\d+)", here.text)
     assert first is not None
     assert int(first[1]) > 10  # saved on notice: none was due
-    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
-    job_file(tmp_path, steps=9, layout="tp3")
+    elastic_job(tmp_path, steps=9, layout="tp3")
     with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "3"]) as agents:
         one, other = agents.start(0), agents.start(1)
         codes = one.wait(60), other.wait(60)
@@ -163,21 +155,21 @@ def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: Path) -> None:
-    job_file(tmp_path, steps=STEPS, seconds=0.1)
+    elastic_job(tmp_path, steps=STEPS, seconds=0.1)
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
         keeper, other = agents.start(0), agents.start(1)
-        agents.wait_for(lambda: len(losses(tmp_path)) > 3)
+        agents.wait_for(lambda: steps_in(tmp_path / "run") > 3)
         keeper.kill()
         began = time.monotonic()
         assert other.wait(20) == 1
         assert time.monotonic() - began < 20
         assert "the job's store at 127.0.0.1" in other.text
         assert "started anew with --resume" in other.text
-        steps = len(losses(tmp_path))
+        steps = steps_in(tmp_path / "run")
         assert agents.start(0, "--gather", "1s").wait(60) == 0
-        first = len(losses(tmp_path))
+        first = steps_in(tmp_path / "run")
     assert 3 < steps < STEPS == first
-    assert losses(tmp_path) == pytest.approx(alone(tmp_path), rel=1e-9)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
 def test_a_silence_limit_that_ends_every_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

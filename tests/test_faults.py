@@ -11,6 +11,7 @@ import plain_loop
 import pytest
 from faulty_tasks import Counted, Poisoned, Stopped
 from safetensors.torch import load_file
+from small_jobs import faults_in, lines_in
 from small_tasks import Points
 
 import samestep
@@ -31,10 +32,6 @@ def recipe(task: samestep.Task | None = None, **values: Any) -> samestep.Recipe:
 def train(folder: Path, layout: str = "dp2", task: samestep.Task | None = None, **run: Any) -> samestep.TrainResult:
     values = {"checkpoint": SAVES, "tensorboard": False, "threads": 1, **run}
     return samestep.train(recipe(task, precision="fp64"), layout=layout, folder=folder, **values)
-
-
-def faults(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "faults.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +60,7 @@ def test_a_failed_rank_is_named_and_all_go_on_from_the_last_checkpoint(
 ) -> None:
     result = train(tmp_path, max_restarts=1, inject={"rank": 1, "step": 7, "fault": fault})
     assert is_the_same(result, undisturbed)
-    (found,) = faults(tmp_path)
+    (found,) = faults_in(tmp_path)
     assert cause in found["cause"]
     known = {name: found[name] for name in ("round", "rank", "step", "goes_on_at", "steps_lost")}
     assert known == {"round": 0, "rank": 1, "step": 7, "goes_on_at": 6, "steps_lost": 1}
@@ -78,7 +75,7 @@ def test_a_failed_rank_is_named_and_all_go_on_from_the_last_checkpoint(
 def test_without_checkpoints_a_restart_begins_anew(tmp_path: Path, undisturbed: samestep.TrainResult) -> None:
     result = train(tmp_path, checkpoint=None, max_restarts=1, inject={"rank": 0, "step": 4, "fault": "kill"})
     assert is_the_same(result, undisturbed)
-    (found,) = faults(tmp_path)
+    (found,) = faults_in(tmp_path)
     assert (found["goes_on_at"], found["steps_lost"]) == (0, 4)
 
 
@@ -88,7 +85,7 @@ def test_when_restarts_are_used_up_the_failure_is_told(tmp_path: Path) -> None:
     with pytest.raises(samestep.RankFailedError, match="planted in rank 1 at step 4") as caught:
         train(tmp_path, max_restarts=1, inject=planted)
     assert caught.value.rank == 1
-    assert [(found["round"], found["goes_on_at"]) for found in faults(tmp_path)] == [(0, 3), (1, None)]
+    assert [(found["round"], found["goes_on_at"]) for found in faults_in(tmp_path)] == [(0, 3), (1, None)]
 
 
 @pytest.mark.timeout(60)
@@ -105,7 +102,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     planted = {"rank": 0, "step": 7, "fault": "hang"}
     result = train(tmp_path, max_restarts=1, hang_limit="2s", inject=planted)
     assert is_the_same(result, undisturbed)
-    (found,) = faults(tmp_path)
+    (found,) = faults_in(tmp_path)
     assert (found["rank"], found["step"], found["goes_on_at"]) == (0, 7, 6)
     assert "it hung in step 7: no rank moved on for 2 s" in found["cause"]
     assert 'supervision/inject.py", line' in found["reason"]
@@ -143,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
     expected = SampleOrder(size=200, batch=16, seed=0).global_batch(4).tolist()
     assert found["samples"] == expected
     assert ", ".join(map(str, expected[:3])) in str(caught.value)
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = lines_in(tmp_path / "metrics.jsonl")
     assert (steps[4]["loss"], steps[4]["grad_norm"]) == (None, None)
     assert not (tmp_path / "faults.jsonl").exists()
 
@@ -206,7 +203,7 @@ def test_a_lost_rank_is_done_without(tmp_path: Path, undisturbed: samestep.Train
     planted = {"rank": 2, "step": 4, "fault": "kill", "every_round": True}
     result = train(tmp_path, "dp3", elastic=True, max_restarts=1, min_processes=2, inject=planted)
     assert result.losses == pytest.approx(undisturbed.losses, rel=1e-12)
-    found = faults(tmp_path)
+    found = faults_in(tmp_path)
     assert [(each["layout"], each["next_layout"]) for each in found] == [("dp3", "dp3"), ("dp3", "dp2")]
     assert found[-1]["goes_on_at"] == 3
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from engine_recipes import Branched, recipe
 from proving import prove, same
 from small_tasks import Failing, Points, Words
-from test_unused import Branches
 from tiny_models import Tiny
 from torch import nn
 
@@ -27,16 +27,6 @@ from samestep.ranks import Ranks
 pytest.importorskip("horovod", reason="Horovod is not built; make horovod would do")
 
 ENGINE = {"engine": "horovod"}
-
-
-class Branched(Branches):
-    def scores(self, output: Any, batch: samestep.Batch) -> Any:
-        return output[0], batch.targets
-
-
-def recipe(task: samestep.Task | None = None, **values: Any) -> samestep.Recipe:
-    settings = {"batch": 33, "epochs": 1, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
-    return samestep.Recipe(task=task or Points(), **{**settings, **values})
 
 
 def settings_file(folder: Path, **values: Any) -> Path:

@@ -1,25 +1,14 @@
 """Training on several hosts, started on each of them as torchrun has it: the losses of one process, to rounding."""
 
 import importlib.util
-import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from on_hosts import (
-    follow,
-    job_file,
-    losses_alone,
-    losses_in,
-    needs_hosts,
-    python,
-    record,
-    start_on,
-    steps_in,
-    torchrun,
-)
+from on_hosts import SAME, follow, needs_hosts, proved, python, record, start_on, torchrun
+from small_jobs import job_file, losses_alone, losses_in, steps_in
 from testbed import Cable, Testbed
 
 import samestep
@@ -30,7 +19,6 @@ from samestep.cluster.discover.place import Given
 pytestmark = needs_hosts(ssh=False)
 
 TRAIN = "torchrun --nnodes=2 --node-rank=N --master-addr=host-a -m samestep train job.yaml"
-SAME = "the losses of one process"
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +56,8 @@ def test_a_layout_over_two_hosts_is_proved(bed: Testbed, tmp_path: Path, layout:
     verify = ["samestep", "verify", str(job_file(tmp_path)), "--layout", layout, "--json", str(found)]
     for command in start_on(bed.hosts, [torchrun(rank, 2, verify) for rank in range(2)]):
         command.finish(90)
-    proof = json.loads(found.read_text())
-    assert proof["same_step"]
-    worst = max(proof["max_relative_difference"].values())
-    assert worst < 1e-10
-    told = f"same step, largest relative difference {worst:.0e}"
-    record("torchrun", TRAIN.replace("train", "verify"), f"proof of {layout}", told)
+    command = f"{TRAIN.replace('samestep train', 'samestep verify')} --layout {layout}"
+    record("torchrun", command, f"proof of {layout}", proved(found))
 
 
 @pytest.mark.cluster

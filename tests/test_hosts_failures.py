@@ -7,22 +7,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from on_hosts import (
-    VARIABLES,
-    losses_alone,
-    losses_in,
-    needs_hosts,
-    python,
-    record,
-    slow_job,
-    start_on,
-    steps_in,
+from breaking_hosts import (
+    ENOUGH,
+    PROMISED,
+    SILENCE,
+    WHEN_CLOSED,
+    WHEN_SILENT,
+    WITHOUT_STORE,
+    controller,
+    ended_after,
+    gone_on_after,
+    wait_for_step,
 )
-from testbed import Running, Testbed
+from on_hosts import SAME, VARIABLES, needs_hosts, python, record, start_on
+from small_jobs import RECIPE, TESTS, faults_in, job_file, losses_alone, losses_in, slow_job, steps_in, wait_until
+from testbed import Cable, Testbed
 
 pytestmark = needs_hosts()
 
 STEPS = 60
+SSH = "hostfile, over SSH"
+COMMAND = "samestep launch --hostfile hosts --nodes 1:2 --max-restarts 5 -- ..."
+ELASTIC = ("--nodes", "1:2", "--max-restarts", "5")
+REPLICAS = {"layout": "ddp"}
 
 
 @pytest.fixture
@@ -31,62 +38,26 @@ def bed() -> Iterator[Testbed]:
         yield made
 
 
-def wait_for_step(step: int, folder: Path, running: Running, limit: float = 60.0) -> float:
-    """Wait until a run has taken so many steps; seconds that it took."""
-    began = time.monotonic()
-    while steps_in(folder) < step:
-        assert running.poll() is None, running.text
-        assert time.monotonic() - began < limit, f"step {steps_in(folder)} after {limit:.0f} s\n{running.text}"
-        time.sleep(0.02)
-    return time.monotonic() - began
-
-
-COMMAND = "samestep launch --hostfile hosts --nodes 1:2 --max-restarts 5 -- ..."
-ELASTIC = ("--nodes", "1:2", "--max-restarts", "5")
-
-
-def controller(bed: Testbed, folder: Path, *options: str, steps: int = STEPS) -> Running:
-    """The slow job, started over SSH from host-c on the two others."""
-    hosts = folder / "hosts"
-    hosts.write_text("host-a slots=1\nhost-b slots=1\n")
-    train = ["-m", "samestep", "train", str(slow_job(folder, steps=steps, seconds=0.1)), "--layout", "ddp"]
-    train += ["--folder", str(folder / "run"), "--checkpoint-every", "2", "--resume"]
-    start = python("samestep", "launch", "--hostfile", str(hosts), *options)
-    return bed["host-c"].start([*start, "--", *train], env=VARIABLES, cwd=folder)
-
-
 def test_a_host_that_crashes_is_named_and_ends_the_job(bed: Testbed, tmp_path: Path) -> None:
-    running = controller(bed, tmp_path, steps=2000)
+    running = controller(bed, tmp_path, slow_job(tmp_path, steps=2000, seconds=0.1, run=REPLICAS))
+    first = wait_for_step(1, tmp_path / "run", running)
     wait_for_step(5, tmp_path / "run", running)
     bed["host-b"].crash()
-    began = time.monotonic()
-    assert running.wait(60) == 1
-    seconds = time.monotonic() - began
+    code, seconds = ended_after(running)
+    assert code == 1
     assert "samestep: host-b was lost in the middle of the job" in running.text
     left = bed["host-a"].run(["ps", "-eo", "args"]).stdout
     assert "samestep" not in left
     tried, seen = "a host crashes, in a job that wants both", f"the job ends after {seconds:.1f} s and names it"
-    record("hostfile, over SSH", "samestep launch --hostfile hosts -- ...", tried, seen)
-
-
-def gone_on_after(running: Running) -> float:
-    """Seconds from now to the first step of ranks that were started anew.
-
-    How long it may take by the limits that samestep promises, benchmarks/hosts.py measures on a quiet machine.
-    """
-    began = time.monotonic()
-    while "s to the next step" not in running.text:
-        assert running.poll() is None, running.text
-        assert time.monotonic() - began < 60, running.text
-        time.sleep(0.02)
-    return time.monotonic() - began
+    record(SSH, "samestep launch --hostfile hosts -- ...", tried, seen, first)
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("way", ["crash", "power_off"])
 def test_the_others_go_on_without_a_host_and_it_comes_back(bed: Testbed, tmp_path: Path, way: str) -> None:
     run, host_b, steps = tmp_path / "run", bed["host-b"], 300
-    running = controller(bed, tmp_path, *ELASTIC, steps=steps)
+    running = controller(bed, tmp_path, slow_job(tmp_path, steps=steps, seconds=0.1, run=REPLICAS), *ELASTIC)
+    first = wait_for_step(1, run, running)
     wait_for_step(6, run, running)
     getattr(host_b, way)()
     seconds = gone_on_after(running)
@@ -95,38 +66,94 @@ def test_the_others_go_on_without_a_host_and_it_comes_back(bed: Testbed, tmp_pat
     assert losses_in(run) == pytest.approx(losses_alone(steps=steps), rel=1e-12)
     assert json.loads((run / "report.json").read_text())["processes"] == 2
     tried = {"crash": "a host crashes and boots again", "power_off": "a host loses its power and boots again"}
-    seen = f"the other goes on after {seconds:.1f} s, the host joins again; the losses of one process"
-    record("hostfile, over SSH", COMMAND, tried[way], seen)
+    limits = {"crash": WHEN_CLOSED, "power_off": WHEN_SILENT}
+    seen = f"the other goes on, the host joins again; {SAME}"
+    record(SSH, COMMAND, tried[way], seen, first, recovery=seconds, limits=limits[way])
 
 
 @pytest.mark.cluster
 def test_the_others_go_on_without_a_host_that_is_cut_off(bed: Testbed, tmp_path: Path) -> None:
     """It may come back when they are done, which is no failure."""
     run, host_b = tmp_path / "run", bed["host-b"]
-    running = controller(bed, tmp_path, *ELASTIC)
+    running = controller(bed, tmp_path, slow_job(tmp_path, steps=STEPS, seconds=0.1, run=REPLICAS), *ELASTIC)
+    first = wait_for_step(1, run, running)
     wait_for_step(6, run, running)
     host_b.unplug()
     seconds = gone_on_after(running)
     host_b.plug()
     running.finish(150)
     assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
-    seen = f"the other goes on after {seconds:.1f} s; the losses of one process"
-    record("hostfile, over SSH", COMMAND, "a host's cable is pulled, and put back after the other has gone on", seen)
+    tried = "a host's cable is pulled, and put back after the other has gone on"
+    record(SSH, COMMAND, tried, f"the other goes on; {SAME}", first, recovery=seconds, limits=WHEN_SILENT)
+
+
+@pytest.mark.cluster
+def test_a_cable_is_pulled_while_a_rank_waits_in_an_all_reduce(bed: Testbed, tmp_path: Path) -> None:
+    run, host_b = tmp_path / "run", bed["host-b"]
+    args = {**RECIPE["args"], "seconds": 0.1, "folder": str(tmp_path), "call": 6}
+    # A checkpoint that is saved in the meantime would have collectives of its own.
+    at_once = {**REPLICAS, "checkpoint": {"asynchronous": False}}
+    job = job_file(tmp_path, run=at_once, task=f"{TESTS}/held_tasks.py:HeldBack", args=args, steps=STEPS)
+    running = controller(bed, tmp_path, job, *ELASTIC)
+    files = [tmp_path / "rank-0", tmp_path / "rank-1"]
+    first = wait_for_step(1, run, running)
+    wait_until(lambda: all(file.exists() for file in files), told=lambda: running.text)
+    waits, held = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    host_b.unplug()
+    seconds = gone_on_after(running)
+    # Rank 0 was in backward, and in two collectives that rank 1 had not entered: the sums of losses and of gradients.
+    assert waits["waits_in"] == "_engine_run_backward"
+    ahead = {group: count - held["entered"][group] for group, count in waits["entered"].items() if "0,1" in group}
+    assert sum(ahead.values()) == 2
+    assert seconds < PROMISED
+    host_b.plug()
+    running.finish(150)
+    assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
+    tried = "a host's cable is pulled while the other's rank waits in an all-reduce"
+    record(SSH, COMMAND, tried, f"the other goes on; {SAME}", first, recovery=seconds, limits=WHEN_SILENT)
 
 
 @pytest.mark.cluster
 def test_a_blip_of_three_seconds_is_survived(bed: Testbed, tmp_path: Path) -> None:
     run, host_b = tmp_path / "run", bed["host-b"]
-    running = controller(bed, tmp_path, *ELASTIC)
+    running = controller(bed, tmp_path, slow_job(tmp_path, steps=STEPS, seconds=0.1, run=REPLICAS), *ELASTIC)
+    first = wait_for_step(1, run, running)
     wait_for_step(6, run, running)
     host_b.unplug()
+    began = time.monotonic()
     time.sleep(3)
     host_b.plug()
-    seconds = wait_for_step(steps_in(run) + 2, run, running, 20)
+    wait_for_step(steps_in(run) + 2, run, running, 20)
+    seconds = time.monotonic() - began
     running.finish(120)
     assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
-    seen = f"survived: the next step came after {3 + seconds:.1f} s; the losses of one process"
-    record("hostfile, over SSH", COMMAND, "a cable pulled for 3 s", seen)
+    assert faults_in(run) == []
+    record(SSH, COMMAND, "a cable pulled for 3 s", f"survived; {SAME}", first, recovery=seconds, limits=SILENCE)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("cable", "named"),
+    [
+        (Cable(delay_ms=150), "150 ms each way"),
+        (Cable(rate_mbit=1, delay_ms=40, loss=0.02), "1 Mbit/s, 40 ms each way and 2 % of frames lost"),
+    ],
+)
+def test_a_slow_link_is_taken_for_no_fault(tmp_path: Path, cable: Cable, named: str) -> None:
+    run, steps = tmp_path / "run", 40
+    job = slow_job(tmp_path, steps=steps, seconds=0.4, run=REPLICAS)
+    with Testbed(2, racks=2, cable=cable) as far:
+        running = controller(far, tmp_path, job, *ELASTIC, every=steps // 2)
+        first = wait_for_step(1, run, running, 120)
+        began = time.monotonic()
+        told = running.finish(150)
+    assert time.monotonic() - began > ENOUGH
+    assert losses_in(run) == pytest.approx(losses_alone(steps=steps), rel=1e-12)
+    assert faults_in(run) == []
+    assert "sign of life" not in told
+    assert {place.name for place in tmp_path.glob("runs/launch-*/*/round-*")} == {"round-0"}
+    record(SSH, COMMAND, f"2 hosts with {named} between them", f"{SAME}, and no host is lost", first, limits=SILENCE)
 
 
 @pytest.mark.cluster
@@ -142,11 +169,10 @@ def test_the_host_with_the_store_may_die_and_the_job_goes_on_from_its_checkpoint
         for rank in range(2)
     ]
     _, other = start_on(bed.hosts[:2], commands)
+    first = wait_for_step(1, run, other)
     wait_for_step(6, run, other)
     bed["host-a"].power_off()
-    began = time.monotonic()
-    code = other.wait(60)
-    seconds = time.monotonic() - began
+    code, seconds = ended_after(other)
     assert code != 0
     assert seconds < 25
     assert re.search(r"samestep: .*host-a", other.text), other.text
@@ -154,4 +180,5 @@ def test_the_host_with_the_store_may_die_and_the_job_goes_on_from_its_checkpoint
     assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
     tried = "the host that serves the store loses its power"
     seen = f"the other ends after {seconds:.1f} s and names it; samestep train there goes on from the last checkpoint"
-    record("without SSH", "samestep launch --no-ssh --node-rank N --nodes 1:2 ...", tried, seen)
+    command = "samestep launch --no-ssh --node-rank N --nodes 1:2 ..."
+    record("without SSH", command, tried, seen, first, limits=WITHOUT_STORE)

@@ -54,7 +54,12 @@ def check(engine: str, bed: Testbed, folder: Path) -> None:
 @pytest.mark.parametrize("engine", ["torch", "deepspeed", "accelerate", "horovod", "keras"])
 def test_a_script_of_an_engine_runs_on_two_hosts(engine: str, bed: Testbed, tmp_path: Path) -> None:
     check(engine, bed, tmp_path)
-    record("hostfile", f"samestep launch --hostfile hosts --engine {engine} -- script.py", "2 ranks and 1", SEEN)
+    record(
+        "hostfile, over SSH",
+        f"samestep launch --hostfile hosts --engine {engine} -- script.py",
+        "2 ranks and 1",
+        SEEN,
+    )
 
 
 @pytest.mark.parametrize("engine", ["torch", "keras"])

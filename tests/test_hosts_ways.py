@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import slurm_on_hosts
 import yaml
-from on_hosts import VARIABLES, follow, job_file, losses_alone, losses_in, needs_hosts, needs_programs, python, record
-from testbed import Testbed
+from on_hosts import SAME, VARIABLES, follow, needs_hosts, needs_programs, proved, python, record
+from small_jobs import job_file, losses_alone, losses_in
+from testbed import Running, Testbed
 from testbed.possible import program
-from ways_to_start import MPIRUN, WAYS, Setting, Way, sagemaker
+from ways_to_start import MPIRUN, OVER_SSH, WAYS, WITHOUT_SSH, Setting, Way, sagemaker
 
 pytestmark = [needs_hosts(), pytest.mark.cluster]
 
@@ -60,6 +61,12 @@ def ways() -> list[object]:
     return found
 
 
+def started(way: Way, bed: Testbed, folder: Path, *words: str) -> list[Running]:
+    """`samestep` with these words on two hosts, in one way to start it."""
+    at = Setting(bed=bed, folder=folder, train=["samestep", *words])
+    return [bed[each.host].start(each.command, env={**VARIABLES, **each.env}, cwd=folder) for each in way.starts(at)]
+
+
 @pytest.mark.parametrize("way", ways())
 def test_the_same_job_gives_the_same_losses(
     way: Way, bed: Testbed, tmp_path: Path, request: pytest.FixtureRequest
@@ -67,14 +74,25 @@ def test_the_same_job_gives_the_same_losses(
     if way.needs is not None:
         request.getfixturevalue(way.needs)
     run = tmp_path / "run"
-    train = ["samestep", "train", str(job_file(tmp_path)), "--layout", "dp2", "--folder", str(run)]
-    commands = [
-        bed[start.host].start(start.command, env={**VARIABLES, **start.env}, cwd=tmp_path)
-        for start in way.starts(Setting(bed=bed, folder=tmp_path, train=train))
-    ]
-    first = follow(commands, run, limit=120)
+    train = ["train", str(job_file(tmp_path)), "--layout", "dp2", "--folder", str(run)]
+    first = follow(started(way, bed, tmp_path, *train), run, limit=120)
     assert losses_in(run) == pytest.approx(losses_alone(), rel=1e-12)
-    record(way.place, way.shown, way.tried, "the losses of one process", first)
+    record(way.place, way.shown, way.tried, SAME, first)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", ["fsdp2", "pp2"])
+@pytest.mark.parametrize("way", [OVER_SSH, WITHOUT_SSH], ids=lambda way: way.place)
+def test_a_layout_over_two_hosts_is_proved(way: Way, layout: str, bed: Testbed, tmp_path: Path) -> None:
+    run, found = tmp_path / "run", tmp_path / "proof.json"
+    job = [str(job_file(tmp_path)), "--layout", layout]
+    first = follow(started(way, bed, tmp_path, "train", *job, "--folder", str(run)), run, limit=120)
+    assert losses_in(run) == pytest.approx(losses_alone(), rel=1e-12)
+    record(way.place, f"{way.shown} --layout {layout}", f"{layout} over 2 hosts", SAME, first)
+    for command in started(way, bed, tmp_path, "verify", *job, "--json", str(found)):
+        command.finish(90)
+    shown = way.shown.replace("train", "verify")
+    record(way.place, f"{shown} --layout {layout}", f"proof of {layout}", proved(found))
 
 
 def in_container(rank: int, **more: str) -> dict[str, str]:
@@ -106,7 +124,7 @@ def test_a_sagemaker_job_has_folders_and_hyperparameters(tmp_path: Path) -> None
         assert second.run(["ls", "/opt/ml/output/data"]).stdout == ""  # rank 0's host writes
         losses = [json.loads(line)["loss"] for line in lines]
         assert losses == pytest.approx(losses_alone(steps=4), rel=1e-12)
-        seen = "the losses of one process, in the first container's output folder"
+        seen = f"{SAME}, in the first container's output folder"
         record("SageMaker's variables", SAGEMAKER, "its folders and hyperparameters, 2 containers", seen)
 
         apart = ["--checkpoint-every", "2", "--set", "run.checkpoint.folder=/opt/ml/checkpoints"]
@@ -129,4 +147,4 @@ def test_ranks_of_mpirun_meet_on_hosts_that_find_their_own_names_on_the_loopback
         first = follow([command], tmp_path / "run", limit=120)
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(), rel=1e-12)
     tried = "2 hosts that find their own names on the loopback"
-    record("Open MPI", "mpirun ... samestep train job.yaml", tried, "the losses of one process", first)
+    record("Open MPI", "mpirun ... samestep train job.yaml", tried, SAME, first)

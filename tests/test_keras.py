@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from many import verify_all
+from proving import Case, assert_same_steps
 from safetensors.torch import load_file
 from small_tasks import Points
 from torch import Tensor, nn
@@ -70,14 +70,12 @@ def test_two_replicas_of_one_process_take_the_same_step(
 def test_two_workers_take_the_same_step() -> None:
     """Where one has fewer samples than the other, and none at all in a lent micro-batch."""
     engine = {"engine": "keras-multi-worker", "device": "cpu"}
-    cases = [
+    cases: list[Case] = [
         (SGD, "dp2", {**engine}),
         (PLAIN_SGD, "dp2", {**engine, "micro_batch": 4}),
         (ADAMW, "dp2", {**engine, "micro_batch": 1}),
     ]
-    for proof in verify_all(cases, steps=7):
-        assert proof.same_step, proof
-        assert proof.dtype == "float64"
+    assert_same_steps(cases, steps=7)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """`samestep launch` on this machine: ranks, their files and output, how a job ends, and what a user can get wrong."""
 
-import json
 import re
 import signal
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import TOLD, await_files, in_a_folder_of_its_own, ranks_alive, started
+from small_jobs import losses_in
 
 from samestep.cli.main import main
 from samestep.cluster.device import accelerators
@@ -99,18 +99,13 @@ run: {layout: dp2, folder: FOLDER, tensorboard: false}
 """
 
 
-def losses(folder: str) -> list[float]:
-    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [loss for loss in (json.loads(line).get("loss") for line in lines) if loss is not None]
-
-
 def test_a_job_of_samesteps_starts_with_the_same_options(capfd: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB.replace("FOLDER", "alone").replace("dp2", "single"), encoding="utf-8")
     assert main(["train", "job.yaml"]) == 0
     Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
     words = ["train", "--num-procs", "2", "job.yaml", "--logs", "logs", "--set", "recipe.steps=3"]
     assert main(words) == 0
-    assert losses("run") == pytest.approx(losses("alone")[:3], rel=1e-12)
+    assert losses_in(Path("run")) == pytest.approx(losses_in(Path("alone"))[:3], rel=1e-12)
     assert "[localhost 0] " in capfd.readouterr().out
     assert Path("logs/localhost/round-0/rank-1.out").exists()
 

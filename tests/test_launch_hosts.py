@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, TOLD, await_files, in_a_folder_of_its_own, started
+from launching import SCRIPTS, TOLD, await_files, free_port, in_a_folder_of_its_own, started
 
 import samestep.cluster.start.roll_call
 from samestep.cli.main import main
@@ -33,8 +33,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+    return free_port()
 
 
 def one_of_two(node_rank: int, port: int, *words: str) -> list[str]:

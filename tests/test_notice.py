@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from small_jobs import losses_in, steps_in
 from small_tasks import Slow
 
 import samestep
@@ -46,12 +46,6 @@ def command(
     return [sys.executable, *start, "-m", "samestep", "train", str(job)]
 
 
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-
 def interrupted(
     words: Sequence[str], folder: Path, number: signal.Signals, *, to_the_group: bool, after: int = 5
 ) -> tuple[int, str]:
@@ -60,7 +54,7 @@ def interrupted(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     until = time.monotonic() + 60
-    while len(steps_of(folder)) < after:
+    while steps_in(folder) < after:
         if process.poll() is not None or time.monotonic() > until:
             process.kill()
             pytest.fail(f"the job took no steps: {process.communicate()}")
@@ -113,14 +107,14 @@ def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
     code, errors = interrupted(first, folder, number, to_the_group=to_the_group)
     assert exit_code is None or code == exit_code, errors
     assert code != 0
-    done = len(steps_of(folder))
+    done = steps_in(folder)
     assert done < STEPS, "the signal came too late"
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == [f"step-{done}"]
     again = finished([*command(tmp_path, "again", layout=layout, seconds=A_STEP, start=start), "--resume"])
     assert f"after step {done}" in again
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert report["first_step"] == done
-    assert [step["loss"] for step in steps_of(folder)] == pytest.approx(undisturbed, rel=1e-12)
+    assert losses_in(folder) == pytest.approx(undisturbed, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -129,7 +123,7 @@ def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     words = command(tmp_path, "first", more="inject: {rank: 0, step: 5, fault: hang}")
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
     until = time.monotonic() + 40
-    while len(steps_of(tmp_path / "run")) < 4 and time.monotonic() < until:
+    while steps_in(tmp_path / "run") < 4 and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     time.sleep(1)

@@ -11,8 +11,8 @@ import pipeline_tasks as tasks
 import pytest
 import torch
 import torch.distributed as dist
-from many import Case, verify_all
 from model_tasks import NextWord, Sentences
+from proving import Case, assert_same_steps
 from small_tasks import Points, Words
 from torch import nn
 
@@ -34,11 +34,6 @@ def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
         "schedule": samestep.Schedule(warmup=4, decay="cosine"),
     }
     return samestep.Recipe(task=task, **{**settings, **values})
-
-
-def assert_same_steps(cases: list[Case], steps: int) -> None:
-    for (_, layout, run), proof in zip(cases, verify_all(cases, steps=steps), strict=True):
-        assert proof.same_step, (layout, run, proof)
 
 
 # 90 samples in batches of 17: the sixth step has 5. Sentences of other lengths in every micro-batch.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from formats import classifier, job_file, language, model_of
+from formats import classifier, job_file, language, model_of, points, trained
 from small_tasks import Points
 from torch import nn
 
@@ -19,23 +19,6 @@ from samestep.inference import predict_job
 from samestep.job import Job
 from samestep.tasks.prediction import ToPredict
 from samestep.tasks.resolve import resolve
-
-
-def trained(recipe: samestep.Recipe, folder: Path, layout: str = "single", **run: Any) -> samestep.TrainResult:
-    return samestep.train(
-        recipe,
-        layout,
-        folder=folder,
-        device="cpu",
-        threads=1,
-        tensorboard=False,
-        checkpoint=samestep.Checkpointing(),
-        **run,
-    )
-
-
-def points(task: samestep.Task | None = None, **rest: Any) -> samestep.Recipe:
-    return samestep.Recipe(task=task or Points(), batch=33, steps=5, optimizer=samestep.AdamW(lr=1e-2), **rest)
 
 
 def predicted(recipe: samestep.Recipe, weights: Path, file: Path | None = None, new_tokens: int = 0) -> list[Any]:

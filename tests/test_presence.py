@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import free_port
 
 from samestep.cluster.contracts import presence
 from samestep.cluster.start import as_long_as
@@ -13,8 +14,7 @@ from samestep.errors import StartError
 
 
 def test_a_command_whose_other_rank_is_not_reached_fails_and_is_not_run(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    port = free_port()
     program = [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
     ended = subprocess.run(as_long_as.wrapped("127.0.0.1", port, program), capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1

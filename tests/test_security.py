@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from launching import free_port
 
 from samestep import environment
 from samestep.cluster import network
@@ -136,9 +137,8 @@ def test_only_a_launcher_that_says_so_puts_all_ranks_on_one_host() -> None:
 
 def test_ranks_of_several_hosts_are_left_the_interface_of_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank alone of a job whose launcher doesn't say how many share its host.
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **where}.items():
         monkeypatch.setenv(name, value)
     with join(device="cpu"):
         assert "GLOO_SOCKET_IFNAME" not in os.environ

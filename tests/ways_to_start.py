@@ -103,17 +103,30 @@ def _pod(rank: int) -> Mapping[str, str]:
 MPIRUN = ("mpirun", "--allow-run-as-root", "-np", "2", "--host", "host-a:1,host-b:1", "-x", "PYTHONPATH")
 HOROVODRUN = (str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2", "-H", "host-a:1,host-b:1")
 
+OVER_SSH = Way(
+    place="hostfile, over SSH",
+    shown="samestep launch --hostfile hosts -- -m samestep train job.yaml",
+    starts=lambda at: on_first(*launch("--hostfile", str(at.hostfile), train=at.train)),
+)
+WITHOUT_SSH = Way(
+    place="without SSH",
+    shown="samestep launch --no-ssh --node-rank N --num-nodes 2 --master-addr host-a -- -m samestep train job.yaml",
+    starts=lambda at: on_each(
+        lambda rank: launch(
+            *("--no-ssh", "--node-rank", str(rank), "--num-nodes", "2", "--num-procs", "1"),
+            *("--master-addr", "host-a", "--job-id", "job"),
+            train=at.train,
+        )
+    ),
+)
+
 WAYS = [
     Way(
         place="torchrun",
         shown="torchrun --nnodes=2 --node-rank=N --master-addr=host-a -m samestep train job.yaml",
         starts=lambda at: on_each(lambda rank: torchrun(rank, 2, at.train)),
     ),
-    Way(
-        place="hostfile, over SSH",
-        shown="samestep launch --hostfile hosts -- -m samestep train job.yaml",
-        starts=lambda at: on_first(*launch("--hostfile", str(at.hostfile), train=at.train)),
-    ),
+    OVER_SSH,
     Way(
         place="hostfile, over SSH",
         shown="samestep train job.yaml --hostfile hosts",
@@ -125,17 +138,7 @@ WAYS = [
         starts=lambda at: on_first(*launch("--hostfile", str(at.hostfile), train=at.train), host="host-c"),
         tried="from a third host, which has no rank",
     ),
-    Way(
-        place="without SSH",
-        shown="samestep launch --no-ssh --node-rank N --num-nodes 2 --master-addr host-a -- ...",
-        starts=lambda at: on_each(
-            lambda rank: launch(
-                *("--no-ssh", "--node-rank", str(rank), "--num-nodes", "2", "--num-procs", "1"),
-                *("--master-addr", "host-a", "--job-id", "job"),
-                train=at.train,
-            )
-        ),
-    ),
+    WITHOUT_SSH,
     Way(
         place="Slurm",
         shown="srun -N2 -n2 samestep train job.yaml",

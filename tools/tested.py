@@ -14,9 +14,29 @@ ROOT = Path(__file__).resolve().parent.parent
 MARKS = ("<!-- tested -->", "<!-- /tested -->")
 PAGES = {"en": ROOT / "docs" / "tested.md", "zh": ROOT / "docs" / "zh" / "tested.md"}
 HEADS = {
-    "en": ("place", "command", "what was tried", "what was seen", "seconds to the first step"),
-    "zh": ("环境", "命令", "试了什么", "看到什么", "到第一步的秒数"),
+    "en": (
+        "place",
+        "command",
+        "what was tried",
+        "what was seen",
+        "seconds to the first step",
+        "seconds from the fault to the next step",
+        "time limits that govern it",
+    ),
+    "zh": ("环境", "命令", "试了什么", "看到什么", "到第一步的秒数", "从故障到下一步的秒数", "起作用的时限"),
 }
+# Tests run in any order, and a table has one.
+PLACES = (
+    "torchrun",
+    "hostfile, over SSH",
+    "without SSH",
+    "Slurm",
+    "Open MPI",
+    "horovodrun",
+    "Ray",
+    "SageMaker's variables",
+    "PyTorchJob's variables",
+)
 
 # What tests say, as patterns, and in Chinese.
 CHINESE = [
@@ -45,6 +65,10 @@ CHINESE = [
     (r"2 hosts with (\S+) Mbit/s between them", r"2 台主机，之间 \1 Mbit/s"),
     (r"2 hosts with (\S+) ms each way between them", r"2 台主机，单程延迟 \1 ms"),
     (r"2 hosts with (\S+) ms each way and 1 % of frames lost between them", r"2 台主机，单程延迟 \1 ms，丢包 1 %"),
+    (
+        r"2 hosts with (\S+) Mbit/s, (\S+) ms each way and (\S+) % of frames lost between them",
+        r"2 台主机，之间 \1 Mbit/s，单程延迟 \2 ms，丢包 \3 %",
+    ),
     (r"a checkpoint folder that the hosts don't share", "各主机不共享检查点目录"),
     (r"a host crashes, in a job that wants both", "任务需要两台主机，一台崩溃"),
     (r"the job ends after (\S+) s and names it", r"任务 \1 秒后结束并指出它"),
@@ -54,7 +78,19 @@ CHINESE = [
         r"a host's cable is pulled, and put back after the other has gone on",
         "拔掉一台主机的网线，另一台继续之后再插回",
     ),
+    (
+        r"a host's cable is pulled while the other's rank waits in an all-reduce",
+        "另一台的 rank 正在 all-reduce 中等待时，拔掉一台主机的网线",
+    ),
     (r"a cable pulled for 3 s", "网线拔掉 3 秒"),
+    (
+        r"2 of 3 hosts crash at once and boot again; a checkpoint every (\S+) steps",
+        r"3 台主机中的 2 台同时崩溃后重新启动；每 \1 步一个检查点",
+    ),
+    (
+        r"2 of 3 hosts crash one by one and boot again; copies in memory every (\S+) steps",
+        r"3 台主机中的 2 台先后崩溃后重新启动；每 \1 步在内存中留一份副本",
+    ),
     (r"the host that serves the store loses its power", "提供 store 的主机断电"),
     (r"the losses of one process", "与单进程的损失相同"),
     (r"the losses of one process, to (\S+) in float32", r"与单进程的损失相同（float32，误差 \1 以内）"),
@@ -67,18 +103,27 @@ CHINESE = [
     ),
     (r"refused before the first step", "在第一步之前就被拒绝"),
     (r"the other ends after (\S+) s", r"另一台在 \1 秒后结束"),
-    (r"the other goes on after (\S+) s; the losses of one process", r"另一台 \1 秒后继续；与单进程的损失相同"),
+    (r"the other goes on; the losses of one process", "另一台继续；与单进程的损失相同"),
     (
-        r"the other goes on after (\S+) s, the host joins again; the losses of one process",
-        r"另一台 \1 秒后继续，该主机重新加入；与单进程的损失相同",
+        r"the other goes on, the host joins again; the losses of one process",
+        "另一台继续，该主机重新加入；与单进程的损失相同",
     ),
+    (r"survived; the losses of one process", "挺了过去；与单进程的损失相同"),
+    (r"the losses of one process, and no host is lost", "与单进程的损失相同，没有主机被误判为失联"),
     (
-        r"survived: the next step came after (\S+) s; the losses of one process",
-        r"挺了过去：\1 秒后走出下一步；与单进程的损失相同",
+        r"the other goes on alone, then with both; the global batch stays, the losses of one process",
+        "剩下的一台独自继续，之后三台一起继续；全局 batch 不变，与单进程的损失相同",
     ),
     (
         r"the other ends after (\S+) s and names it; samestep train there goes on from the last checkpoint",
         r"另一台 \1 秒后结束并指出它；在那里运行 samestep train 从最后的检查点继续",
+    ),
+    (r"(--\S+) (\S+) s", r"\1 \2 秒"),
+    (r"(--\S+) (\S+) s; (--\S+) (\S+) s", r"\1 \2 秒；\3 \4 秒"),
+    (r"(--\S+) (\S+) s; hosts gather for (\S+) s", r"\1 \2 秒；主机集合 \3 秒"),
+    (
+        r"3 signs of life missing, (\S+) s apart; hosts gather for (\S+) s",
+        r"连缺 3 次心跳，每次间隔 \1 秒；主机集合 \2 秒",
     ),
 ]
 
@@ -88,20 +133,32 @@ def chinese(text: str) -> str:
     for pattern, words in CHINESE:
         if match := re.fullmatch(pattern, text):
             return match.expand(words)
-    if re.fullmatch(r"[\w ./-]+", text) and " " not in text.replace("Open MPI", ""):
-        return text  # a name
+    if not text or text in PLACES:
+        return text  # a program's name
     raise KeyError(f"tools/tested.py has no Chinese for {text!r}")
 
 
 def table(rows: Sequence[Mapping[str, Any]], language: str) -> str:
-    """One line for each way that was tried."""
+    """One line for each way that was tried; within a place, what was broken comes last."""
     say = chinese if language == "zh" else str
-    lines = ["| " + " | ".join(HEADS[language]) + " |", "|" + " --- |" * len(HEADS[language])]
-    for row in rows:
-        seconds = row["first_step_seconds"]
-        cells = [say(row["place"]), f"`{row['command']}`", say(row["tried"]), say(row["seen"])]
-        lines.append("| " + " | ".join([*cells, "" if seconds is None else f"{seconds:.1f}"]) + " |")
+    lines = [_line(*HEADS[language]), "|" + " --- |" * len(HEADS[language])]
+    for row in sorted(rows, key=_order):
+        first, next_ = (_seconds(row[name]) for name in ("first_step_seconds", "recovery_seconds"))
+        words = [say(row[name]) for name in ("tried", "seen")]
+        lines.append(_line(say(row["place"]), f"`{row['command']}`", *words, first, next_, say(row["limits"])))
     return "\n".join(lines)
+
+
+def _order(row: Mapping[str, Any]) -> Any:
+    return PLACES.index(row["place"]), bool(row["limits"]), row["command"], row["tried"]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def write(page: Path, text: str) -> None:
@@ -116,8 +173,6 @@ def write(page: Path, text: str) -> None:
 def main() -> None:
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "cluster.json"
     rows = list(json.loads(file.read_text(encoding="utf-8")).values())
-    places = list(dict.fromkeys(row["place"] for row in rows))
-    rows.sort(key=lambda row: places.index(row["place"]))
     for language, page in PAGES.items():
         write(page, table(rows, language))
     print(f"{len(rows)} rows written to {' and '.join(str(page.relative_to(ROOT)) for page in PAGES.values())}")

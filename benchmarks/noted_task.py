@@ -1,34 +1,25 @@
-"""The small job of benchmarks/recovery.py, whose ranks note when they take each step."""
+"""The small job of benchmarks/hosts.py and benchmarks/recovery.py, whose ranks note when they take each step."""
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from notes import note
 from torch import Tensor, nn
 
 import samestep
 
-STEP_SECONDS = 0.02  # at least, so that a kill hits the step that it is meant for
-
-
-def note(folder: Path, rank: int, step: int, round_: int) -> None:
-    """Leave a line: when, which step, by which process, in which start of all ranks."""
-    time.sleep(STEP_SECONDS)
-    with (folder / f"steps-{rank}").open("a", encoding="ascii") as file:
-        file.write(f"{time.time()} {step} {os.getpid()} {round_}\n")
-
 
 class Slow(samestep.Task):
-    """A dense net on random samples; with a folder, each step is noted there."""
+    """A dense net on random samples; with a folder, each step is noted there, and takes `seconds` at least."""
 
-    def __init__(self, *, folder: str | None = None) -> None:
+    def __init__(self, *, folder: str | None = None, seconds: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(1024, 16, generator=generator)
         self._pairs = [(x, x.sum().reshape(1)) for x in inputs]
         self._folder = Path(folder) if folder is not None else None
+        self._seconds = seconds
         self._steps = 0
 
     def model(self) -> nn.Module:
@@ -42,7 +33,7 @@ class Slow(samestep.Task):
 
     def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
         if self._folder is not None:
-            note(self._folder, dist.get_rank(), self._steps, 0)
+            note(self._folder, dist.get_rank(), self._steps, self._seconds)
             self._steps += 1
         return nn.functional.mse_loss(output, batch.targets, reduction="sum"), len(output)
 

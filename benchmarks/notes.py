@@ -1,0 +1,34 @@
+"""Notes that the ranks of a benchmark leave: when each process took its steps."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    """One that takes steps; a rank that is started anew is another one."""
+
+    host: str
+    rank: int
+    pid: int
+
+
+def note(folder: Path, rank: int, step: int, seconds: float) -> None:
+    """Wait for so many seconds, and leave a line in this process's file: when, which step."""
+    time.sleep(seconds)
+    with (folder / f"steps-{socket.gethostname()}-{rank}-{os.getpid()}").open("a", encoding="ascii") as file:
+        file.write(f"{time.time()} {step}\n")
+
+
+def noted(folder: Path) -> Mapping[Process, list[float]]:
+    """When each process took its steps, in seconds since 1970; those that began first come first."""
+    found: dict[Process, list[float]] = {}
+    for file in folder.glob("steps-*"):
+        host, rank, pid = file.name.removeprefix("steps-").rsplit("-", 2)
+        whole = [line for line in file.read_text(encoding="ascii").splitlines(keepends=True) if line.endswith("\n")]
+        if whole:
+            found[Process(host=host, rank=int(rank), pid=int(pid))] = [float(line.split()[0]) for line in whole]
+    return dict(sorted(found.items(), key=lambda each: each[1][0]))

@@ -1,0 +1,72 @@
+"""Jobs on hosts that a test breaks: started over SSH, waited for, and the time limits that govern what follows."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from on_hosts import VARIABLES, python
+from small_jobs import steps_in, wait_until
+from testbed import Running, Testbed
+
+from samestep.cluster.start.limits import Limits
+
+_LIMITS = Limits()
+_GATHER = f"hosts gather for {_LIMITS.last_call:g} s"
+
+# What governs how soon a job goes on after a host has crashed, and after one has fallen silent.
+WHEN_CLOSED = f"3 signs of life missing, {_LIMITS.keep_alive} s apart; {_GATHER}"
+WHEN_SILENT = f"--silence-limit {_LIMITS.silence:g} s; {_GATHER}"
+# And how long it takes nobody for lost, and how soon it ends where the store is silent.
+SILENCE = f"--silence-limit {_LIMITS.silence:g} s"
+WITHOUT_STORE = f"--silence-limit {_LIMITS.silence:g} s; --return-limit {_LIMITS.come_back:g} s"
+
+PROMISED = 20.0  # seconds to the next step after a host has fallen silent
+ENOUGH = 2 * _LIMITS.silence  # seconds in which a host would have been taken for lost
+
+
+def controller(
+    bed: Testbed, folder: Path, job: Path, *options: str, every: int = 2, on: Sequence[str] = ("host-a", "host-b")
+) -> Running:
+    """The job on some hosts, a rank on each, started over SSH from the last host."""
+    hosts = folder / "hosts"
+    hosts.write_text("".join(f"{host} slots=1\n" for host in on))
+    train = ["-m", "samestep", "train", str(job), "--folder", str(folder / "run")]
+    train += ["--checkpoint-every", str(every), "--resume"]
+    start = python("samestep", "launch", "--hostfile", str(hosts), *options)
+    return bed.hosts[-1].start([*start, "--", *train], env=VARIABLES, cwd=folder)
+
+
+def wait_for_step(step: int, run: Path, running: Running, limit: float = 60.0) -> float:
+    """Wait until a run has taken so many steps; seconds that it took."""
+
+    def taken() -> bool:
+        assert running.poll() is None, running.text
+        return steps_in(run) >= step
+
+    return wait_until(taken, limit, told=lambda: f"step {steps_in(run)}\n{running.text}")
+
+
+def wait_for_text(text: str, running: Running, limit: float = 60.0, *, times: int = 1) -> float:
+    """Wait until a command has printed something so many times; seconds that it took."""
+
+    def printed() -> bool:
+        found = running.text.count(text) >= times
+        assert found or running.poll() is None, running.text
+        return found
+
+    return wait_until(printed, limit, told=lambda: running.text)
+
+
+def gone_on_after(running: Running, *, faults: int = 1) -> float:
+    """Seconds from now to the first step of ranks that were started anew, after so many faults of the whole job.
+
+    How long it may take by the limits that samestep promises, benchmarks/hosts.py measures on a quiet machine.
+    """
+    return wait_for_text("s to the next step", running, times=faults)
+
+
+def ended_after(running: Running, limit: float = 60.0) -> tuple[int, float]:
+    """A command's exit code, and the seconds from now to its end."""
+    began = time.monotonic()
+    code = running.wait(limit)
+    return code, time.monotonic() - began

@@ -1,0 +1,74 @@
+"""Tasks that wait in the middle of a training, as files say that all hosts see."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from small_tasks import Points, Slow
+from torch import Tensor
+
+import samestep
+from samestep.supervision.counts import Counts, counts
+
+_LONGER_THAN_ANY_TEST = 300.0  # seconds
+
+
+class HeldBack(Slow):
+    """Of two ranks the second one doesn't come, once, to the all-reduce of gradients in which the first one waits.
+
+    Each leaves a file in `folder`, rank-0 and rank-1, that says how many collectives it has entered: the second one
+    as it stays behind in its `call`th loss, the first one when it waits in that step's backward.
+    """
+
+    def __init__(self, *, folder: str, call: int, **slow: Any) -> None:
+        super().__init__(**slow)
+        self.folder, self.call, self.calls = Path(folder), call, 0
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        self.calls += 1
+        if self.calls == self.call and dist.get_world_size() == 2:
+            file = self.folder / f"rank-{dist.get_rank()}"
+            if not file.exists():
+                self._hold(file)
+        return super().loss(output, batch)
+
+    def _hold(self, file: Path) -> None:
+        if dist.get_rank() == 1:
+            _leave(file, counts(), "its own loss")
+            time.sleep(_LONGER_THAN_ANY_TEST)
+        else:
+            about = file, threading.get_ident(), counts()
+            threading.Thread(target=_tell_when_it_waits, args=about, daemon=True).start()
+
+
+def _tell_when_it_waits(file: Path, thread: int, before: Counts) -> None:
+    """Leave the file when the thread is in backward and has entered the two collectives of a step."""
+    while True:
+        time.sleep(0.02)
+        entered, frame = counts(), sys._current_frames()[thread]
+        if sum(entered.values()) >= sum(before.values()) + 2 and "torch/autograd/" in frame.f_code.co_filename:
+            _leave(file, entered, frame.f_code.co_name)
+            return
+
+
+def _leave(file: Path, entered: Counts, waits_in: str) -> None:
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({"entered": entered, "waits_in": waits_in}), encoding="utf-8")
+    unfinished.replace(file)
+
+
+class Paced(Points):
+    """Takes its time in every loss, until a file is there."""
+
+    def __init__(self, *, seconds: float, until: str, **points: Any) -> None:
+        super().__init__(**points)
+        self.seconds, self.until = seconds, Path(until)
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        if not self.until.exists():
+            time.sleep(self.seconds)
+        return super().loss(output, batch)
