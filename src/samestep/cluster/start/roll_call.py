@@ -5,7 +5,6 @@ All of it stands in the store that the controller or the first host serves, one 
 
 import json
 import os
-import platform
 import socket
 import threading
 import time
@@ -14,12 +13,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from samestep import __version__
 from samestep.cluster.network import store_client
-from samestep.cluster.start import store_place
+from samestep.cluster.start import alike, store_place
 from samestep.cluster.start.outcome import Failure
 from samestep.cluster.start.part import Part
 from samestep.errors import StartError, UserError
@@ -35,20 +32,6 @@ _FAILED = "samestep/failed"
 _ENDED = "samestep/ended"
 _SUCCEEDED = "samestep/succeeded"
 _LEFT = "samestep/left"
-
-
-def describe(part: Part) -> dict[str, str]:
-    """What all hosts of a job must have in common."""
-    found = {
-        "job": part.job,
-        "number of hosts": part.size,
-        "samestep version": __version__,
-        "PyTorch version": str(torch.__version__),
-        "Python version": platform.python_version(),
-    }
-    if part.alike:
-        found["ranks a host"] = str(part.num_procs)
-    return found
 
 
 class RollCall:
@@ -121,24 +104,22 @@ class RollCall:
 
     def _compare(self) -> None:
         part = self._part
-        mine = {"host": part.host, **describe(part)}
+        mine = {"host": part.host, **alike.told(part)}
         theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
-        wrong = [name for name in describe(part) if theirs.get(name, mine[name]) != mine[name]]
-        if not wrong:
+        found = alike.difference(theirs, mine)
+        if found is None:
             return
-        name = wrong[0]
-        message = (
-            f"the hosts of this job differ in their {name}: "
-            f'{theirs["host"]} has "{theirs[name]}", {part.host} has "{mine[name]}"'
-            f"{'; install the same on both' if name.endswith('version') else '; give both the same'}"
-        )
+        name, message = found
+        complete = self._there(_COMPLETE)
         if name == "job":
             message = (
                 f'the store at {self._where} is that of job "{theirs[name]}", which {theirs["host"]} began; '
                 f'{part.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
             )
-        elif not self._there(_COMPLETE):
+        elif not complete:
             self._store.set(_REFUSED, message)  # the others need not wait
+        if complete and part.elastic and part.controlled:
+            raise StartError(message)  # the others go on; this one may come again when it is mended
         raise UserError(message)
 
     def _take_seat(self) -> None:
