@@ -221,6 +221,7 @@ class _Ranks:
         assert self._roll_call is not None
         while not self._over.wait(_LOOK):
             try:
+                self._roll_call.tell_time()
                 self._ended = self._roll_call.ended()
             except StartError:
                 return  # whether the job can go on without its store is not decided here

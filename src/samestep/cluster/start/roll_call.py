@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from samestep.cluster.network import store_client
 from samestep.cluster.start import alike, store_place
+from samestep.cluster.start.clocks import Clocks
+from samestep.cluster.start.host_rounds import say
 from samestep.cluster.start.outcome import Failure
 from samestep.cluster.start.part import Part
 from samestep.errors import StartError, UserError
@@ -37,8 +39,8 @@ _LEFT = "samestep/left"
 class RollCall:
     """A job's store, as one host's agent uses it."""
 
-    def __init__(self, part: Part) -> None:
-        """Reach the store, and serve it where that is this host's part.
+    def __init__(self, part: Part, clock: Callable[[], float] = time.time) -> None:
+        """Reach the store, and serve it where that is this host's part. `clock` is the host's: seconds since 1970.
 
         Raises UserError for an address or a port that can't be, StartError where nothing answers in time.
         """
@@ -52,6 +54,7 @@ class RollCall:
         self._server = store_place.served(part, self.address) if part.serves else None
         self._await_port(self.address, part.port)
         self._store = self._reached(self.address, part.port)
+        self._clocks = Clocks(self._store, part, clock)
 
     def _reached(self, address: str, port: int) -> dist.TCPStore:
         """A connection to the store. PyTorch waits without an end for the first answer of what may be no store."""
@@ -99,8 +102,11 @@ class RollCall:
         Raises UserError where hosts differ, StartError where some don't come.
         """
         self._compare()
+        self._clocks.ask()
         self._take_seat()
         self._await_others()
+        if (apart := self._clocks.difference) is not None and apart.too_large:
+            say(apart.told(self._part.host))
 
     def _compare(self) -> None:
         part = self._part
@@ -143,9 +149,12 @@ class RollCall:
         part = self._part
         while True:
             came = [number for number in range(part.most) if self._there(_seat(number))]
+            self._clocks.answer()  # what those who have come have asked
+            heard = self._clocks.listen()
             if len(came) >= part.fewest:
                 self._store.set(_COMPLETE, "")
-                return
+                if heard:
+                    return
             if self._there(_REFUSED):
                 raise UserError(self._store.get(_REFUSED).decode())
             if time.monotonic() > self._deadline:
@@ -155,6 +164,10 @@ class RollCall:
                     f"{', '.join(map(part.name_of, came))}; not {', '.join(missing)}"
                 )
             time.sleep(_LOOK)
+
+    def tell_time(self) -> None:
+        """Tell hosts that have come since what time it is here; to be called again and again."""
+        self._clocks.answer()
 
     def _there(self, key: str) -> bool:
         try:
