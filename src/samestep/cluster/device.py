@@ -5,16 +5,13 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.visible import VARIABLES
-
-DeviceChoice = Literal["auto", "cpu"]
+from samestep.visible import DeviceChoice
 
 
 def accelerators() -> int:
@@ -66,11 +63,13 @@ def check_devices(local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank:
         )
 
 
-def check_slots(host: str, slots: int, chosen: Sequence[int] | None) -> None:
+def check_slots(host: str, slots: int, chosen: Sequence[int] | None, choice: DeviceChoice = "auto") -> None:
     """Raise UserError where a host has accelerators, but not those of its slots; `chosen`: which, None: the first.
 
-    A host without any takes slots as places on its cores.
+    A host without any, and a job on the CPU, take slots as places on its cores.
     """
+    if choice == "cpu":
+        return
     there = accelerators()
     visible = environment.visible_devices()
     if visible is not None:
@@ -83,8 +82,8 @@ def check_slots(host: str, slots: int, chosen: Sequence[int] | None) -> None:
     would_do = "slot 0" if there == 1 else f"slots 0 to {there - 1}"
     raise UserError(
         f"{host}: {asked} asked for, and there {'is 1 accelerator' if there == 1 else f'are {there} accelerators'}"
-        f"{left}; {would_do if chosen is not None else f'{there} or fewer'} would do, or an empty "
-        f"{visible.variable if visible is not None else VARIABLES[0]} there for a job on the CPU"
+        f"{left}; {would_do if chosen is not None else f'{there} or fewer'} would do, or "
+        "--device cpu for a job on the CPU"
     )
 
 

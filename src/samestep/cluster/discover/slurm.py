@@ -6,6 +6,7 @@ from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.discover.who_am_i import which
 from samestep.errors import UserError
 from samestep.ranks import counts, in_slurm_step
+from samestep.visible import DeviceChoice
 
 
 class Slurm:
@@ -29,7 +30,7 @@ class Slurm:
         names = host_names(name, read.wanted(name, "the names of the job's hosts"))
         # One task on each node: this command is that task, and starts the node's ranks.
         agents = step and read.number("SLURM_STEP_NUM_TASKS") == len(names)
-        slots, counted = _slots(read, names, agents=agents)
+        slots, counted = _slots(read, names, agents=agents, device=given.device)
         node = read.number("SLURM_NODEID")
         if node is not None and node >= len(names):
             raise UserError(f"SLURM_NODEID is {node}, and {name} names {len(names)}; Slurm sets both")
@@ -46,7 +47,7 @@ class Slurm:
         )
 
 
-def _slots(read: Variables, names: list[str], *, agents: bool) -> tuple[list[int], Slots]:
+def _slots(read: Variables, names: list[str], *, agents: bool, device: DeviceChoice) -> tuple[list[int], Slots]:
     """The slots of each node: its accelerators, else the tasks that were asked for, else its cores.
 
     Where tasks are agents, which start ranks, their cores are what counts.
@@ -54,7 +55,7 @@ def _slots(read: Variables, names: list[str], *, agents: bool) -> tuple[list[int
     Slurm says the accelerators of this node alone; the others are taken to have as many.
     """
     gpus = read.number("SLURM_GPUS_ON_NODE") or _per_node(read, "SLURM_GPUS_PER_NODE")
-    if gpus:
+    if gpus and device != "cpu":
         return [gpus] * len(names), "accelerators"
     asked = read.first("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")
     if not agents and asked is not None:

@@ -57,6 +57,7 @@ def told(part: Part) -> dict[str, Any]:
     }
     if not part.controlled:  # who brings the hosts up gives them all the same
         found["engine"] = part.engine
+        found["device"] = part.device
         found["command"] = _told_words(part.command)
     if (number := _file(part.command)) is not None:
         kind, path = "job file" if _is_ours(part.command) else "script", Path(part.command[number])
