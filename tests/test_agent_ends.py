@@ -55,6 +55,9 @@ class ToldByItself:
         self._read.wait(2)
         time.sleep(0.2)
 
+    def tell_time(self) -> None:
+        pass
+
     def ended(self) -> str | None:
         if not self._told.wait(2):
             return None

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from launching import SCRIPTS, TOLD, await_files, free_port, in_a_folder_of_its_own, started
 
+import samestep.cluster.start.alike
 import samestep.cluster.start.roll_call
 from samestep.cli.main import main
 from samestep.cluster.network import store_at
@@ -55,7 +56,7 @@ def test_two_hosts_started_one_by_one_are_one_job(port: int, capfd: pytest.Captu
 
 def test_a_failure_on_one_host_ends_the_other_and_both_tell_it(port: int, capfd: pytest.CaptureFixture[str]) -> None:
     with started(*one_of_two(1, port, "--num-procs", "1", "--", TOLD, "raise")) as other:
-        assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "wait")]) == 1
+        assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "raise")]) == 1
         _, err = other.communicate(timeout=60)
     for said in (capfd.readouterr().err, err):
         assert said.count("failed first: exit code 1\n") == 1
@@ -102,7 +103,7 @@ def test_versions_that_differ_are_named_with_both_hosts(port: int, monkeypatch: 
     first = RollCall(part(0, port))
     with waiting(first) as told:
         await_seat(first)
-        monkeypatch.setattr(samestep.cluster.start.roll_call, "__version__", "9.9")
+        monkeypatch.setattr(samestep.cluster.start.alike, "__version__", "9.9")
         with pytest.raises(
             UserError,
             match=r'differ in their samestep version: host-a has ".*", host-b has "9.9"; install the same on both',

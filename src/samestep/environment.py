@@ -204,6 +204,11 @@ def devices(chosen: Sequence[int], environ: Mapping[str, str] = os.environ) -> d
     return {visible.variable: ",".join(visible.devices[number] for number in chosen)}
 
 
+def no_devices(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What leaves no accelerator to the ranks, whichever variable leaves some to this process."""
+    return dict.fromkeys([VARIABLES[0], *(name for name in VARIABLES[1:] if name in environ)], "")
+
+
 _ERROR_FILE = "SAMESTEP_ERROR_FILE"
 
 

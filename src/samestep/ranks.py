@@ -182,6 +182,25 @@ def counts(name: str, text: str) -> list[int]:
     return found
 
 
+def accelerators(name: str, text: str) -> int:
+    """A number of accelerators, as Slurm writes it: 4, or behind a kind a100:4, or of several kinds a100:2,v100:2."""
+    numbers = [each.rpartition(":")[2] for each in text.split(",")]
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise UserError(f"{name} is {text!r}; a number of accelerators such as 4 or a100:4 is wanted")
+    return sum(map(int, numbers))
+
+
+def has_a_tasks_accelerators(environ: Environ, seen: int) -> bool:
+    """Whether the accelerators that this rank sees are its own, since srun has shared out the host's among its tasks.
+
+    Without --gpus-per-task, and with --gpu-bind=none, every task sees all of the host's.
+    """
+    found = read(environ)
+    if found is None or found.launcher != "slurm" or "SLURM_GPUS_ON_NODE" not in environ:
+        return False
+    return integer(environ, "SLURM_GPUS_ON_NODE") == seen * found.local_world_size
+
+
 def integer(environ: Environ, name: str, default: int | None = None) -> int:
     text = environ.get(name)
     if text is None and default is not None:

@@ -1,7 +1,10 @@
-"""The accelerators that an environment variable leaves to a process."""
+"""Whether a job wants accelerators, and which of them an environment variable leaves to a process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+DeviceChoice = Literal["auto", "cpu"]  # auto: the accelerator where there is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,8 @@ VARIABLES = (
     "ASCEND_RT_VISIBLE_DEVICES",
 )
 
+_NONE = ("-1", "NoDevFiles")  # the second is what some versions of Slurm set for a task without accelerators
+
 
 def read(environ: Mapping[str, str]) -> VisibleDevices | None:
     """Which accelerators a variable chooses for this process; None where none does. An empty one chooses none."""
@@ -28,5 +33,6 @@ def read(environ: Mapping[str, str]) -> VisibleDevices | None:
     if name is None:
         return None
     devices = tuple(device.strip() for device in environ[name].split(",") if device.strip())
-    # The makers' own libraries take a -1 for the end of the list.
-    return VisibleDevices(variable=name, devices=devices[: devices.index("-1")] if "-1" in devices else devices)
+    # The makers' own libraries take what is no device for the end of the list.
+    end = next((index for index, device in enumerate(devices) if device in _NONE), len(devices))
+    return VisibleDevices(variable=name, devices=devices[:end])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from samestep.cluster.discover.place import Found
+    from samestep.visible import DeviceChoice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,25 +22,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-procs", type=int, metavar="N", help="N ranks on each host")
 
 
+def add_device(parser: "argparse._ActionsContainer") -> None:
+    """For a command that has no job, which would say it."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu"), default="auto", help="cpu: slots are cores, and ranks see no accelerator"
+    )
+
+
 def named(options: argparse.Namespace) -> list[str]:
     """The flags with which hosts were named or filtered."""
     names = ("hostfile", "ray", "place", "include", "exclude", "num_nodes", "num_procs")
     return ["--" + name.replace("_", "-") for name in names if getattr(options, name) is not None]
 
 
-def cluster_from(options: argparse.Namespace) -> "Found":
-    """The hosts that a job takes, and how they came to be known. Raises UserError."""
+def cluster_from(options: argparse.Namespace, device: "DeviceChoice") -> "Found":
+    """The hosts that a job on such devices takes, and how they came to be known. Raises UserError."""
     from samestep import environment
     from samestep.cluster.discover.place import Given
     from samestep.cluster.discover.resolve import find
     from samestep.cluster.filters import Filters, apply
 
     environ = environment.snapshot()
-    found = find(Given(environ=environ, hostfile=options.hostfile, ray=options.ray), options.place)
+    found = find(Given(environ=environ, hostfile=options.hostfile, ray=options.ray, device=device), options.place)
     filters = Filters(
         include=options.include,
         exclude=options.exclude,
         num_nodes=options.num_nodes,
         num_procs=options.num_procs,
+        device=device,
     )
     return apply(found, filters, environ)

@@ -12,13 +12,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout", metavar="LAYOUT", help='show who is near to whom under a layout, such as "pp2 dp2 tp2"'
     )
+    cluster_options.add_device(parser)
     parser.add_argument("--bind", default="auto", help="show cores as samestep launch --bind would give them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is shown to a file")
 
 
 def run(options: argparse.Namespace) -> int:
     output_files.check("--json", options.json)
-    found = cluster_options.cluster_from(options)
+    found = cluster_options.cluster_from(options, options.device)
 
     from samestep.cluster.binding import bindings, check_choice, in_words
     from samestep.cluster.machine import this_machine

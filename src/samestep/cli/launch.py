@@ -41,7 +41,7 @@ def _launch(options: argparse.Namespace) -> int:
     if options.image is not None:
         raise UserError("--image goes with --k8s")
     wanted = launch_options.wanted_from(options, command)
-    return launch_options.launch(options, launch_options.found_from(options), wanted)
+    return launch_options.launch(options, launch_options.found_from(options, options.device), wanted)
 
 
 def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
@@ -63,6 +63,7 @@ def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
         fewest=fewest,
         most=most,
         num_procs=options.num_procs,
+        device=options.device,
         command=("samestep", "launch", *launch_options.words_in_a_pod(options), "--", *command),
     )
     sys.stdout.write(manifest(wish))

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from samestep.cluster.discover.place import Found
     from samestep.cluster.start.launch import Wanted
     from samestep.cluster.variables import Variables
+    from samestep.visible import DeviceChoice
 
 # What `samestep train` has from its job, under names of its own.
-OF_LAUNCH = ("engine", "threads", "max_restarts", "notice")
+OF_LAUNCH = ("device", "engine", "threads", "max_restarts", "notice")
 
 # Rounds that may follow a fault where hosts may come and go: with none, no host could be lost.
 ELASTIC_RESTARTS = 3
@@ -67,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     add("--chdir", metavar="FOLDER", help="the folder in which ranks work, on every host (default: this one)")
     ranks = parser.add_argument_group("ranks")
     add = _Adder(ranks, without)
+    if "device" not in without:
+        cluster_options.add_device(ranks)
     add("--engine", default="torch", help="whose scripts: torch, deepspeed, accelerate, horovod, keras")
     add("--bind", default="auto", metavar="WAY", help="ranks to cores: auto, none, cores or numa")
     add("--threads", type=_positive, metavar="N", help="threads a rank (default: the cores shared out)")
@@ -93,10 +96,10 @@ class _Adder:
             self._group.add_argument(flag, **settings)  # pyright: ignore[reportArgumentType]
 
 
-def found_from(options: argparse.Namespace) -> "Found":
-    """The hosts of the job. Raises UserError."""
+def found_from(options: argparse.Namespace, device: "DeviceChoice") -> "Found":
+    """The hosts of a job on such devices. Raises UserError."""
     if not options.no_ssh or options.hostfile is not None or options.ray is not None:
-        return cluster_options.cluster_from(options)
+        return cluster_options.cluster_from(options, device)
     # Each host by itself: how many there are is said, not found, and this is one of them.
     from samestep import environment
     from samestep.cluster.discover.place import Given
@@ -104,8 +107,8 @@ def found_from(options: argparse.Namespace) -> "Found":
     from samestep.cluster.filters import Filters, apply
 
     environ = environment.snapshot()
-    found = find(Given(environ=environ), options.place or "this-machine")
-    filters = Filters(include=options.include, exclude=options.exclude, num_procs=options.num_procs)
+    found = find(Given(environ=environ, device=device), options.place or "this-machine")
+    filters = Filters(include=options.include, exclude=options.exclude, num_procs=options.num_procs, device=device)
     return apply(found, filters, environ)
 
 
@@ -208,7 +211,7 @@ def words_of_others(words: Sequence[str]) -> list[str]:
 
 # Options that a pod's own launch needs; who it is and where the others are, its variables say.
 _IN_A_POD = ("nodes", "start_timeout", "max_restarts", "notice", "silence_limit", "return_limit", "gather", "engine")
-_IN_A_POD += ("bind", "threads", "logs", "output")
+_IN_A_POD += ("device", "bind", "threads", "logs", "output")
 
 
 def words_in_a_pod(options: argparse.Namespace) -> list[str]:

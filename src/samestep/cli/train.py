@@ -63,12 +63,13 @@ def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
     wanted = launch_options.wanted_from(
         options,
         ("-m", "samestep", *launch_options.words_of_others(options.command_line)),
+        device=job.run.device,
         engine="torch",  # what every engine of samestep finds its ranks by
         threads=job.run.threads,
         max_restarts=job.run.max_restarts or None,  # 0 is also what a job that says nothing has
         notice=job.run.notice,
     )
-    found = launch_options.found_from(options)
+    found = launch_options.found_from(options, job.run.device)
 
     with environment.quiet_import():
         from samestep.api import check_job

@@ -5,16 +5,14 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.visible import VARIABLES
-
-DeviceChoice = Literal["auto", "cpu"]
+from samestep.ranks import has_a_tasks_accelerators
+from samestep.visible import DeviceChoice
 
 
 def accelerators() -> int:
@@ -42,22 +40,30 @@ def build() -> str:
 def device_of(local_rank: int, choice: DeviceChoice = "auto") -> torch.device:
     """The accelerator of a local rank, or the CPU where there is none or it was asked for.
 
-    A launcher lets each rank see all accelerators of its host, or its own alone, which is then the first.
+    A launcher lets each rank see all accelerators of its host, or its own alone, of which it takes the first.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if choice == "cpu" or accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, 0 if accelerators() == 1 else local_rank)
+    own = accelerators() == 1 or _sees_its_own()
+    return torch.device(accelerator.type, 0 if own else local_rank)
+
+
+def _sees_its_own() -> bool:
+    """Whether this rank's launcher has left accelerators to it that no other rank of its host sees."""
+    visible = environment.visible_devices()
+    return visible is not None and has_a_tasks_accelerators(environment.snapshot(), len(visible.devices))
 
 
 def check_devices(local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank: bool = False) -> None:
     """Raise UserError where this host has accelerators, but fewer than ranks.
 
-    A rank that its launcher lets see one accelerator has that for itself. Should several ranks see the same one, NCCL
-    refuses it by name as they meet.
+    A rank that its launcher lets see one accelerator, or several of its own, has those for itself. Should several
+    ranks see the same one, NCCL refuses it by name as they meet.
     """
     there = accelerators()
-    if in_a_rank and there == 1 and environment.visible_devices() is not None:
+    one_alone = there == 1 and environment.visible_devices() is not None
+    if in_a_rank and there > 0 and (one_alone or _sees_its_own()):
         return
     if choice == "auto" and 0 < there < local_ranks:
         raise UserError(
@@ -66,11 +72,13 @@ def check_devices(local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank:
         )
 
 
-def check_slots(host: str, slots: int, chosen: Sequence[int] | None) -> None:
+def check_slots(host: str, slots: int, chosen: Sequence[int] | None, choice: DeviceChoice = "auto") -> None:
     """Raise UserError where a host has accelerators, but not those of its slots; `chosen`: which, None: the first.
 
-    A host without any takes slots as places on its cores.
+    A host without any, and a job on the CPU, take slots as places on its cores.
     """
+    if choice == "cpu":
+        return
     there = accelerators()
     visible = environment.visible_devices()
     if visible is not None:
@@ -83,8 +91,8 @@ def check_slots(host: str, slots: int, chosen: Sequence[int] | None) -> None:
     would_do = "slot 0" if there == 1 else f"slots 0 to {there - 1}"
     raise UserError(
         f"{host}: {asked} asked for, and there {'is 1 accelerator' if there == 1 else f'are {there} accelerators'}"
-        f"{left}; {would_do if chosen is not None else f'{there} or fewer'} would do, or an empty "
-        f"{visible.variable if visible is not None else VARIABLES[0]} there for a job on the CPU"
+        f"{left}; {would_do if chosen is not None else f'{there} or fewer'} would do, or "
+        "--device cpu for a job on the CPU"
     )
 
 

@@ -9,6 +9,7 @@ from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
 from samestep.errors import UserError
 from samestep.validation import closest
+from samestep.visible import DeviceChoice
 
 _SLOTS = re.compile(r"\d{1,6}(?:,\d{1,6})*", re.ASCII)
 _FORM = 'write HOST, or HOST:SLOT,SLOT, with @ between hosts, such as "worker-2:0,1@worker-3"'
@@ -23,6 +24,7 @@ class Filters:
     exclude: str | None = None
     num_nodes: int | None = None  # the first so many hosts of those that are left
     num_procs: int | None = None  # ranks on each host, on the first slots that are left
+    device: DeviceChoice = "auto"  # slots of a job on the CPU are no accelerators, whatever is visible
 
 
 def apply(found: Found, filters: Filters, environ: Mapping[str, str]) -> Found:
@@ -33,7 +35,8 @@ def apply(found: Found, filters: Filters, environ: Mapping[str, str]) -> Found:
     """
     if filters.include is not None and filters.exclude is not None:
         raise UserError("--include and --exclude are both given; one of them says all")
-    cluster = found.cluster if found.slots_from == "cores" else _visible(found.cluster, environ)
+    on_cores = found.slots_from == "cores" or filters.device == "cpu"
+    cluster = found.cluster if on_cores else _visible(found.cluster, environ)
     if filters.include is not None:
         cluster = _included(cluster, filters.include)
     if filters.exclude is not None:
@@ -46,8 +49,13 @@ def apply(found: Found, filters: Filters, environ: Mapping[str, str]) -> Found:
 
 
 def _visible(cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
-    """This host holds no more ranks than devices that its variables leave visible."""
-    visible = environment.visible_devices(environ)
+    """This host holds no more ranks than devices that its variables leave visible.
+
+    In one of several ranks of a host they may be what its launcher has left to that rank alone.
+    """
+    visible, ranks = environment.visible_devices(environ), environment.ranks(environ)
+    if ranks is not None and ranks.local_world_size > 1:
+        return cluster
     if visible is None or not visible.devices or cluster.this is None:
         return cluster
     return _with_hosts(

@@ -38,7 +38,7 @@ class OpenMpi:
         addresses = _mpirun_addresses(read) if agents else []
         names = unnamed(nodes, this, given.host.name)
         if agents:
-            own, counted = given.host.slots
+            own, counted = given.slots
             slots = [own] * nodes
         else:
             slots, counted = shares(world_size, local_size, nodes, this or 0), "listed"

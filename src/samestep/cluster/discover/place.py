@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from samestep.cluster.cluster import Cluster
 from samestep.errors import UserError
+from samestep.visible import DeviceChoice
 
 # What a host's slots were counted from. Ranks may share cores; an accelerator, or a slot that somebody wrote down, is
 # for one rank.
@@ -36,11 +37,6 @@ class OwnHost:
 
         return cores()
 
-    @property
-    def slots(self) -> tuple[int, Slots]:
-        """Ranks that it holds, and what they were counted from."""
-        return (self.accelerators, "accelerators") if self.accelerators else (self.cores, "cores")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
@@ -50,6 +46,14 @@ class Given:
     hostfile: Path | None = None
     ray: str | None = None  # the address of a Ray cluster
     host: OwnHost = field(default_factory=OwnHost)
+    device: DeviceChoice = "auto"  # a job on the CPU takes no slot for an accelerator
+
+    @property
+    def slots(self) -> tuple[int, Slots]:
+        """Ranks that this machine holds, and what they were counted from."""
+        if self.device != "cpu" and self.host.accelerators:
+            return self.host.accelerators, "accelerators"
+        return self.host.cores, "cores"
 
 
 @dataclass(frozen=True, kw_only=True)

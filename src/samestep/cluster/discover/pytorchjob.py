@@ -82,7 +82,7 @@ def _processes(read: Variables, given: Given) -> tuple[int, Slots]:
     text = read.text("PET_NPROC_PER_NODE")
     own = given.host
     if text is None or text == "auto":
-        return own.slots
+        return given.slots
     if text == "gpu":
         if not own.accelerators:
             raise UserError("PET_NPROC_PER_NODE is 'gpu', and this pod has no accelerator that PyTorch can use")

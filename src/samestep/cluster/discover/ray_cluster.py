@@ -33,7 +33,7 @@ class Ray:
             raise UserError(f"{source} is {address}, and Ray is not installed; pip install ray would do")
         _check_answers(source, address)
         nodes = [node for node in _nodes(source, address) if node.get("Alive")]
-        accelerated = any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
+        accelerated = given.device != "cpu" and any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
         kind = "GPU" if accelerated else "CPU"
         hosts = [
             Host(name=node["NodeManagerAddress"], slots=int(node["Resources"].get(kind, 0)))

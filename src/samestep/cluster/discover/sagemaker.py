@@ -39,8 +39,10 @@ class SageMaker:
         if current not in names:
             raise UserError(f"SM_CURRENT_HOST is {current!r}, which is none of {', '.join(names)}; SageMaker sets it")
         accelerators, cores = read.number("SM_NUM_GPUS"), read.number("SM_NUM_CPUS", 1)
-        slots = accelerators or cores or given.host.slots[0]
-        counted = "accelerators" if accelerators else "cores" if cores else given.host.slots[1]
+        if given.device == "cpu":
+            accelerators = None
+        slots = accelerators or cores or given.slots[0]
+        counted = "accelerators" if accelerators else "cores" if cores else given.slots[1]
         return Found(
             cluster=Cluster(
                 place=self.name,

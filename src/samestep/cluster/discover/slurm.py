@@ -5,7 +5,8 @@ from samestep.cluster.discover.place import Found, Given, Slots, Variables
 from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.discover.who_am_i import which
 from samestep.errors import UserError
-from samestep.ranks import counts, in_slurm_step
+from samestep.ranks import accelerators, counts, in_slurm_step
+from samestep.visible import DeviceChoice
 
 
 class Slurm:
@@ -29,7 +30,7 @@ class Slurm:
         names = host_names(name, read.wanted(name, "the names of the job's hosts"))
         # One task on each node: this command is that task, and starts the node's ranks.
         agents = step and read.number("SLURM_STEP_NUM_TASKS") == len(names)
-        slots, counted = _slots(read, names, agents=agents)
+        slots, counted = _slots(read, names, step=step, agents=agents, device=given.device)
         node = read.number("SLURM_NODEID")
         if node is not None and node >= len(names):
             raise UserError(f"SLURM_NODEID is {node}, and {name} names {len(names)}; Slurm sets both")
@@ -46,29 +47,47 @@ class Slurm:
         )
 
 
-def _slots(read: Variables, names: list[str], *, agents: bool) -> tuple[list[int], Slots]:
+def _slots(
+    read: Variables, names: list[str], *, step: bool, agents: bool, device: DeviceChoice
+) -> tuple[list[int], Slots]:
     """The slots of each node: its accelerators, else the tasks that were asked for, else its cores.
 
-    Where tasks are agents, which start ranks, their cores are what counts.
-
-    Slurm says the accelerators of this node alone; the others are taken to have as many.
+    Where tasks are agents, which start ranks, their cores are what counts. Other tasks of a step are ranks
+    themselves.
     """
-    gpus = read.number("SLURM_GPUS_ON_NODE") or _per_node(read, "SLURM_GPUS_PER_NODE")
-    if gpus:
-        return [gpus] * len(names), "accelerators"
+    # In a step, its own tasks; the other variable may count those of the job.
+    tasks = "SLURM_STEP_TASKS_PER_NODE" if read.text("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
+    if step and not agents:
+        return _for_each(read, tasks, len(names)), "listed"
+    gpus = _gpus(read, len(names), step=step) if device != "cpu" else None
+    if gpus is not None:
+        return gpus, "accelerators"
     asked = read.first("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")
     if not agents and asked is not None:
-        name = "SLURM_STEP_TASKS_PER_NODE" if read.text("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
-        return _for_each(read, name, len(names)), "listed"
-    of_a_task = read.number("SLURM_CPUS_PER_TASK", 1)
-    if agents and of_a_task is not None:
-        return [of_a_task] * len(names), "cores"
+        return _for_each(read, tasks, len(names)), "listed"
+    cores_of_a_task = read.number("SLURM_CPUS_PER_TASK", 1)
+    if agents and cores_of_a_task is not None:
+        return [cores_of_a_task] * len(names), "cores"
     # Of all of the job's nodes, of which a step may have fewer.
     job = host_names("SLURM_JOB_NODELIST", read.wanted("SLURM_JOB_NODELIST", "the names of the job's hosts"))
     cores = dict(zip(job, _for_each(read, "SLURM_JOB_CPUS_PER_NODE", len(job)), strict=True))
     if stray := [name for name in names if name not in cores]:
         raise UserError(f"SLURM_STEP_NODELIST names {stray[0]}, which is not in SLURM_JOB_NODELIST; Slurm sets both")
-    return [max(1, cores[name] // (of_a_task or 1)) for name in names], "cores"
+    return [max(1, cores[name] // (cores_of_a_task or 1)) for name in names], "cores"
+
+
+def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
+    """The accelerators of each node; None where there are none.
+
+    Slurm counts those of this node alone; the others are taken to have as many, unless the job asked for so many a
+    task. What it asked for says nothing of a step, whose tasks still find it in their variables.
+    """
+    of_a_node = None if step else _accelerators(read, "SLURM_GPUS_PER_NODE")
+    of_a_task = None if step else _accelerators(read, "SLURM_GPUS_PER_TASK")
+    if of_a_task and not of_a_node and read.text("SLURM_TASKS_PER_NODE") is not None:
+        return [of_a_task * count for count in _for_each(read, "SLURM_TASKS_PER_NODE", nodes)]
+    gpus = of_a_node or read.number("SLURM_GPUS_ON_NODE") or _accelerators(read, "SLURM_GPUS_PER_NODE")
+    return [gpus] * nodes if gpus else None
 
 
 def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
@@ -79,12 +98,6 @@ def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
     return found
 
 
-def _per_node(read: Variables, name: str) -> int | None:
-    """A number of accelerators, which a kind may stand before: 4, a100:4, or several kinds with commas between."""
+def _accelerators(read: Variables, name: str) -> int | None:
     text = read.text(name)
-    if text is None:
-        return None
-    numbers = [each.rpartition(":")[2] for each in text.split(",")]
-    if not all(number.isascii() and number.isdigit() for number in numbers):
-        raise UserError(f"{name} is {text!r}; a number of accelerators such as 4 or a100:4 is wanted")
-    return sum(map(int, numbers))
+    return None if text is None else accelerators(name, text)

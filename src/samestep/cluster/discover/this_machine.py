@@ -19,8 +19,7 @@ class ThisMachine:
         return True
 
     def find(self, given: Given) -> Found:
-        own = given.host
-        slots, counted = own.slots
+        slots, counted = given.slots
         read = [Read(source=counted, value=str(slots))]
         if (visible := environment.visible_devices(given.environ)) is not None:
             read.append(Read(source=visible.variable, value=",".join(visible.devices)))

@@ -112,7 +112,7 @@ def _over_all_hosts(outcome: Outcome, roll_call: RollCall) -> Outcome:
 
 def _program(part: Part) -> list[str]:
     check_command(part.command, part.host)
-    check_slots(part.host, part.num_procs, part.chosen)
+    check_slots(part.host, part.num_procs, part.chosen, part.device)
     return rank_command(
         part.command, engine=part.engine, bind=part.bind, threads=part.threads, local_ranks=part.num_procs
     )
@@ -193,6 +193,8 @@ class _Ranks:
 
     def _variables(self) -> dict[str, str]:
         chosen = self._part.chosen
+        if self._part.device == "cpu":
+            return environment.no_devices()
         # Without accelerators, what was chosen are slots, which are all alike.
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
@@ -221,6 +223,7 @@ class _Ranks:
         assert self._roll_call is not None
         while not self._over.wait(_LOOK):
             try:
+                self._roll_call.tell_time()
                 self._ended = self._roll_call.ended()
             except StartError:
                 return  # whether the job can go on without its store is not decided here

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from samestep.errors import UserError
+from samestep.visible import DeviceChoice
 
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,51}[a-z0-9])?", re.ASCII)  # pods get "-worker-12" behind it, 63 in all
 _CONTAINER = "pytorch"  # the operator looks for this one
@@ -25,7 +26,8 @@ class Wish:
     image: str
     fewest: int  # pods
     most: int
-    num_procs: int | None  # accelerators of a pod, a rank each; None: none, and as many ranks as it has cores
+    num_procs: int | None  # ranks of a pod, each with an accelerator; None: as many as it has cores, without
+    device: DeviceChoice = "auto"  # cpu: no accelerators
     command: Sequence[str]  # with all its options, as it stands in a pod
 
 
@@ -65,7 +67,7 @@ def _replicas(wish: Wish, number: int, restart: str) -> dict[str, Any]:
         # A pod's own is 64 MB, too small for loaders of data and for NCCL.
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
-    if wish.num_procs is not None:
+    if wish.num_procs is not None and wish.device != "cpu":
         container["resources"] = {"limits": {_GPU: wish.num_procs}}
     pod = {
         "containers": [container],

@@ -19,6 +19,7 @@ from samestep.cluster.start.part import Output, Part
 from samestep.cluster.start.which_host import check_one_a_host, node_rank_of
 from samestep.cluster.variables import Variables
 from samestep.errors import UserError
+from samestep.visible import DeviceChoice
 
 DEFAULT_PORT = 29500  # PyTorch's
 
@@ -31,6 +32,7 @@ class Wanted:
     """What the user wants of a launch, beside the hosts."""
 
     command: tuple[str, ...]
+    device: DeviceChoice = "auto"
     engine: str = "torch"
     bind: BindChoice = "auto"
     threads: int | None = None
@@ -211,6 +213,7 @@ def _part(wanted: Wanted, job: str, cluster: Cluster, number: int) -> Part:
         num_procs=host.slots,
         chosen=host.chosen,
         command=wanted.command,
+        device=wanted.device,
         engine=wanted.engine,
         bind=wanted.bind,
         threads=wanted.threads,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import IO, Any
 
+from samestep import environment
 from samestep.cluster.start.remote import MARK
 from samestep.cluster.start.starter import Bring
 
@@ -61,6 +62,7 @@ class Link:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                env={name: value for name, value in environment.snapshot().items() if name not in bring.without},
             )
         except OSError as error:
             self._process, self._failure = None, f"{bring.command[0]}: {error.strerror}"

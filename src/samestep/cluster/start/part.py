@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from samestep.cluster.binding import BindChoice
 from samestep.cluster.start.limits import Limits
+from samestep.visible import DeviceChoice
 
 Output = Literal["terminal", "files"]
 
@@ -27,6 +28,7 @@ class Part:
     port: int = 0
     serves: bool = False  # whether this host's agent holds the store
     command: tuple[str, ...]  # a script or a program with its arguments, as the user gave them
+    device: DeviceChoice = "auto"  # cpu: slots are places on cores, and ranks see no accelerator
     engine: str = "torch"  # which variables the ranks expect
     bind: BindChoice = "auto"  # to which cores the ranks are bound
     threads: int | None = None  # a rank

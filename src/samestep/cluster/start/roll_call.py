@@ -5,21 +5,20 @@ All of it stands in the store that the controller or the first host serves, one 
 
 import json
 import os
-import platform
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from samestep import __version__
 from samestep.cluster.network import store_client
-from samestep.cluster.start import store_place
+from samestep.cluster.start import alike, store_place
+from samestep.cluster.start.clocks import Clocks
+from samestep.cluster.start.host_rounds import say
 from samestep.cluster.start.outcome import Failure
 from samestep.cluster.start.part import Part
 from samestep.errors import StartError, UserError
@@ -37,25 +36,11 @@ _SUCCEEDED = "samestep/succeeded"
 _LEFT = "samestep/left"
 
 
-def describe(part: Part) -> dict[str, str]:
-    """What all hosts of a job must have in common."""
-    found = {
-        "job": part.job,
-        "number of hosts": part.size,
-        "samestep version": __version__,
-        "PyTorch version": str(torch.__version__),
-        "Python version": platform.python_version(),
-    }
-    if part.alike:
-        found["ranks a host"] = str(part.num_procs)
-    return found
-
-
 class RollCall:
     """A job's store, as one host's agent uses it."""
 
-    def __init__(self, part: Part) -> None:
-        """Reach the store, and serve it where that is this host's part.
+    def __init__(self, part: Part, clock: Callable[[], float] = time.time) -> None:
+        """Reach the store, and serve it where that is this host's part. `clock` is the host's: seconds since 1970.
 
         Raises UserError for an address or a port that can't be, StartError where nothing answers in time.
         """
@@ -69,6 +54,7 @@ class RollCall:
         self._server = store_place.served(part, self.address) if part.serves else None
         self._await_port(self.address, part.port)
         self._store = self._reached(self.address, part.port)
+        self._clocks = Clocks(self._store, part, clock)
 
     def _reached(self, address: str, port: int) -> dist.TCPStore:
         """A connection to the store. PyTorch waits without an end for the first answer of what may be no store."""
@@ -116,29 +102,30 @@ class RollCall:
         Raises UserError where hosts differ, StartError where some don't come.
         """
         self._compare()
+        self._clocks.ask()
         self._take_seat()
         self._await_others()
+        if (apart := self._clocks.difference) is not None and apart.too_large:
+            say(apart.told(self._part.host))
 
     def _compare(self) -> None:
         part = self._part
-        mine = {"host": part.host, **describe(part)}
+        mine = {"host": part.host, **alike.told(part)}
         theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
-        wrong = [name for name in describe(part) if theirs.get(name, mine[name]) != mine[name]]
-        if not wrong:
+        found = alike.difference(theirs, mine)
+        if found is None:
             return
-        name = wrong[0]
-        message = (
-            f"the hosts of this job differ in their {name}: "
-            f'{theirs["host"]} has "{theirs[name]}", {part.host} has "{mine[name]}"'
-            f"{'; install the same on both' if name.endswith('version') else '; give both the same'}"
-        )
+        name, message = found
+        complete = self._there(_COMPLETE)
         if name == "job":
             message = (
                 f'the store at {self._where} is that of job "{theirs[name]}", which {theirs["host"]} began; '
                 f'{part.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
             )
-        elif not self._there(_COMPLETE):
+        elif not complete:
             self._store.set(_REFUSED, message)  # the others need not wait
+        if complete and part.elastic and part.controlled:
+            raise StartError(message)  # the others go on; this one may come again when it is mended
         raise UserError(message)
 
     def _take_seat(self) -> None:
@@ -162,9 +149,12 @@ class RollCall:
         part = self._part
         while True:
             came = [number for number in range(part.most) if self._there(_seat(number))]
+            self._clocks.answer()  # what those who have come have asked
+            heard = self._clocks.listen()
             if len(came) >= part.fewest:
                 self._store.set(_COMPLETE, "")
-                return
+                if heard:
+                    return
             if self._there(_REFUSED):
                 raise UserError(self._store.get(_REFUSED).decode())
             if time.monotonic() > self._deadline:
@@ -174,6 +164,10 @@ class RollCall:
                     f"{', '.join(map(part.name_of, came))}; not {', '.join(missing)}"
                 )
             time.sleep(_LOOK)
+
+    def tell_time(self) -> None:
+        """Tell hosts that have come since what time it is here; to be called again and again."""
+        self._clocks.answer()
 
     def _there(self, key: str) -> bool:
         try:

@@ -2,9 +2,15 @@
 
 from collections.abc import Sequence
 
+from samestep import environment
+from samestep.cluster.discover.place import Given
+from samestep.cluster.discover.slurm import Slurm
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.remote import far_end
 from samestep.cluster.start.starter import Bring, Starter, Ways
+
+# What a task of the job is to have. srun would read it as its own options; the agent is one task for all of a node.
+_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
 
 
 def _bring(parts: Sequence[Part], ways: Ways) -> list[Bring]:
@@ -14,9 +20,23 @@ def _bring(parts: Sequence[Part], ways: Ways) -> list[Bring]:
         # All that the allocation has on a node is for the agent's ranks, which share it out by themselves.
         *(f"--nodelist={','.join(part.host for part in parts)}", "--cpu-bind=none"),
         # A node that dies ends the step of all, unless the job can go on without it.
+        *_gpus(parts),
         *(["--no-kill", "--kill-on-bad-exit=0"] if parts[0].elastic else ["--kill-on-bad-exit=0"]),
     )
-    return [Bring(command=(*step, *far_end(ways.remote_python)), parts=tuple(parts))]
+    return [Bring(command=(*step, *far_end(ways.remote_python)), parts=tuple(parts), without=_OF_A_TASK)]
+
+
+def _gpus(parts: Sequence[Part]) -> list[str]:
+    """What gives the step all accelerators of its nodes, where the job asked for so many a task.
+
+    Slurm would give each agent a task's share otherwise, and takes no other number for each of several nodes.
+    """
+    environ = environment.snapshot()
+    found = Slurm().find(Given(environ=environ))
+    if "SLURM_GPUS_PER_TASK" not in environ or found.slots_from != "accelerators" or parts[0].device == "cpu":
+        return []
+    there = {host.name: host.slots for host in found.cluster.hosts}
+    return [f"--gpus={sum(there[part.host] for part in parts)}"]
 
 
 STARTER = Starter(bring=_bring)

@@ -22,6 +22,7 @@ class Bring:
 
     command: tuple[str, ...]
     parts: tuple[Part, ...]  # of several, each far end takes its own host's
+    without: tuple[str, ...] = ()  # variables that this process doesn't get
 
     @property
     def hosts(self) -> str:

@@ -1,0 +1,196 @@
+"""What hosts of a job compare before it begins: their code, their scripts and their commands, without any secret."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+import samestep
+from samestep.cluster.network import store_at
+from samestep.cluster.start import alike, clocks
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.roll_call import RollCall
+from samestep.errors import StartError, UserError
+
+SOURCES = alike._SOURCES
+
+
+def part(host: str, *command: str, **values: object) -> Part:
+    known = {"job": "one", "most": 2, "num_procs": 1, "logs": "logs", "command": command or ("x",)}
+    return Part(**{"host": host, **known, **values})  # pyright: ignore
+
+
+def told(host: Part) -> dict[str, object]:
+    """What a host tells, as it comes out of the store."""
+    return json.loads(json.dumps({"host": host.host, **alike.told(host)}))
+
+
+def message(first: Part, second: Part) -> str | None:
+    found = alike.difference(told(first), told(second))
+    return found[1] if found is not None else None
+
+
+def of_commands(first: str, second: str) -> str | None:
+    """The message about two commands, whose words are separated by spaces."""
+    return message(part("host-a", *first.split()), part("host-b", *second.split()))
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small package that stands for samestep's own sources."""
+    folder = tmp_path / "one" / "package"
+    for name, text in (("a.py", "a = 1\n"), ("inner/b.py", "b = 2\n"), ("inner/a.py", "a = 1\n")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(alike, "_SOURCES", folder)
+    return folder
+
+
+def test_checkouts_of_one_version_that_differ_are_told_apart(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = told(part("host-a"))
+    other = package.parent / "two"
+    shutil.copytree(package, other)
+    monkeypatch.setattr(alike, "_SOURCES", other)
+    assert alike.difference(first, told(part("host-b"))) is None
+    (other / "inner" / "b.py").write_text("b = 3\n", encoding="utf-8")
+    found = alike.difference(first, told(part("host-b")))
+    assert found is not None
+    digests = first["samestep sources"], alike.digest_of(other)
+    assert found[1] == (
+        f'the hosts of this job differ in their samestep sources: host-a has "{digests[0]}", host-b has '
+        f'"{digests[1]}"; install the same on both'
+    )
+
+
+def test_the_digest_of_sources_is_that_of_the_files_and_their_places(package: Path) -> None:
+    before = alike.digest_of(package)
+    for name in ("__pycache__/a.cpython-311.pyc", "notes.txt", ".#a.py"):
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_bytes(b"x")
+    os.utime(package / "a.py", (0, 0))
+    assert alike.digest_of(package) == before
+    (package / "inner" / "a.py").rename(package / "inner" / "c.py")
+    assert alike.digest_of(package) != before
+
+
+def test_the_digest_of_samestep_costs_no_time() -> None:
+    assert Path(samestep.__file__).parent == SOURCES
+    taken = []
+    for _ in range(3):
+        began = time.perf_counter()
+        alike.digest_of(SOURCES)
+        taken.append(time.perf_counter() - began)
+    assert min(taken) < 0.5  # on a busy machine; about 0.015 s on another
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "kind"),
+    [
+        ([], "train.py", "script"),
+        ([], "train", "script"),
+        (["python", "-u"], "train.py", "script"),
+        (["bash"], "train.sh", "script"),
+        (["-m", "samestep", "train"], "job.yaml", "job file"),
+    ],
+)
+def test_each_host_reads_its_own_copy_of_the_script(before: list[str], name: str, kind: str, tmp_path: Path) -> None:
+    files = [tmp_path / host / name for host in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("#!/bin/sh\nlr=1\n", encoding="utf-8")
+    parts = [part(f"host-{file.parent.name}", *before, str(file)) for file in files]
+    assert message(*parts) is None  # where it is on a host is the host's own
+    files[1].write_text("#!/bin/sh\nlr=2\n", encoding="utf-8")
+    said = message(*parts) or ""
+    assert said.startswith(f'the hosts of this job differ in their {kind}: host-a has "{name} of SHA-256 ')
+    assert said.endswith("; copy the same file to both")
+
+
+def test_a_program_is_no_script_and_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "compiled").write_bytes(b"\x7fELF")
+    for command in (["echo", "train.py"], [str(tmp_path / "compiled")], ["x" * 5000 + ".py"], [str(tmp_path)]):
+        assert not {"script", "job file"} & told(part("host-a", *command)).keys()
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ("t.py --lr 3e-4", "t.py --lr 1e-3", 'host-a has "--lr 3e-4", host-b has "--lr 1e-3"'),
+        ("t.py --lr=3e-4", "t.py --lr=1e-3", 'host-a has "--lr=3e-4", host-b has "--lr=1e-3"'),
+        ("t.py", "other.py", 'host-a has "t.py", host-b has "other.py"'),
+        ("t.py", "t.py fast", 'host-a has nothing there, host-b has "fast"'),
+        ("t.py --fast --slow", "t.py --fast", 'host-a has "--fast --slow", host-b has "--fast"'),
+        ("t.py a b", "t.py b a", 'host-a has "a", host-b has "b"'),
+        (
+            f"t.py --set {LONG}1{LONG}",
+            f"t.py --set {LONG}2{LONG}",
+            f'host-a has "--set ...{"x" * 12}1{"x" * 35}...", host-b has "--set ...{"x" * 12}2{"x" * 35}..."',
+        ),
+    ],
+)
+def test_commands_are_shown_where_they_differ(first: str, second: str, says: str) -> None:
+    assert of_commands(first, second) == (
+        f"the hosts of this job differ in their command: {says}; "
+        "give both the same, and take what is a host's own from its environment"
+    )
+    assert of_commands(first, first) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--token", "SECRET"], '"--token ***"'),
+        (["--hf-token=SECRET"], '"--hf-token=***"'),
+        (["--set", "run.api_key=SECRET"], '"--set run.api_key=***"'),
+        (["--options", '{"password": "SECRET"}'], '"--options {"password":***"'),
+        (["-c", "train --token SECRET"], '"-c train --token ***"'),
+        (["--url", "db://me:SECRET@host/x"], '"--url db://***@host/x"'),
+    ],
+)
+def test_no_secret_is_told_and_it_is_compared_all_the_same(words: list[str], says: str) -> None:
+    commands = [["t.py", *(word.replace("SECRET", value) for word in words)] for value in ("pa55word", "w0rdpass")]
+    hosts = [part(f"host-{name}", *command) for name, command in zip("ab", commands, strict=True)]
+    assert "pa55" not in json.dumps(told(hosts[0]))
+    said = message(*hosts) or ""
+    assert f"host-a has {says}, host-b has {says} (what looks secret is hidden); give both the same" in said
+    assert message(hosts[0], part("host-b", *commands[0])) is None
+
+
+def test_what_brings_the_hosts_up_gives_them_one_command_which_need_not_be_told() -> None:
+    words = ["t.py", "--lr", "3e-4"]
+    assert "3e-4" in json.dumps(told(part("host-a", *words)))
+    assert "3e-4" not in json.dumps(told(part("host-a", *words, controlled=True)))
+
+
+def test_engines_that_differ() -> None:
+    said = message(part("host-a"), part("host-b", engine="keras"))
+    assert said == (
+        'the hosts of this job differ in their engine: host-a has "torch", host-b has "keras"; give both the same'
+    )
+
+
+@pytest.mark.parametrize(("controlled", "error"), [(True, StartError), (False, UserError)])
+def test_a_host_that_joins_later_is_compared_too(
+    controlled: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / host / "train.py" for host in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("lr = 1\n", encoding="utf-8")
+    monkeypatch.setattr(clocks, "_PATIENCE", 0.1)  # the first host's ranks are only pretended: nobody answers
+    store = store_at("127.0.0.1")
+    where = {"address": "127.0.0.1", "port": store.port, "fewest": 1, "controlled": controlled}
+    RollCall(part("host-a", str(files[0]), **where)).agree()
+    later = part("host-b", str(files[1]), **where, node_rank=1)
+    files[1].write_text("lr = 2\n", encoding="utf-8")
+    # Whoever brings the hosts up takes the first for one that may be tried again, and the second for the job's end.
+    with pytest.raises(error, match=r"differ in their script: host-a has .*, host-b has .*; copy the same"):
+        RollCall(later).agree()
+    files[1].write_text("lr = 1\n", encoding="utf-8")
+    RollCall(later).agree()

@@ -1,0 +1,92 @@
+"""Hosts whose clocks differ are told so as they meet, and nothing else changes for them."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from samestep.cluster.network import store_at
+from samestep.cluster.start import clocks
+from samestep.cluster.start.clocks import Difference
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.roll_call import RollCall
+
+
+def host(number: int, port: int, **values: object) -> Part:
+    known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "command": ("x",), "logs": "logs"}
+    where = {"address": "127.0.0.1", "port": port, "node_rank": number, "start_timeout": 20.0}
+    return Part(**{"host": f"host-{'ab'[number]}", **known, **where, **values})  # pyright: ignore
+
+
+def ahead(seconds: float) -> Callable[[], float]:
+    return lambda: time.time() + seconds
+
+
+def meet(seconds: float) -> None:
+    """Two hosts meet, of which the second's clock is so much ahead."""
+    store = store_at("127.0.0.1")
+    first = RollCall(host(0, store.port))
+    thread = threading.Thread(target=first.agree)
+    thread.start()
+    while not first._there("samestep/node/0"):
+        pass
+    RollCall(host(1, store.port), clock=ahead(seconds)).agree()
+    thread.join()
+
+
+@pytest.mark.parametrize(("seconds", "where"), [(5.0, "ahead of"), (-5.0, "behind")])
+def test_clocks_that_differ_are_told_once_with_what_would_do(
+    seconds: float, where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    meet(seconds)
+    err = capfd.readouterr().err
+    found = re.fullmatch(
+        rf"samestep: the clock of host-b is (\d\.\d) s {where} that of host-a \(give or take (\d\.\d) s\): another "
+        r"rank than the first may be named .*; NTP \(chrony, systemd-timesyncd\) on both would do\n",
+        err,
+    )
+    assert found is not None, err
+    assert abs(float(found[1]) - 5) <= float(found[2]) + 0.1
+
+
+def test_clocks_that_agree_are_not_told(capfd: pytest.CaptureFixture[str]) -> None:
+    meet(0.5)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_host_that_joins_later_is_told_too(capfd: pytest.CaptureFixture[str]) -> None:
+    store = store_at("127.0.0.1")
+    first = RollCall(host(0, store.port, fewest=1))
+    first.agree()
+    over = threading.Event()
+
+    def while_its_ranks_run() -> None:
+        while not over.wait(0.05):
+            first.tell_time()
+
+    thread = threading.Thread(target=while_its_ranks_run)
+    thread.start()
+    RollCall(host(1, store.port, fewest=1), clock=ahead(-60)).agree()
+    over.set()
+    thread.join()
+    assert "the clock of host-b is 60.0 s behind that of host-a" in capfd.readouterr().err
+
+
+def test_where_nobody_answers_the_job_begins_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(clocks, "_PATIENCE", 0.2)
+    store = store_at("127.0.0.1")
+    RollCall(host(0, store.port, fewest=1)).agree()
+    RollCall(host(1, store.port, fewest=1), clock=ahead(60)).agree()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "told"),
+    [(1.1, 1.3, True), (-1.3, -1.1, True), (0.9, 1.3, False), (-1.3, -0.9, False), (-30.0, 30.0, False)],
+)
+def test_what_a_slow_answer_leaves_open_is_not_told(least: float, most: float, told: bool) -> None:
+    assert Difference(host="host-a", least=least, most=most).too_large is told
