@@ -109,10 +109,29 @@ def test_a_job_of_samesteps_starts_with_the_same_options(capfd: pytest.CaptureFi
     assert main(["train", "job.yaml"]) == 0
     Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
     words = ["train", "--num-procs", "2", "job.yaml", "--logs", "logs", "--set", "recipe.steps=3"]
-    assert main(words) == 0
+    # On one host as on many: a fault is written down, and the state comes back from the host's memory.
+    words += ["--max-restarts", "1", "--set", "run.checkpoint={every: 1000, memory: 1}"]
+    assert main([*words, "--set", "run.inject={rank: 1, step: 2, fault: kill}"]) == 0
     assert losses("run") == pytest.approx(losses("alone")[:3], rel=1e-12)
-    assert "[localhost 0] " in capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert "[localhost 0] " in out
     assert Path("logs/localhost/round-0/rank-1.out").exists()
+    (fault,) = [json.loads(line) for line in Path("run/faults.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert (fault["rank"], fault["step"], fault["host"], "SIGKILL" in fault["cause"]) == (1, 2, "localhost", True)
+    assert fault["goes_on_at"] in (1, 2)  # the copy after the second step may still have been under way
+    assert "samestep: rank 1 on localhost failed in step 2: " in err
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_on_one_host_too(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
+    words = ["--num-procs", "2", "--set", "run.hang_limit=2", "--set", "run.inject={rank: 1, step: 2, fault: hang}"]
+    assert main(["train", "job.yaml", *words]) == 1
+    err = capfd.readouterr().err
+    assert "samestep: rank 1 on localhost failed first: it hung, and was ended\nit hung in step 2: no rank" in err
+    assert "inject.py" in err
+    assert "memory runs out" not in err
+    assert "it hung in step 2" in Path("run/faults.jsonl").read_text(encoding="utf-8")
 
 
 def test_a_job_is_checked_with_the_ranks_that_the_hosts_give(capfd: pytest.CaptureFixture[str]) -> None:

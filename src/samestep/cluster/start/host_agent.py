@@ -1,4 +1,4 @@
-"""HostAgent: PyTorch's elastic agent, as one of several hosts' that notice each other's deaths.
+"""HostAgent: PyTorch's elastic agent, as one of a job's hosts' that notice each other's deaths.
 
 What it adds: ranks that wait for a host that is gone are ended without waiting for their own time limits; where a
 host joins, ranks get notice and save before all start anew; all hosts count the same restarts.
@@ -33,6 +33,7 @@ from samestep.cluster.start.several_hosts import BROKEN, SeveralHosts
 from samestep.errors import JobOverError
 from samestep.supervision.handle import Handle
 from samestep.supervision.in_memory import folder_in_memory
+from samestep.supervision.watch import Hang
 
 # Why this host's ranks ended, read from what they left.
 Explain = Callable[[Mapping[int, ProcessFailure]], Ended]
@@ -47,8 +48,16 @@ _USERS_MISTAKE = 2  # the exit code
 _ElasticAgent: Any = LocalElasticAgent
 
 
+class HungError(Exception):
+    """A rank of this host did not come, and restarts are used up."""
+
+    def __init__(self, hang: Hang) -> None:
+        super().__init__(hang.reason)
+        self.hang = hang
+
+
 class HostAgent(_ElasticAgent):
-    """The agent of one host among several."""
+    """The agent of one host among several, or alone."""
 
     def __init__(
         self, spec: WorkerSpec, config: LaunchConfig, *, explain: Explain, place: Path, memory: Path
@@ -74,6 +83,11 @@ class HostAgent(_ElasticAgent):
         """After the last round."""
         self._rounds.end(self._why)
         self._rounds.close(failed=self._why is not None)
+
+    @property
+    def hang(self) -> Hang | None:
+        """What ended the last round, where it was a rank of this host that did not come."""
+        return self._rounds.hang
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._rounds.end(self._why)
@@ -138,7 +152,7 @@ class HostAgent(_ElasticAgent):
 
     def _others_change(self) -> bool:
         until = time.monotonic() + _A_WORD
-        while time.monotonic() < until:
+        while self._hosts.peers() and time.monotonic() < until:
             lost = self._hosts.lost()
             if self._hosts.num_nodes_waiting() > 0 or lost is not None:
                 return True
@@ -204,10 +218,10 @@ class HostAgent(_ElasticAgent):
 
 
 def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain: Explain) -> dict[int, Any]:
-    """Do one host's part of a job: as PyTorch's `elastic_launch`, for a rendezvous of several hosts.
+    """Do one host's part of a job: as PyTorch's `elastic_launch`, for a rendezvous of a job's hosts.
 
-    Raises ChildFailedError where ranks failed and restarts are used up, SignalException where a signal ended this
-    host's part, HostLostError where the job can't go on here.
+    Raises ChildFailedError or HungError where ranks failed and restarts are used up, SignalException where a signal
+    ended this host's part, HostLostError where the job can't go on here.
     """
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
@@ -258,6 +272,8 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
                 hosts.shutdown()
     if result is None:
         return {}
+    if result.is_failed() and agent.hang is not None:
+        raise HungError(agent.hang)
     if result.is_failed():
         raise ChildFailedError(name=command, failures=result.failures)
     return result.return_values

@@ -20,7 +20,7 @@ from samestep.supervision import about
 from samestep.supervision.about import About
 from samestep.supervision.beat import Progress
 from samestep.supervision.fault import Fault, cause_of, tell
-from samestep.supervision.watch import Elsewhere, Watch
+from samestep.supervision.watch import Elsewhere, Hang, Watch
 
 _OTHERS = 2.0  # seconds in which all hosts have told why the last round ended
 _APART = 0.1  # seconds between two looks
@@ -53,6 +53,7 @@ class HostRounds:
         self._began = time.time() - time.monotonic()
         self._came: Sequence[str] = ()  # hosts that were not in the round before
         self._untold: tuple[Fault, float, int] | None = None  # a fault, its moment, and the steps that were done
+        self.hang: Hang | None = None  # of a rank here, in the last round that has ended
 
     @property
     def notice(self) -> float:
@@ -104,6 +105,7 @@ class HostRounds:
         watch, self._watch = self._watch, None
         watch.__exit__(None, None, None)
         self.look()
+        self.hang = watch.hang
         if watch.hang is not None:
             why = Ended(rank=watch.hang.rank, reason=watch.hang.reason, at=time.time())
         self._tell_without_cost()
