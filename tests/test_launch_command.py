@@ -108,18 +108,37 @@ def test_a_job_of_samesteps_starts_with_the_same_options(capfd: pytest.CaptureFi
     Path("job.yaml").write_text(JOB.replace("FOLDER", "alone").replace("dp2", "single"), encoding="utf-8")
     assert main(["train", "job.yaml"]) == 0
     Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
-    words = ["train", "--num-procs", "2", "job.yaml", "--logs", "logs", "--set", "recipe.steps=3"]
+    words = ["train", "--num-procs", "2", "job.yaml", "--set", "recipe.steps=3"]
     # On one host as on many: a fault is written down, and the state comes back from the host's memory.
     words += ["--max-restarts", "1", "--set", "run.checkpoint={every: 1000, memory: 1}"]
     assert main([*words, "--set", "run.inject={rank: 1, step: 2, fault: kill}"]) == 0
     assert losses("run") == pytest.approx(losses("alone")[:3], rel=1e-12)
     out, err = capfd.readouterr()
     assert "[localhost 0] " in out
-    assert Path("logs/localhost/round-0/rank-1.out").exists()
+    assert all(Path(f"run/logs/localhost/round-{number}/rank-1.out").exists() for number in (0, 1))
     (fault,) = [json.loads(line) for line in Path("run/faults.jsonl").read_text(encoding="utf-8").splitlines()]
     assert (fault["rank"], fault["step"], fault["host"], "SIGKILL" in fault["cause"]) == (1, 2, "localhost", True)
     assert fault["goes_on_at"] in (1, 2)  # the copy after the second step may still have been under way
     assert "samestep: rank 1 on localhost failed in step 2: " in err
+
+
+def test_what_ranks_write_is_in_the_runs_folder_and_told_there(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB.replace("folder: FOLDER, ", "").replace("dp2", "single"), encoding="utf-8")
+    Path("runs/job/logs").mkdir(parents=True)  # of a run before
+    assert (
+        main(["train", "job.yaml", "--num-procs", "1", "--set", "run.inject={rank: 0, step: 2, fault: raise}"]) == 1
+    )
+    assert "all that it wrote: localhost:runs/job-2/logs/localhost/round-0/rank-0.err\n" in capfd.readouterr().err
+    assert "InjectedFaultError" in Path("runs/job-2/logs/localhost/round-0/rank-0.err").read_text(encoding="utf-8")
+    assert len(losses("runs/job-2")) == 2
+    assert [path.name for path in sorted(Path("runs").iterdir())] == ["job", "job-2"]
+
+
+def test_a_file_in_place_of_the_runs_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "job.yaml"), encoding="utf-8")
+    assert main(["train", "job.yaml", "--num-procs", "2"]) == 2
+    says = "samestep: run.folder is job.yaml: job.yaml is a file; a folder, or a new path, would do\n"
+    assert capfd.readouterr().err == says
 
 
 @pytest.mark.slow
@@ -205,6 +224,10 @@ WRONG = [
     (["--start-timeout", "soon", "--", TOLD], '--start-timeout: "soon" is no time; 90s, 5m or 1h would do'),
     (["--notice", "0", "--", TOLD], '--notice: "0" is no time; 90s, 5m or 1h would do'),
     (["--master-port", "99999", "--", TOLD], '--master-port: "99999" is no port; a number from 1 to 65535 is'),
+    (
+        ["--num-procs", "1", "--logs", "/dev/null", "--", TOLD],
+        "can't be kept in /dev/null/localhost: Not a directory",
+    ),
     (["--job-id", "a b", "--", TOLD], '--job-id "a b": letters, digits, dots'),
     (["--output", "printer", "--", TOLD], "invalid choice: 'printer'"),
     (["--ssh", "ssh 'x", "--", TOLD], "--ssh ssh 'x: a quote has no end"),

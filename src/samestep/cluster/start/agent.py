@@ -136,7 +136,7 @@ class _Ranks:
         part = self._part
         with ExitStack() as stack:
             follower = stack.enter_context(Follower()) if part.output == "terminal" else None
-            files = RankFiles(Path(part.logs), part.host, follower)
+            files = RankFiles(Path(part.logs) if part.logs is not None else None, part.host, follower)
             config = LaunchConfig(
                 min_nodes=part.fewest,
                 max_nodes=part.most,
@@ -173,7 +173,7 @@ class _Ranks:
             reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
             return Ended(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
 
-        host_agent.run(config, program, arguments, explain=explain)
+        host_agent.run(config, program, arguments, explain=explain, run_place=self._part.run)
 
     def _rendezvous(self) -> dict[str, Any]:
         """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""

@@ -29,8 +29,10 @@ from samestep import environment
 from samestep.cluster.start import fork_server, forked_rank
 from samestep.cluster.start.alive import Lost
 from samestep.cluster.start.host_rounds import Ended, HostRounds, say
+from samestep.cluster.start.rank_files import RankFiles
 from samestep.cluster.start.several_hosts import BROKEN, SeveralHosts
 from samestep.errors import JobOverError
+from samestep.run_folder import RunPlace
 from samestep.supervision.handle import Handle
 from samestep.supervision.in_memory import folder_in_memory
 from samestep.supervision.watch import Hang
@@ -60,9 +62,16 @@ class HostAgent(_ElasticAgent):
     """The agent of one host among several, or alone."""
 
     def __init__(
-        self, spec: WorkerSpec, config: LaunchConfig, *, explain: Explain, place: Path, memory: Path
+        self,
+        spec: WorkerSpec,
+        config: LaunchConfig,
+        *,
+        explain: Explain,
+        place: Path,
+        memory: Path,
+        run: RunPlace | None,
     ) -> None:
-        assert config.logs_specs is not None
+        assert isinstance(config.logs_specs, RankFiles)
         super().__init__(
             spec=spec,
             logs_specs=config.logs_specs,
@@ -72,7 +81,8 @@ class HostAgent(_ElasticAgent):
         )
         assert isinstance(spec.rdzv_handler, SeveralHosts)
         self._hosts = spec.rdzv_handler
-        self._rounds = HostRounds(self._hosts, place, memory)
+        self._files = config.logs_specs
+        self._rounds = HostRounds(self._hosts, place, memory, run)
         self._explain = explain
         self._why: Ended | None = None
         self._ranks: Sequence[Handle] = ()  # that were started last
@@ -96,9 +106,12 @@ class HostAgent(_ElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 self._count_alike(worker_group)
+                self._rounds.agree()
                 break
             except BROKEN:  # a host was lost after all had met
                 continue
+        if self._rounds.run_folder is not None:
+            self._files.of_run(self._rounds.run_folder)
         self._rounds.begin([worker.global_rank for worker in worker_group.workers])
 
     def _count_alike(self, worker_group: WorkerGroup) -> None:
@@ -217,9 +230,12 @@ class HostAgent(_ElasticAgent):
         super()._shutdown(signal.SIGTERM, min(timeout, self._shutdown_within))
 
 
-def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain: Explain) -> dict[int, Any]:
+def run(
+    config: LaunchConfig, command: str, arguments: Sequence[str], *, explain: Explain, run_place: RunPlace | None
+) -> dict[int, Any]:
     """Do one host's part of a job: as PyTorch's `elastic_launch`, for a rendezvous of a job's hosts.
 
+    `run_place`: what a job of samestep's says of its run's folder, which then takes the ranks' files.
     Raises ChildFailedError or HungError where ranks failed and restarts are used up, SignalException where a signal
     ended this host's part, HostLostError where the job can't go on here.
     """
@@ -254,7 +270,7 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
         tempfile.TemporaryDirectory(prefix="samestep-agent-", ignore_cleanup_errors=True) as place,
         folder_in_memory() as memory,
     ):
-        agent = HostAgent(spec, config, explain=explain, place=Path(place), memory=memory)
+        agent = HostAgent(spec, config, explain=explain, place=Path(place), memory=memory, run=run_place)
         try:
             result = agent.run()
         except SignalException:

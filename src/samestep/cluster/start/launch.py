@@ -19,6 +19,7 @@ from samestep.cluster.start.part import Output, Part
 from samestep.cluster.start.which_host import check_one_a_host, node_rank_of
 from samestep.cluster.variables import Variables
 from samestep.errors import UserError
+from samestep.run_folder import RunPlace
 
 DEFAULT_PORT = 29500  # PyTorch's
 
@@ -42,6 +43,7 @@ class Wanted:
     port: int | None = None
     job: str | None = None
     logs: Path | None = None
+    run: RunPlace | None = None  # what a job of samestep's says of its run's folder
     output: Output = "terminal"
     max_restarts: int = 0
     start_timeout: float = 300.0
@@ -214,7 +216,8 @@ def _part(wanted: Wanted, job: str, cluster: Cluster, number: int) -> Part:
         engine=wanted.engine,
         bind=wanted.bind,
         threads=wanted.threads,
-        logs=str(wanted.logs if wanted.logs is not None else Path("runs") / f"launch-{job}"),
+        logs=_logs(wanted, job),
+        run=wanted.run,
         output=wanted.output,
         max_restarts=wanted.max_restarts,
         start_timeout=wanted.start_timeout,
@@ -223,6 +226,13 @@ def _part(wanted: Wanted, job: str, cluster: Cluster, number: int) -> Part:
         return_limit=wanted.return_limit,
         gather=wanted.gather,
     )
+
+
+def _logs(wanted: Wanted, job: str) -> str | None:
+    """The folder of the ranks' files; None: one in the run's folder, of which the first host knows."""
+    if wanted.logs is None and wanted.run is not None:
+        return None
+    return str(wanted.logs or Path("runs") / f"launch-{job}")
 
 
 def _nodes(wanted: Wanted, there: int | None) -> tuple[int, int]:
