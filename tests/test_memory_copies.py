@@ -37,7 +37,7 @@ def test_a_lost_rank_is_refilled_from_memory(tmp_path: Path, layout: str, capfd:
     # The copy after step 8 may still have been under way; the disk has that after step 5.
     assert found["goes_on_at"] in (6, 8)
     assert "samestep-memory-" in capfd.readouterr().err
-    assert left_in_memory() == before
+    assert not left_in_memory() - before  # of those before, one that a killed process left may be gone
 
 
 def test_the_disk_is_taken_where_it_is_newer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

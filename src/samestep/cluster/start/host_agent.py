@@ -6,7 +6,6 @@ host joins, ranks get notice and save before all start anew; all hosts count the
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +34,7 @@ from samestep.errors import JobOverError
 from samestep.run_folder import RunPlace
 from samestep.supervision.handle import Handle
 from samestep.supervision.in_memory import folder_in_memory
+from samestep.supervision.scratch import scratch
 from samestep.supervision.watch import Hang
 
 # Why this host's ranks ended, read from what they left.
@@ -267,10 +267,10 @@ def run(
     leaves_alone = False
     with (
         environment.agent_signals(config.signals_to_handle),
-        tempfile.TemporaryDirectory(prefix="samestep-agent-", ignore_cleanup_errors=True) as place,
+        scratch("samestep-agent-") as place,
         folder_in_memory() as memory,
     ):
-        agent = HostAgent(spec, config, explain=explain, place=Path(place), memory=memory, run=run_place)
+        agent = HostAgent(spec, config, explain=explain, place=place, memory=memory, run=run_place)
         try:
             result = agent.run()
         except SignalException:
