@@ -153,6 +153,7 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     """Bring the agents of all hosts up, and serve the store where they meet."""
     with environment.quiet_import():
         from samestep.cluster.network import address_towards, store_at
+        from samestep.cluster.start import store_place
         from samestep.cluster.start.controller import Controller
     from samestep.cluster.start.starter import Ways
     from samestep.cluster.start.starters import starter_of
@@ -162,12 +163,15 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     job = _job_of(found, wanted)
     ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, ray=wanted.ray, this=cluster.this)
     starter = starter_of(cluster.place)
-    other = next(host.name for number, host in enumerate(cluster.hosts) if number != cluster.this)
+    others = [host.name for number, host in enumerate(cluster.hosts) if number != cluster.this]
     try:
-        address = wanted.address or address_towards(starter.resolve(other, ways))
+        if wanted.address is not None:
+            address = store_place.to_meet_at(wanted.address, (starter.resolve(host, ways) for host in others))
+        else:
+            address = address_towards(starter.resolve(others[0], ways))
         store = store_at(address, wanted.port or 0)
     except OSError as error:
-        raise UserError(_no_store(wanted, other, error)) from None
+        raise UserError(_no_store(wanted, others[0], error)) from None
     parts = [
         replace(
             _part(wanted, job, cluster, number),
