@@ -47,9 +47,13 @@ def test_one_rank_writes_as_it_would_alone(capfd: pytest.CaptureFixture[str]) ->
 
 def test_output_into_files_alone_and_variables_of_a_file(capfd: pytest.CaptureFixture[str]) -> None:
     Path(".samestep_env").write_text("# ours\nSAMESTEP_COLOUR='deep red'\n", encoding="utf-8")
-    assert launch("--num-procs", "1", "--output", "files", "--", TOLD, "tell") == 0
+    Path("elsewhere").mkdir()
+    here = Path.cwd()
+    assert launch("--num-procs", "1", "--output", "files", "--chdir", "elsewhere", "--", TOLD, "tell") == 0
+    assert Path.cwd() == here
     assert capfd.readouterr().out == ""
-    assert "colour=deep red" in Path("logs/localhost/round-0/rank-0.out").read_text(encoding="utf-8")
+    log = Path("elsewhere/logs/localhost/round-0/rank-0.out")
+    assert "colour=deep red" in log.read_text(encoding="utf-8")
 
 
 def test_a_module_and_a_program_run_too(capfd: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +232,7 @@ WRONG = [
         ["--num-procs", "1", "--logs", "/dev/null", "--", TOLD],
         "can't be kept in /dev/null/localhost: Not a directory",
     ),
+    (["--chdir", "/nowhere", "--", TOLD], "the folder /nowhere: No such file or directory; --chdir FOLDER says"),
     (["--job-id", "a b", "--", TOLD], '--job-id "a b": letters, digits, dots'),
     (["--output", "printer", "--", TOLD], "invalid choice: 'printer'"),
     (["--ssh", "ssh 'x", "--", TOLD], "--ssh ssh 'x: a quote has no end"),

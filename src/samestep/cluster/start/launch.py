@@ -5,7 +5,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,7 +66,12 @@ def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
         return _from_here(found, wanted, variables)
     with environment.quiet_import():
         from samestep.cluster.start import agent
-    with environment.given(variables.values):
+    with ExitStack() as stack:
+        stack.enter_context(environment.given(variables.values))
+        try:
+            stack.enter_context(chdir(wanted.folder))
+        except OSError as error:
+            raise UserError(f"the folder {wanted.folder}: {error.strerror}; --chdir FOLDER says another") from None
         return agent.run(part)
 
 
