@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -151,6 +152,7 @@ class HostAgent(_ElasticAgent):
         self._hosts.ask_for_round()
 
     def _failed(self, result: RunResult) -> RunResult:
+        result = RunResult(state=result.state, failures={**result.failures, **self._failed_too(result.failures)})
         codes = {failure.exitcode for failure in result.failures.values()}
         stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
         if codes <= stopped and self._others_change():
@@ -162,6 +164,23 @@ class HostAgent(_ElasticAgent):
         if _USERS_MISTAKE in codes:
             self._remaining_restarts = 0  # it would be made again
         return result
+
+    def _failed_too(self, told: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+        """Of forked ranks PyTorch tells one alone, even where a whole host's have ended between two looks."""
+        context = self._pcontext
+        if not isinstance(context, MultiprocessContext) or context._pc is None:
+            return {}
+        found = {}
+        for worker in self._worker_group.workers:
+            process = context._pc.processes[worker.local_rank]
+            if process.exitcode and worker.global_rank not in told:
+                found[worker.global_rank] = ProcessFailure(
+                    local_rank=worker.local_rank,
+                    pid=process.pid,
+                    exitcode=process.exitcode,
+                    error_file=context.error_files[worker.local_rank],
+                )
+        return found
 
     def _others_change(self) -> bool:
         until = time.monotonic() + _A_WORD
