@@ -289,7 +289,10 @@ def test_every_method_comes_first_in_its_turn() -> None:
 
 def test_a_method_of_ones_own_is_a_row_like_the_others() -> None:
     own = replace(METHODS[0], name="own{n}", layout="dp{n}")
-    assert [(each.name, each.layout) for each in chosen(["single", own], 3)] == [("single", "single"), ("own3", "dp3")]
+    assert [(each.name, each.layout) for each in chosen(["single", own], 3)] == [
+        ("single", "single"),
+        ("own3", "dp3"),
+    ]
 
 
 def test_published_methods_are_in_the_table() -> None:

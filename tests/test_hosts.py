@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from on_hosts import SAME, follow, needs_hosts, proved, python, record, start_on, torchrun
+from on_hosts import SAME, VARIABLES, follow, needs_hosts, proved, python, record, start_on, torchrun
 from small_jobs import job_file, losses_alone, losses_in, steps_in
 from testbed import Cable, Testbed
 
@@ -149,6 +149,27 @@ def test_agents_whose_first_host_finds_its_name_on_the_loopback(known: bool, tmp
         (first,) = start_on(debian.hosts[:1], both[:1])
         assert first.wait(20) == 2
         assert "host-a leads to 127.0.1.1 on host-a itself, where no other host reaches it; " in first.text
+
+
+@pytest.mark.cluster
+def test_a_host_without_the_runs_folder_makes_one_for_what_its_ranks_write(bed: Testbed, tmp_path: Path) -> None:
+    host_b, runs = bed["host-b"], tmp_path / "runs"
+    (runs / "job" / "of another run").mkdir(parents=True)
+    host_b.own_folder(runs)
+    meeting = ["--no-ssh", "--num-nodes", "2", "--num-procs", "1", "--master-addr", "host-a"]
+    train = ["train", str(job_file(tmp_path)), "--layout", "dp2", *meeting]
+    commands = [
+        host.start(python("samestep", *train, "--node-rank", str(rank)), env=VARIABLES, cwd=tmp_path)
+        for rank, host in enumerate(bed.hosts)
+    ]
+    follow(commands, runs / "job-2", limit=120)
+    same_losses(runs / "job-2")
+    assert [path.name for path in (runs / "job-2" / "logs").iterdir()] == ["host-a"]
+    assert (runs / "job-2" / "logs" / "host-a" / "round-0" / "rank-0.out").is_file()
+    there = host_b.run(["find", str(runs), "-type", "f"]).stdout
+    host_b.run(["umount", str(runs)])
+    log = runs / "job-2" / "logs" / "host-b" / "round-0" / "rank-1"
+    assert sorted(there.splitlines()) == [f"{log}.err", f"{log}.out"]
 
 
 @pytest.mark.cluster

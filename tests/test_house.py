@@ -22,6 +22,7 @@ HOUSE = (
     ("layout",),
     ("recipe",),
     ("job",),
+    ("run_folder",),
     ("validation",),
     ("jobfile",),
     ("tasks", "data"),

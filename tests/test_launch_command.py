@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import TOLD, await_files, in_a_folder_of_its_own, ranks_alive, started
-from small_jobs import losses_in
+from small_jobs import faults_in, losses_in
 
 from samestep.cli.main import main
 from samestep.cluster.device import accelerators
@@ -47,9 +47,13 @@ def test_one_rank_writes_as_it_would_alone(capfd: pytest.CaptureFixture[str]) ->
 
 def test_output_into_files_alone_and_variables_of_a_file(capfd: pytest.CaptureFixture[str]) -> None:
     Path(".samestep_env").write_text("# ours\nSAMESTEP_COLOUR='deep red'\n", encoding="utf-8")
-    assert launch("--num-procs", "1", "--output", "files", "--", TOLD, "tell") == 0
+    Path("elsewhere").mkdir()
+    here = Path.cwd()
+    assert launch("--num-procs", "1", "--output", "files", "--chdir", "elsewhere", "--", TOLD, "tell") == 0
+    assert Path.cwd() == here
     assert capfd.readouterr().out == ""
-    assert "colour=deep red" in Path("logs/localhost/round-0/rank-0.out").read_text(encoding="utf-8")
+    log = Path("elsewhere/logs/localhost/round-0/rank-0.out")
+    assert "colour=deep red" in log.read_text(encoding="utf-8")
 
 
 def test_a_module_and_a_program_run_too(capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,11 +107,49 @@ def test_a_job_of_samesteps_starts_with_the_same_options(capfd: pytest.CaptureFi
     Path("job.yaml").write_text(JOB.replace("FOLDER", "alone").replace("dp2", "single"), encoding="utf-8")
     assert main(["train", "job.yaml"]) == 0
     Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
-    words = ["train", "--num-procs", "2", "job.yaml", "--logs", "logs", "--set", "recipe.steps=3"]
-    assert main(words) == 0
+    words = ["train", "--num-procs", "2", "job.yaml", "--set", "recipe.steps=3"]
+    # On one host as on many: a fault is written down, and the state comes back from the host's memory.
+    words += ["--max-restarts", "1", "--set", "run.checkpoint={every: 1000, memory: 1}"]
+    assert main([*words, "--set", "run.inject={rank: 1, step: 2, fault: kill}"]) == 0
     assert losses_in(Path("run")) == pytest.approx(losses_in(Path("alone"))[:3], rel=1e-12)
-    assert "[localhost 0] " in capfd.readouterr().out
-    assert Path("logs/localhost/round-0/rank-1.out").exists()
+    out, err = capfd.readouterr()
+    assert "[localhost 0] " in out
+    assert all(Path(f"run/logs/localhost/round-{number}/rank-1.out").exists() for number in (0, 1))
+    (fault,) = faults_in(Path("run"))
+    assert (fault["rank"], fault["step"], fault["host"], "SIGKILL" in fault["cause"]) == (1, 2, "localhost", True)
+    assert fault["goes_on_at"] in (1, 2)  # the copy after the second step may still have been under way
+    assert "samestep: rank 1 on localhost failed in step 2: " in err
+
+
+def test_what_ranks_write_is_in_the_runs_folder_and_told_there(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB.replace("folder: FOLDER, ", "").replace("dp2", "single"), encoding="utf-8")
+    Path("runs/job/logs").mkdir(parents=True)  # of a run before
+    assert (
+        main(["train", "job.yaml", "--num-procs", "1", "--set", "run.inject={rank: 0, step: 2, fault: raise}"]) == 1
+    )
+    assert "all that it wrote: localhost:runs/job-2/logs/localhost/round-0/rank-0.err\n" in capfd.readouterr().err
+    assert "InjectedFaultError" in Path("runs/job-2/logs/localhost/round-0/rank-0.err").read_text(encoding="utf-8")
+    assert losses_in(Path("runs/job-2"))
+    assert [path.name for path in sorted(Path("runs").iterdir())] == ["job", "job-2"]
+
+
+def test_a_file_in_place_of_the_runs_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "job.yaml"), encoding="utf-8")
+    assert main(["train", "job.yaml", "--num-procs", "2"]) == 2
+    says = "samestep: run.folder is job.yaml: job.yaml is a file; a folder, or a new path, would do\n"
+    assert capfd.readouterr().err == says
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_on_one_host_too(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
+    words = ["--num-procs", "2", "--set", "run.hang_limit=2", "--set", "run.inject={rank: 1, step: 2, fault: hang}"]
+    assert main(["train", "job.yaml", *words]) == 1
+    err = capfd.readouterr().err
+    assert "samestep: rank 1 on localhost failed first: it hung, and was ended\nit hung in step 2: no rank" in err
+    assert "inject.py" in err
+    assert "memory runs out" not in err
+    assert "it hung in step 2" in Path("run/faults.jsonl").read_text(encoding="utf-8")
 
 
 def test_a_job_is_checked_with_the_ranks_that_the_hosts_give(capfd: pytest.CaptureFixture[str]) -> None:
@@ -181,6 +223,11 @@ WRONG = [
     (["--start-timeout", "soon", "--", TOLD], '--start-timeout: "soon" is no time; 90s, 5m or 1h would do'),
     (["--notice", "0", "--", TOLD], '--notice: "0" is no time; 90s, 5m or 1h would do'),
     (["--master-port", "99999", "--", TOLD], '--master-port: "99999" is no port; a number from 1 to 65535 is'),
+    (
+        ["--num-procs", "1", "--logs", "/dev/null", "--", TOLD],
+        "can't be kept in /dev/null/localhost: Not a directory",
+    ),
+    (["--chdir", "/nowhere", "--", TOLD], "the folder /nowhere: No such file or directory; --chdir FOLDER says"),
     (["--job-id", "a b", "--", TOLD], '--job-id "a b": letters, digits, dots'),
     (["--output", "printer", "--", TOLD], "invalid choice: 'printer'"),
     (["--ssh", "ssh 'x", "--", TOLD], "--ssh ssh 'x: a quote has no end"),

@@ -3,10 +3,12 @@
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from samestep.cli.main import main
 from samestep.cluster.start import store_place
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.roll_call import RollCall
@@ -73,6 +75,33 @@ def test_the_host_that_serves_uses_that_address_itself(
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
 def test_a_loopback_that_was_asked_for_is_served(address: str) -> None:
     assert store_place.to_serve_at(part(address=address), "127.0.0.1") == "127.0.0.1"
+
+
+def test_the_machine_that_starts_a_job_serves_where_the_hosts_reach_it(
+    names: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names["worker-1"] = "127.0.1.1"
+    towards = {"worker-2": "127.0.0.1", "worker-3": "10.9.0.1"}
+    monkeypatch.setattr(store_place, "address_towards", towards.__getitem__)
+    assert store_place.to_meet_at("worker-1", ["worker-2", "worker-3"]) == "10.9.0.1"
+    assert store_place.to_meet_at("worker-1", ["worker-2"]) == "worker-1"  # all hosts are this machine
+    for address in ("127.0.1.1", "localhost", "10.9.0.1"):  # it is meant
+        assert store_place.to_meet_at(address, ["worker-3"]) == address
+    names["worker-1"] = "10.9.0.7"
+    assert store_place.to_meet_at("worker-1", ["worker-3"]) == "worker-1"
+
+
+def test_a_name_on_the_loopback_is_no_place_where_the_way_to_the_hosts_is_not_known(
+    names: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names["worker-1"] = "127.0.1.1"
+    (tmp_path / "hosts").write_text("worker-2 slots=1\nworker-3 slots=1\n", encoding="utf-8")
+    words = ["--hostfile", str(tmp_path / "hosts"), "--master-addr", "worker-1", "--ssh", "false"]
+    assert main(["launch", *words, "--", "true"]) == 2
+    assert capfd.readouterr().err == (
+        "samestep: --master-addr worker-1 leads to 127.0.1.1 on this machine, where no other host reaches it; "
+        "its address instead of the name would do\n"
+    )
 
 
 def test_a_name_may_come_late(

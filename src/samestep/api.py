@@ -23,6 +23,7 @@ from samestep.parallel.mapped_file import check_offload_folder
 from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.recipe import Recipe
 from samestep.report.schedule import draw_schedule
+from samestep.run_folder import RunPlace
 from samestep.supervision import restarts, signals
 from samestep.supervision.check import check_faults
 from samestep.supervision.rank import RankSupervision
@@ -32,7 +33,7 @@ from samestep.tasks.base import Task
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.training.checkpoints import check_place
 from samestep.training.fit import try_out
-from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder, chosen_folder
+from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.rollback import fit_with_rollbacks
 from samestep.training.usage import Usage
 from samestep.validation import checked
@@ -104,7 +105,7 @@ def _of_round(job: Job, round_: Round) -> Job:
 def _trained(job: Job, layout: Layout, round_: Round | None) -> TrainResult | InterruptedJobError | NonFiniteError:
     if environment.ranks() is not None or not restarts.needed(job, layout):
         return _train_rank(job, layout, round_ or Round())
-    folder = chosen_folder(job)  # the same for every round
+    folder = RunPlace.of(job).chosen()  # the same for every round
     job = replace(job, run=replace(job.run, folder=folder))
     return restarts.supervised(job, layout, folder, start=_start_round, smaller=_smaller)
 

@@ -23,9 +23,9 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Ranks | None:
 
 
 def as_first_of(world_size: int, local_world_size: int) -> AbstractContextManager[None]:
-    """As if this process were the first of so many ranks, to look at what they are to do."""
+    """As if this process were the first of so many ranks of samestep's agents, to look at what they are to do."""
     wanted = {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_world_size}
-    return given({name: str(value) for name, value in wanted.items()})
+    return given({name: str(value) for name, value in {**wanted, _ROUND: 0, _ROUND_FOLDER: os.devnull}.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

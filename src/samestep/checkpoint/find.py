@@ -7,22 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.checkpoint.folder import name_of, steps_in
-from samestep.checkpoint.info import INFO_FILE
 from samestep.checkpoint.load import Loader
 from samestep.errors import CheckpointError
-
-IN_RUN = "checkpoints"  # of a run's folder
-
-
-def candidates(place: Path) -> list[Path]:
-    """The checkpoints that a path may mean, the newest first: itself, those in it, or those of the run that it is."""
-    if (place / INFO_FILE).is_file():
-        return [place]
-    for folder in (place, place / IN_RUN):
-        if steps := steps_in(folder):
-            return [folder / name_of(step) for step in reversed(steps)]
-    return []
+from samestep.run_folder import candidates
 
 
 def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Loader | None:

@@ -1,17 +1,16 @@
 """The folder of a training's checkpoints: `step-<number>` each, and only complete ones bear that name."""
 
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.checkpoint.info import INFO_FILE, Info, read_info
+from samestep.checkpoint.info import Info, read_info
 from samestep.errors import CheckpointError
+from samestep.run_folder import name_of, steps_in
 
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"
-_NAME = re.compile(r"step-(\d{1,15})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,24 +19,6 @@ class Found:
 
     path: Path
     info: Info
-
-
-def name_of(step: int) -> str:
-    return f"step-{step}"
-
-
-def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's name says; None where it is another name."""
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match is not None else None
-
-
-def steps_in(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, first to last."""
-    if not folder.is_dir():
-        return []
-    steps = [step_of(path) for path in folder.iterdir() if (path / INFO_FILE).is_file()]
-    return sorted(step for step in steps if step is not None)
 
 
 def found_in(folder: Path) -> list[Found]:

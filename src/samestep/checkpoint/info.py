@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import CheckpointError
+from samestep.run_folder import INFO_FILE
 
 FORMAT = 1
-INFO_FILE = "checkpoint.json"
 
 
 @dataclass(frozen=True, kw_only=True)

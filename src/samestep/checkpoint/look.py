@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint import folder as folders
-from samestep.checkpoint.find import IN_RUN, candidates
-from samestep.checkpoint.info import INFO_FILE, Info, read_info
+from samestep.checkpoint.info import Info, read_info
 from samestep.checkpoint.metadata import METADATA_FILE, entries, read_metadata
 from samestep.checkpoint.sums import fault_of
 from samestep.errors import CheckpointError
 from samestep.parallel.parts import Entry
+from samestep.run_folder import CHECKPOINTS, INFO_FILE, candidates
 
 COMPLETE = "complete"
 UNFINISHED = "unfinished"
@@ -50,7 +50,7 @@ def listed(place: Path) -> list[Listed]:
     """
     found = [_listed(path) for path in reversed(candidates(place))]
     if not (place / INFO_FILE).is_file():
-        for folder in (place, place / IN_RUN):
+        for folder in (place, place / CHECKPOINTS):
             found += [_unfinished(path) for path in sorted(folder.glob(f"*{folders.UNFINISHED}"))]
     if not found:
         raise CheckpointError(

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.checkpoint.folder import name_of, steps_in
-from samestep.checkpoint.info import INFO_FILE
 from samestep.checkpoint.metadata import METADATA_FILE, read_metadata
+from samestep.run_folder import INFO_FILE, name_of, steps_in
 
 # A host's copies by step and sign, each with its files' sizes.
 _Copies = Mapping[tuple[int, str], Mapping[str, int]]

@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from samestep.checkpoint import folder as folders
-from samestep.checkpoint.info import INFO_FILE, FileSum, Info
+from samestep.checkpoint.info import FileSum, Info
 from samestep.checkpoint.metadata import METADATA_FILE
 from samestep.checkpoint.neighbours import Neighbours
 from samestep.checkpoint.plans import SavePlanner
 from samestep.checkpoint.sums import sums_of
 from samestep.errors import CheckpointError
 from samestep.parallel.pieces import Box, Piece
+from samestep.run_folder import INFO_FILE
 
 # Named in the errors of PyTorch's writer of files, which keep the system's to themselves.
 _WRITERS = ("PytorchStreamWriter", "inline_container")

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from samestep.checkpoint.info import INFO_FILE, Info
+from samestep.checkpoint.info import Info
 from samestep.checkpoint.metadata import Reader, entries, read_metadata, refusal
 from samestep.checkpoint.plans import LoadPlanner, StreamPlanner
 from samestep.checkpoint.save import write_durably
@@ -20,6 +20,7 @@ from samestep.checkpoint.sums import sums_of
 from samestep.errors import CheckpointError
 from samestep.parallel.parts import Entry
 from samestep.parallel.pieces import whole_piece
+from samestep.run_folder import INFO_FILE
 
 
 class Tensors:

@@ -73,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     add("--engine", default="torch", help="whose scripts: torch, deepspeed, accelerate, horovod, keras")
     add("--bind", default="auto", metavar="WAY", help="ranks to cores: auto, none, cores or numa")
     add("--threads", type=_positive, metavar="N", help="threads a rank (default: the cores shared out)")
-    add("--logs", type=Path, metavar="FOLDER", help="what each rank prints (default: runs/launch-<job id>)")
+    add(
+        "--logs",
+        type=Path,
+        metavar="FOLDER",
+        help="what each rank prints (default: runs/launch-<job id>; of a training, logs/ in the run's folder)",
+    )
     add(
         "--output",
         choices=("terminal", "files"),
@@ -131,6 +136,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         port=options.master_port,
         job=options.job_id,
         logs=options.logs,
+        run=otherwise.get("run"),
         output=options.output,
         start_timeout=options.start_timeout,
         silence_limit=options.silence_limit,

@@ -57,6 +57,7 @@ def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
     """The same command as ranks on hosts, checked here before any of them starts."""
     from samestep import environment
     from samestep.cluster.start.launch import world_of
+    from samestep.run_folder import RunPlace
 
     if environment.ranks() is not None:
         raise UserError("this process is a rank already, which a launcher started: it starts no other hosts")
@@ -68,14 +69,19 @@ def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
         threads=job.run.threads,
         max_restarts=job.run.max_restarts or None,  # 0 is also what a job that says nothing has
         notice=job.run.notice,
+        run=None if options.dry_run else RunPlace.of(job),
     )
     found = launch_options.found_from(options, job.run.device)
 
     with environment.quiet_import():
         from samestep.api import check_job
+        from samestep.training.result import check_folder
 
+    here = wanted.no_ssh or found.on_every_host or found.cluster.this is not None
+    if here:
+        check_folder(job.run.folder)
     with environment.as_first_of(*world_of(found, wanted)):
-        check_job(job, here=wanted.no_ssh or found.on_every_host or found.cluster.this is not None)
+        check_job(job, here=here)
     return launch_options.launch(options, found, wanted)
 
 

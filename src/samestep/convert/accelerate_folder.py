@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from samestep.checkpoint.find import candidates
 from samestep.convert import safetensors_file, state_dict
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
+from samestep.run_folder import candidates
 
 # The files that may hold the weights, and who reads them.
 _FILES = {

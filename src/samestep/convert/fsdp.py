@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import Metadata
 
-from samestep.checkpoint.info import INFO_FILE
 from samestep.checkpoint.metadata import METADATA_FILE
 from samestep.checkpoint.stream import Tensors, write_model
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
+from samestep.run_folder import INFO_FILE
 
 _OF_ACCELERATE = "pytorch_model_fsdp_0"
 _MODEL = "model"  # the section of a state dict in which a model stands

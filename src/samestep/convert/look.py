@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.find import candidates
 from samestep.checkpoint.info import Info, read_info
 from samestep.checkpoint.look import UNFINISHED, Held, fault_in, held_as, held_in, listed
 from samestep.checkpoint.sums import AT_ONCE
 from samestep.convert.conversion import format_of
 from samestep.convert.formats import FORMATS
+from samestep.run_folder import candidates
 from samestep.training.progress import Bar
 
 

@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from samestep.checkpoint.find import candidates
-from samestep.checkpoint.folder import step_of
 from samestep.checkpoint.info import Info, read_info
 from samestep.checkpoint.stream import Tensors, write_weights
 from samestep.checkpoint.sums import fault_of
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
 from samestep.parallel.pieces import MODEL
+from samestep.run_folder import candidates, step_of
 from samestep.versions import versions
 
 

@@ -1,17 +1,14 @@
 """A folder in the host's memory that outlives the ranks, for copies of a training's state."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+from samestep.supervision.scratch import scratch
 
 # A file system in memory, on Linux.
 _IN_MEMORY = Path("/dev/shm")
 
 
-@contextmanager
-def folder_in_memory() -> Iterator[Path]:
+def folder_in_memory() -> AbstractContextManager[Path]:
     """It ends with the process that looks after the ranks."""
-    place = _IN_MEMORY if _IN_MEMORY.is_dir() else None
-    with TemporaryDirectory(prefix="samestep-memory-", dir=place, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    return scratch("samestep-memory-", _IN_MEMORY if _IN_MEMORY.is_dir() else None)

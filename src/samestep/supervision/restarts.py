@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -18,6 +17,7 @@ from samestep.supervision.beat import Progress
 from samestep.supervision.fault import Fault, cause_of, tell
 from samestep.supervision.in_memory import folder_in_memory
 from samestep.supervision.round import Round
+from samestep.supervision.scratch import scratch
 from samestep.supervision.signals import Signals
 from samestep.supervision.watch import Watch
 
@@ -84,11 +84,11 @@ class _Rounds:
 
     def run(self) -> Any:
         while True:
-            with TemporaryDirectory(prefix="samestep-round-", ignore_cleanup_errors=True) as place:
+            with scratch("samestep-round-") as place:
                 ranks = range(self._layout.size)
-                watch = Watch(Path(place), ranks, limit=self._job.run.hang_limit, goes_on=self._tell_what_it_cost)
+                watch = Watch(place, ranks, limit=self._job.run.hang_limit, goes_on=self._tell_what_it_cost)
                 try:
-                    return self._round(Path(place), watch)
+                    return self._round(place, watch)
                 except RankFailedError as error:
                     hang = watch.hang
                     self._go_on(RankFailedError(hang.rank, hang.reason) if hang is not None else error, watch.last)

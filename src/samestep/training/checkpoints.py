@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from samestep.checkpoint.find import IN_RUN, open_newest
-from samestep.checkpoint.folder import best_of, found_in, prune, steps_in
+from samestep.checkpoint.find import open_newest
+from samestep.checkpoint.folder import best_of, found_in, prune
 from samestep.checkpoint.info import Info
 from samestep.checkpoint.recipes import changes
 from samestep.checkpoint.save import Saver
@@ -19,6 +19,7 @@ from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
 from samestep.job import Checkpointing, Job, seconds_of
 from samestep.jobfile import plain
+from samestep.run_folder import CHECKPOINTS, steps_in
 from samestep.training.evaluation import scalars
 from samestep.training.memory_copies import MemoryCopies
 from samestep.training.session import Session
@@ -42,7 +43,7 @@ class Checkpoints:
         trainer = session.trainer
         assert isinstance(trainer, Checkpointed)  # by the engine's abilities, which were checked
         self._trainer = trainer
-        self._folder = self._settings.folder or folder / IN_RUN
+        self._folder = self._settings.folder or folder / CHECKPOINTS
         self._group = new_group(range(session.world.world_size), backend="gloo")
         self._saver = Saver(
             self._folder, self._group, asynchronous=self._settings.asynchronous, saved=self._keep_some
@@ -218,7 +219,7 @@ def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
             f"run.checkpoint.resume is {settings.resume}: there is no such folder; never, auto, or the path of a "
             "checkpoint would do"
         )
-    place = settings.folder or (folder / IN_RUN if folder is not None else None)
+    place = settings.folder or (folder / CHECKPOINTS if folder is not None else None)
     if place is None:
         return
     there = next((path for path in (place, *place.parents) if path.exists()), place)

@@ -1,7 +1,6 @@
 """What a training ends in: the result in Python, and the files that it leaves in the run's folder."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.checkpoint.find import candidates
 from samestep.cluster.device import peak_memory
 from samestep.errors import UserError
 from samestep.job import Job
+from samestep.run_folder import RunPlace
 from samestep.supervision.nonfinite import without_nonfinite
 from samestep.supervision.pace import lagging
 from samestep.training.session import Session
@@ -50,15 +49,6 @@ REPORT_FILE = "report.json"
 SCHEDULE_FILE = "schedule.json"  # of runs with a pipeline
 
 
-def free_folder(wanted: Path) -> Path:
-    """`wanted`, or the first of wanted-2, wanted-3, ... that holds no run yet, so that no run is overwritten."""
-    folder, number = wanted, 1
-    while folder.exists() and any(folder.iterdir()):
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
-    return folder
-
-
 def check_folder(folder: Path | None) -> None:
     """Raise UserError where a file stands in the way of a run's folder."""
     if folder is None:
@@ -68,28 +58,9 @@ def check_folder(folder: Path | None) -> None:
         raise UserError(f"run.folder is {folder}: {there} is a file; a folder, or a new path, would do")
 
 
-def chosen_folder(job: Job) -> Path:
-    """The run's folder: as the job says, or a new one under runs/.
-
-    A job that is to be resumed takes the last one of its name that holds checkpoints, where there is one.
-    """
-    name = job.name or str(job.recipe.task if isinstance(job.recipe.task, str) else type(job.recipe.task).__name__)
-    wanted = Path("runs") / name.rpartition(":")[2]
-    resumes = job.run.checkpoint is not None and job.run.checkpoint.resume == "auto"
-    return job.run.folder or (_last_saved(wanted) if resumes else None) or free_folder(wanted)
-
-
 def folder_of(job: Job) -> Path:
     """The run's folder, the same on every rank."""
-    return agreed(chosen_folder(job))
-
-
-def _last_saved(wanted: Path) -> Path | None:
-    """The last run that was saved of those which `free_folder` has named so."""
-    name = re.compile(re.escape(wanted.name) + r"(-\d+)?")
-    runs = [path for path in wanted.parent.glob(f"{wanted.name}*") if name.fullmatch(path.name)]
-    saved = [path for path in runs if candidates(path)]
-    return max(saved, key=lambda path: candidates(path)[0].stat().st_mtime, default=None)
+    return agreed(RunPlace.of(job).chosen())
 
 
 def agreed(value: Any) -> Any:

@@ -7,20 +7,22 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import LaunchConfig
 
 from samestep import environment
 from samestep.cluster.device import accelerators, check_slots
-from samestep.cluster.start import host_agent, one_host, several_hosts
+from samestep.cluster.network import LOOPBACK, store_at
+from samestep.cluster.start import host_agent, several_hosts
 from samestep.cluster.start.command import check_command
 from samestep.cluster.start.elastic_agent import silent_agent
-from samestep.cluster.start.failure import first_of
+from samestep.cluster.start.failure import first_of, of_hang
 from samestep.cluster.start.host_rounds import Ended
 from samestep.cluster.start.outcome import Failure, Outcome, of_failures
 from samestep.cluster.start.part import Part
@@ -55,7 +57,9 @@ class _Agent:
     """This host's part, and what the hosts tell each other of it."""
 
     def __init__(self, part: Part, signals: "_Signals") -> None:
-        self._part = part
+        # A host that is alone meets nobody, in a store that no other host reaches.
+        self._store = store_at(LOOPBACK) if part.address is None else None
+        self._part = replace(part, address=LOOPBACK, port=self._store.port) if self._store is not None else part
         self._signals = signals
         self._roll_call: RollCall | None = None
 
@@ -64,11 +68,10 @@ class _Agent:
         part = self._part
         try:
             program = _program(part)  # a script that isn't there is found before anybody waits
-            if part.address is not None:
-                self._roll_call = RollCall(part)
-                self._roll_call.agree()
+            self._roll_call = RollCall(part)
+            self._roll_call.agree()
             outcome = _Ranks(part, program, self._signals, self._roll_call).run()
-            if self._roll_call is not None and outcome.exit_code == 0:
+            if outcome.exit_code == 0:
                 self._roll_call.tell_success()
             return outcome
         except JobOverError as error:
@@ -91,7 +94,7 @@ class _Agent:
         """The last that is heard of the other hosts, and what is then known of the end."""
         if self._roll_call is None:
             return outcome
-        if outcome.exit_code != 0 and not self._part.controlled:
+        if outcome.exit_code != 0 and not self._part.controlled and self._part.most > 1:
             outcome = _over_all_hosts(outcome, self._roll_call)
         self._roll_call.leave(_SETTLE)
         return outcome
@@ -121,7 +124,7 @@ def _program(part: Part) -> list[str]:
 class _Ranks:
     """The ranks of this host, in as many rounds as it takes."""
 
-    def __init__(self, part: Part, program: Sequence[str], signals: "_Signals", roll_call: RollCall | None) -> None:
+    def __init__(self, part: Part, program: Sequence[str], signals: "_Signals", roll_call: RollCall) -> None:
         self._part = part
         self._program = program
         self._signals = signals
@@ -133,7 +136,7 @@ class _Ranks:
         part = self._part
         with ExitStack() as stack:
             follower = stack.enter_context(Follower()) if part.output == "terminal" else None
-            files = RankFiles(Path(part.logs), part.host, follower)
+            files = RankFiles(Path(part.logs) if part.logs is not None else None, part.host, follower)
             config = LaunchConfig(
                 min_nodes=part.fewest,
                 max_nodes=part.most,
@@ -153,6 +156,8 @@ class _Ranks:
                 self._start(config, files)
             except ChildFailedError as error:
                 return self._failed(first_of(error.failures, part.host, files.here))
+            except host_agent.HungError as error:
+                return self._failed(of_hang(error.hang, part.host, files.here))
             except SignalException:
                 if self._ended is None:
                     raise
@@ -160,11 +165,7 @@ class _Ranks:
         return Outcome()
 
     def _start(self, config: LaunchConfig, files: RankFiles) -> None:
-        """By PyTorch's elastic agent, or by the one of ours that notices when another host is gone."""
         program, *arguments = self._program
-        if self._part.address is None:
-            elastic_launch(config, program)(*arguments)
-            return
 
         def explain(failures: Mapping[int, ProcessFailure]) -> Ended:
             failure = first_of(failures, self._part.host, files.here)
@@ -172,14 +173,11 @@ class _Ranks:
             reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
             return Ended(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
 
-        host_agent.run(config, program, arguments, explain=explain)
+        host_agent.run(config, program, arguments, explain=explain, run_place=self._part.run)
 
     def _rendezvous(self) -> dict[str, Any]:
         """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
         part = self._part
-        if self._roll_call is None:
-            one_host.register()
-            return {"rdzv_backend": one_host.BACKEND}
         several_hosts.register()
         return {
             "rdzv_backend": several_hosts.BACKEND,
@@ -200,8 +198,7 @@ class _Ranks:
 
     def _failed(self, failure: Failure) -> Outcome:
         self._over.set()  # that the job has ended is then no news from elsewhere
-        if self._roll_call is not None:
-            self._roll_call.tell_failure(failure)
+        self._roll_call.tell_failure(failure)
         outcome = of_failures([failure])
         assert outcome is not None
         return outcome
@@ -210,17 +207,14 @@ class _Ranks:
     def _watch(self) -> Iterator[None]:
         """End this host's ranks when the job has ended elsewhere: they may wait for ranks that are gone."""
         thread = threading.Thread(target=self._look, daemon=True)
-        if self._roll_call is not None:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             self._over.set()
-            if self._roll_call is not None:
-                thread.join(_LOOK)  # it may wait for a store that is silent
+            thread.join(_LOOK)  # it may wait for a store that is silent
 
     def _look(self) -> None:
-        assert self._roll_call is not None
         while not self._over.wait(_LOOK):
             try:
                 self._roll_call.tell_time()

@@ -5,12 +5,13 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from samestep.cluster.start.outcome import Failure, first
 from samestep.cluster.start.rank_files import errors_of, output_of
+from samestep.supervision.watch import Hang
 
 _LAST_LINES = 20  # of a rank that left no traceback
 _MOST_LINES = 60  # of a traceback that are shown
@@ -43,6 +44,19 @@ def first_of(failures: Mapping[int, ProcessFailure], host: str, folder: Path) ->
     cause = first(own or found)
     assert cause is not None
     return cause
+
+
+def of_hang(hang: Hang, host: str, folder: Path) -> Failure:
+    """A rank that its host's agent has ended, since it did not move on."""
+    return Failure(
+        host=host,
+        rank=hang.rank,
+        exit_code=-SIGKILL,
+        reason=hang.reason,
+        log=str(errors_of(folder, hang.rank)),
+        at=time.time(),
+        hung=True,
+    )
 
 
 def _was_ended(failure: Failure) -> bool:

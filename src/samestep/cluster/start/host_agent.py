@@ -1,4 +1,4 @@
-"""HostAgent: PyTorch's elastic agent, as one of several hosts' that notice each other's deaths.
+"""HostAgent: PyTorch's elastic agent, as one of a job's hosts' that notice each other's deaths.
 
 What it adds: ranks that wait for a host that is gone are ended without waiting for their own time limits; where a
 host joins, ranks get notice and save before all start anew; all hosts count the same restarts.
@@ -6,7 +6,6 @@ host joins, ranks get notice and save before all start anew; all hosts count the
 
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -29,10 +29,14 @@ from samestep import environment
 from samestep.cluster.start import fork_server, forked_rank
 from samestep.cluster.start.alive import Lost
 from samestep.cluster.start.host_rounds import Ended, HostRounds, say
+from samestep.cluster.start.rank_files import RankFiles
 from samestep.cluster.start.several_hosts import BROKEN, SeveralHosts
 from samestep.errors import JobOverError
+from samestep.run_folder import RunPlace
 from samestep.supervision.handle import Handle
 from samestep.supervision.in_memory import folder_in_memory
+from samestep.supervision.scratch import scratch
+from samestep.supervision.watch import Hang
 
 # Why this host's ranks ended, read from what they left.
 Explain = Callable[[Mapping[int, ProcessFailure]], Ended]
@@ -47,13 +51,28 @@ _USERS_MISTAKE = 2  # the exit code
 _ElasticAgent: Any = LocalElasticAgent
 
 
+class HungError(Exception):
+    """A rank of this host did not come, and restarts are used up."""
+
+    def __init__(self, hang: Hang) -> None:
+        super().__init__(hang.reason)
+        self.hang = hang
+
+
 class HostAgent(_ElasticAgent):
-    """The agent of one host among several."""
+    """The agent of one host among several, or alone."""
 
     def __init__(
-        self, spec: WorkerSpec, config: LaunchConfig, *, explain: Explain, place: Path, memory: Path
+        self,
+        spec: WorkerSpec,
+        config: LaunchConfig,
+        *,
+        explain: Explain,
+        place: Path,
+        memory: Path,
+        run: RunPlace | None,
     ) -> None:
-        assert config.logs_specs is not None
+        assert isinstance(config.logs_specs, RankFiles)
         super().__init__(
             spec=spec,
             logs_specs=config.logs_specs,
@@ -63,7 +82,8 @@ class HostAgent(_ElasticAgent):
         )
         assert isinstance(spec.rdzv_handler, SeveralHosts)
         self._hosts = spec.rdzv_handler
-        self._rounds = HostRounds(self._hosts, place, memory)
+        self._files = config.logs_specs
+        self._rounds = HostRounds(self._hosts, place, memory, run)
         self._explain = explain
         self._why: Ended | None = None
         self._ranks: Sequence[Handle] = ()  # that were started last
@@ -75,6 +95,11 @@ class HostAgent(_ElasticAgent):
         self._rounds.end(self._why)
         self._rounds.close(failed=self._why is not None)
 
+    @property
+    def hang(self) -> Hang | None:
+        """What ended the last round, where it was a rank of this host that did not come."""
+        return self._rounds.hang
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._rounds.end(self._why)
         self._why, self._at_once = None, False
@@ -82,9 +107,12 @@ class HostAgent(_ElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 self._count_alike(worker_group)
+                self._rounds.agree()
                 break
             except BROKEN:  # a host was lost after all had met
                 continue
+        if self._rounds.run_folder is not None:
+            self._files.of_run(self._rounds.run_folder)
         self._rounds.begin([worker.global_rank for worker in worker_group.workers])
 
     def _count_alike(self, worker_group: WorkerGroup) -> None:
@@ -124,6 +152,7 @@ class HostAgent(_ElasticAgent):
         self._hosts.ask_for_round()
 
     def _failed(self, result: RunResult) -> RunResult:
+        result = RunResult(state=result.state, failures={**result.failures, **self._failed_too(result.failures)})
         codes = {failure.exitcode for failure in result.failures.values()}
         stopped = {-signal.SIGTERM, 128 + signal.SIGTERM}
         if codes <= stopped and self._others_change():
@@ -136,9 +165,26 @@ class HostAgent(_ElasticAgent):
             self._remaining_restarts = 0  # it would be made again
         return result
 
+    def _failed_too(self, told: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+        """Of forked ranks PyTorch tells one alone, even where a whole host's have ended between two looks."""
+        context = self._pcontext
+        if not isinstance(context, MultiprocessContext) or context._pc is None:
+            return {}
+        found = {}
+        for worker in self._worker_group.workers:
+            process = context._pc.processes[worker.local_rank]
+            if process.exitcode and worker.global_rank not in told:
+                found[worker.global_rank] = ProcessFailure(
+                    local_rank=worker.local_rank,
+                    pid=process.pid,
+                    exitcode=process.exitcode,
+                    error_file=context.error_files[worker.local_rank],
+                )
+        return found
+
     def _others_change(self) -> bool:
         until = time.monotonic() + _A_WORD
-        while time.monotonic() < until:
+        while self._hosts.peers() and time.monotonic() < until:
             lost = self._hosts.lost()
             if self._hosts.num_nodes_waiting() > 0 or lost is not None:
                 return True
@@ -203,11 +249,14 @@ class HostAgent(_ElasticAgent):
         super()._shutdown(signal.SIGTERM, min(timeout, self._shutdown_within))
 
 
-def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain: Explain) -> dict[int, Any]:
-    """Do one host's part of a job: as PyTorch's `elastic_launch`, for a rendezvous of several hosts.
+def run(
+    config: LaunchConfig, command: str, arguments: Sequence[str], *, explain: Explain, run_place: RunPlace | None
+) -> dict[int, Any]:
+    """Do one host's part of a job: as PyTorch's `elastic_launch`, for a rendezvous of a job's hosts.
 
-    Raises ChildFailedError where ranks failed and restarts are used up, SignalException where a signal ended this
-    host's part, HostLostError where the job can't go on here.
+    `run_place`: what a job of samestep's says of its run's folder, which then takes the ranks' files.
+    Raises ChildFailedError or HungError where ranks failed and restarts are used up, SignalException where a signal
+    ended this host's part, HostLostError where the job can't go on here.
     """
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
@@ -237,10 +286,10 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
     leaves_alone = False
     with (
         environment.agent_signals(config.signals_to_handle),
-        tempfile.TemporaryDirectory(prefix="samestep-agent-", ignore_cleanup_errors=True) as place,
+        scratch("samestep-agent-") as place,
         folder_in_memory() as memory,
     ):
-        agent = HostAgent(spec, config, explain=explain, place=Path(place), memory=memory)
+        agent = HostAgent(spec, config, explain=explain, place=place, memory=memory, run=run_place)
         try:
             result = agent.run()
         except SignalException:
@@ -258,6 +307,8 @@ def run(config: LaunchConfig, command: str, arguments: Sequence[str], *, explain
                 hosts.shutdown()
     if result is None:
         return {}
+    if result.is_failed() and agent.hang is not None:
+        raise HungError(agent.hang)
     if result.is_failed():
         raise ChildFailedError(name=command, failures=result.failures)
     return result.return_values

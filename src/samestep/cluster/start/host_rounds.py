@@ -16,14 +16,17 @@ from typing import Any
 from samestep import environment
 from samestep.cluster.start.several_hosts import HostRound, SeveralHosts
 from samestep.environment import ToldRound
+from samestep.run_folder import RunPlace
 from samestep.supervision import about
 from samestep.supervision.about import About
 from samestep.supervision.beat import Progress
 from samestep.supervision.fault import Fault, cause_of, tell
-from samestep.supervision.watch import Elsewhere, Watch
+from samestep.supervision.watch import Elsewhere, Hang, Watch
 
 _OTHERS = 2.0  # seconds in which all hosts have told why the last round ended
 _APART = 0.1  # seconds between two looks
+
+_RUN_FOLDER = "run-folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,13 @@ class Ended:
 class HostRounds:
     """One host's rounds of a job."""
 
-    def __init__(self, hosts: SeveralHosts, place: Path, memory: Path) -> None:
-        """`place` and `memory` are folders of this host, the second in memory, that go with its agent."""
+    def __init__(self, hosts: SeveralHosts, place: Path, memory: Path, run: RunPlace | None) -> None:
+        """`place` and `memory` are folders of this host, the second in memory, that go with its agent.
+
+        `run`: what a job of samestep's says of its run's folder.
+        """
+        self._run = run
+        self.run_folder: Path | None = None  # the same on all hosts, once they have met
         self._memory = memory
         self._hosts = hosts
         self._place = place
@@ -53,11 +61,26 @@ class HostRounds:
         self._began = time.time() - time.monotonic()
         self._came: Sequence[str] = ()  # hosts that were not in the round before
         self._untold: tuple[Fault, float, int] | None = None  # a fault, its moment, and the steps that were done
+        self.hang: Hang | None = None  # of a rank here, in the last round that has ended
 
     @property
     def notice(self) -> float:
         """Seconds that the ranks need to save and end; 0 where they have not said."""
         return self._about.notice if self._about is not None else 0.0
+
+    def agree(self) -> None:
+        """The hosts have met; they agree on the run's folder. Raises what PyTorch's stores do.
+
+        It is that of the first host, since its first rank is the one that writes; it stays over all rounds.
+        """
+        round_ = self._hosts.round
+        if self._run is None or round_ is None:
+            return
+        if round_.first:
+            known = self._hosts.posted(_RUN_FOLDER) or {"path": str(self._run.chosen())}
+            self._hosts.post(_RUN_FOLDER, known)
+            round_.store.set(_RUN_FOLDER, known["path"])
+        self.run_folder = Path(round_.store.get(_RUN_FOLDER).decode())
 
     def begin(self, ranks: Sequence[int]) -> None:
         """The hosts have met; these ranks are about to be started here."""
@@ -66,12 +89,12 @@ class HostRounds:
         self._folder = self._place / f"round-{round_.number}"
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        chosen = self._hosts.posted("run-folder") or {}
+        told = self._hosts.posted(_RUN_FOLDER) or {}
         environment.tell_round(
             ToldRound(
                 number=round_.number,
                 folder=str(self._folder),
-                run_folder=chosen.get("path"),
+                run_folder=str(self.run_folder) if self.run_folder is not None else told.get("path"),
                 memory=str(self._memory),
             )
         )
@@ -94,8 +117,9 @@ class HostRounds:
         self._about = said
         if self._watch is not None:
             self._watch.limit = said.hang_limit
-        if said.run_folder is not None and self._round is not None and self._round.first:
-            self._hosts.post("run-folder", {"path": said.run_folder})
+        # The folder of a script's training is known from now on alone.
+        if self._run is None and said.run_folder is not None and self._round is not None and self._round.first:
+            self._hosts.post(_RUN_FOLDER, {"path": said.run_folder})
 
     def end(self, why: Ended | None) -> None:
         """This host's ranks have ended; `why` where one of them failed."""
@@ -104,6 +128,7 @@ class HostRounds:
         watch, self._watch = self._watch, None
         watch.__exit__(None, None, None)
         self.look()
+        self.hang = watch.hang
         if watch.hang is not None:
             why = Ended(rank=watch.hang.rank, reason=watch.hang.reason, at=time.time())
         self._tell_without_cost()

@@ -5,7 +5,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from samestep.cluster.start.part import Output, Part
 from samestep.cluster.start.which_host import check_one_a_host, node_rank_of
 from samestep.cluster.variables import Variables
 from samestep.errors import UserError
+from samestep.run_folder import RunPlace
 from samestep.visible import DeviceChoice
 
 DEFAULT_PORT = 29500  # PyTorch's
@@ -44,6 +45,7 @@ class Wanted:
     port: int | None = None
     job: str | None = None
     logs: Path | None = None
+    run: RunPlace | None = None  # what a job of samestep's says of its run's folder
     output: Output = "terminal"
     max_restarts: int = 0
     start_timeout: float = 300.0
@@ -66,7 +68,12 @@ def launch(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
         return _from_here(found, wanted, variables)
     with environment.quiet_import():
         from samestep.cluster.start import agent
-    with environment.given(variables.values):
+    with ExitStack() as stack:
+        stack.enter_context(environment.given(variables.values))
+        try:
+            stack.enter_context(chdir(wanted.folder))
+        except OSError as error:
+            raise UserError(f"the folder {wanted.folder}: {error.strerror}; --chdir FOLDER says another") from None
         return agent.run(part)
 
 
@@ -153,6 +160,7 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     """Bring the agents of all hosts up, and serve the store where they meet."""
     with environment.quiet_import():
         from samestep.cluster.network import address_towards, store_at
+        from samestep.cluster.start import store_place
         from samestep.cluster.start.controller import Controller
     from samestep.cluster.start.starter import Ways
     from samestep.cluster.start.starters import starter_of
@@ -162,12 +170,15 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     job = _job_of(found, wanted)
     ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, ray=wanted.ray, this=cluster.this)
     starter = starter_of(cluster.place)
-    other = next(host.name for number, host in enumerate(cluster.hosts) if number != cluster.this)
+    others = [host.name for number, host in enumerate(cluster.hosts) if number != cluster.this]
     try:
-        address = wanted.address or address_towards(starter.resolve(other, ways))
+        if wanted.address is not None:
+            address = store_place.to_meet_at(wanted.address, (starter.resolve(host, ways) for host in others))
+        else:
+            address = address_towards(starter.resolve(others[0], ways))
         store = store_at(address, wanted.port or 0)
     except OSError as error:
-        raise UserError(_no_store(wanted, other, error)) from None
+        raise UserError(_no_store(wanted, others[0], error)) from None
     parts = [
         replace(
             _part(wanted, job, cluster, number),
@@ -217,7 +228,8 @@ def _part(wanted: Wanted, job: str, cluster: Cluster, number: int) -> Part:
         engine=wanted.engine,
         bind=wanted.bind,
         threads=wanted.threads,
-        logs=str(wanted.logs if wanted.logs is not None else Path("runs") / f"launch-{job}"),
+        logs=_logs(wanted, job),
+        run=wanted.run,
         output=wanted.output,
         max_restarts=wanted.max_restarts,
         start_timeout=wanted.start_timeout,
@@ -226,6 +238,13 @@ def _part(wanted: Wanted, job: str, cluster: Cluster, number: int) -> Part:
         return_limit=wanted.return_limit,
         gather=wanted.gather,
     )
+
+
+def _logs(wanted: Wanted, job: str) -> str | None:
+    """The folder of the ranks' files; None: one in the run's folder, of which the first host knows."""
+    if wanted.logs is None and wanted.run is not None:
+        return None
+    return str(wanted.logs or Path("runs") / f"launch-{job}")
 
 
 def _nodes(wanted: Wanted, there: int | None) -> tuple[int, int]:

@@ -77,12 +77,13 @@ class Link:
         threading.Thread(target=self._await_end, daemon=True).start()
 
     def _read(self, number: int, stream: IO[bytes]) -> None:
-        for line in stream:
-            text = line.rstrip(b"\n")
-            if number == 1 and text.startswith(MARK):
-                self._events.put(Told(link=self, values=json.loads(text.removeprefix(MARK))))
-            else:
-                self._events.put(Line(link=self, number=number, text=text))
+        with stream:
+            for line in stream:
+                text = line.rstrip(b"\n")
+                if number == 1 and text.startswith(MARK):
+                    self._events.put(Told(link=self, values=json.loads(text.removeprefix(MARK))))
+                else:
+                    self._events.put(Line(link=self, number=number, text=text))
 
     def _send(self, data: bytes) -> None:
         assert self._process is not None
@@ -93,10 +94,13 @@ class Link:
 
     def _await_end(self) -> None:
         assert self._process is not None
+        assert self._process.stdin is not None
         self._process.wait()
         for reader in self._readers:  # ssh may leave a process behind that holds them: its shared connection
             reader.join(_LATE)
         self._events.put(Ended(link=self))
+        with suppress(OSError):  # what it was sent and has not read
+            self._process.stdin.close()
 
     def hold(self, number: int, text: bytes) -> None:
         """Keep a line until it is known what it is: an agent's, or why there is none."""

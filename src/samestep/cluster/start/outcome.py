@@ -20,10 +20,13 @@ class Failure:
     log: str  # the file with all of them
     at: float  # seconds since 1970
     follows: bool = False  # whether it says that it lost another rank
+    hung: bool = False  # whether it was ended since it did not move on, as its reason says
 
     @property
     def how(self) -> str:
         """How its process ended."""
+        if self.hung:
+            return "it hung, and was ended"
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else _signal(-self.exit_code)
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from samestep.cluster.binding import BindChoice
 from samestep.cluster.start.limits import Limits
+from samestep.run_folder import RunPlace
 from samestep.visible import DeviceChoice
 
 Output = Literal["terminal", "files"]
@@ -32,7 +33,8 @@ class Part:
     engine: str = "torch"  # which variables the ranks expect
     bind: BindChoice = "auto"  # to which cores the ranks are bound
     threads: int | None = None  # a rank
-    logs: str  # the folder of the ranks' files
+    logs: str | None = None  # the folder of the ranks' files; None: one in the run's folder
+    run: RunPlace | None = None  # where the run's folder is, of a job of samestep's
     output: Output = "terminal"
     max_restarts: int = 0
     start_timeout: float = 300.0  # seconds that hosts wait for each other
@@ -71,4 +73,5 @@ class Part:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Part":
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**{**values, **lists})
+        run = values.get("run")
+        return cls(**{**values, **lists, "run": RunPlace(**run) if run is not None else None})

@@ -12,6 +12,8 @@ from typing import BinaryIO, Self
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from samestep import environment
+from samestep.errors import UserError
+from samestep.run_folder import LOGS
 
 _EVERY = 0.1  # seconds between two looks at the files
 _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
@@ -20,13 +22,22 @@ _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
 class RankFiles(LogsSpecs):
     """FOLDER/HOST/round-0/rank-3.out and rank-3.err; every start of this host's ranks is a round."""
 
-    def __init__(self, folder: Path, host: str, follower: "Follower | None") -> None:
-        """`follower` shows what is written; None: nothing is shown."""
-        super().__init__(str(folder))
-        self._folder = folder / host
+    def __init__(self, folder: Path | None, host: str, follower: "Follower | None") -> None:
+        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown."""
+        super().__init__()
+        self._chosen = folder
         self._host = host
         self._follower = follower
         self._round = -1
+
+    def of_run(self, folder: Path) -> None:
+        """The run's folder, which takes the files where no other one was chosen for them."""
+        self._chosen = self._chosen or folder / LOGS
+
+    @property
+    def _folder(self) -> Path:
+        assert self._chosen is not None
+        return self._chosen / self._host
 
     @property
     def root_log_dir(self) -> str:
@@ -38,13 +49,17 @@ class RankFiles(LogsSpecs):
         return self._folder / f"round-{self._round}"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the elastic agent with the variables of each local rank, before it starts them."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            self._round += 1
-            with suppress(FileExistsError):  # of an agent that was on this host before, or is there too
-                self.here.mkdir()
-                break
+        """Called by the elastic agent with the variables of each local rank, before it starts them.
+
+        Raises UserError where the folder can't be.
+        """
+        try:
+            self._make_folder()
+        except OSError as error:
+            raise UserError(
+                f"{self._host}: what the ranks write can't be kept in {self._folder}: {error.strerror}; "
+                "--logs FOLDER says another"
+            ) from None
         found = LogsDest()
         followed = []
         for local_rank, variables in envs.items():
@@ -59,6 +74,15 @@ class RankFiles(LogsSpecs):
         if self._follower is not None:
             self._follower.follow(followed)
         return found
+
+    def _make_folder(self) -> None:
+        """A new one for this round."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            self._round += 1
+            with suppress(FileExistsError):  # of an agent that was on this host before, or is there too
+                self.here.mkdir()
+                return
 
 
 def _file(folder: Path, rank: int, kind: str) -> Path:

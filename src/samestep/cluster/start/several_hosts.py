@@ -1,8 +1,9 @@
-"""The elastic agent's rendezvous for a job of several hosts: PyTorch's own, with short times and a store a round.
+"""The elastic agent's rendezvous for a job's hosts: PyTorch's own, with short times and a store a round.
 
 Agents meet through a store that outlives every round. PyTorch would let ranks of a later round read there what ranks
 of an earlier one left, such as addresses at which nobody listens any more; here the agent of the round's first host
-serves a new store for each round, at the address by which the others reach that host.
+serves a new store for each round, at the address by which the others reach that host. A host that is alone has
+nobody to meet, and is never lost to itself.
 """
 
 import json
@@ -30,6 +31,7 @@ from samestep import environment
 from samestep.cluster.network import address_towards, reach, store_at, store_client
 from samestep.cluster.start.alive import Alive, Lost, Peer
 from samestep.cluster.start.limits import Limits
+from samestep.cluster.start.one_host import OneHostRendezvous
 from samestep.cluster.start.waiting import Waiting
 from samestep.errors import HostLostError
 
@@ -64,7 +66,7 @@ class HostRound:
 
 
 class SeveralHosts(RendezvousHandler):
-    """One host's agent among several."""
+    """One host's agent among several, or alone."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Its configuration: node_rank, name and limits. Raises HostLostError where no store is at the endpoint."""
@@ -200,8 +202,10 @@ class SeveralHosts(RendezvousHandler):
         except RuntimeError as error:
             raise HostLostError(f"{self.name}: no store of the job answers at {at[0]}:{at[1]}") from error
 
-    def _handler(self, store: TCPStore) -> DynamicRendezvousHandler:
+    def _handler(self, store: TCPStore) -> RendezvousHandler:
         parameters = self._parameters
+        if parameters.max_nodes == 1:
+            return OneHostRendezvous(parameters.run_id)
         return DynamicRendezvousHandler.from_backend(
             parameters.run_id,
             store,

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -46,18 +47,49 @@ def to_serve_at(part: Part, resolved: str) -> str:
     Debian's installer has a host's own name lead to 127.0.1.1 on itself, and on no other host.
     """
     assert part.address is not None
-    meant = is_address(part.address) or part.address == "localhost"
-    if meant or part.most == 1 or not is_loopback(resolved):
+    if _is_meant(part.address) or part.most == 1 or not is_loopback(resolved):
         return resolved
-    for name in part.hosts[: part.node_rank] + part.hosts[part.node_rank + 1 :]:
-        with suppress(OSError):
-            address = address_towards(name)
-            if not is_loopback(address):
-                return address
+    towards = _towards(part.hosts[: part.node_rank] + part.hosts[part.node_rank + 1 :])
+    address = next((each for each in towards if not is_loopback(each)), None)
+    if address is not None:
+        return address
     raise UserError(
         f"{part.address} leads to {resolved} on {part.host} itself, where no other host reaches it; "
         "its address instead of the name would do, as --master-addr on all hosts"
     )
+
+
+def to_meet_at(named: str, others: Iterable[str]) -> str:
+    """Where the machine that starts a job serves its store, for which the user has named it.
+
+    `others` are the job's other hosts, as they are reached from here. Raises UserError where they can't reach it
+    there, OSError where the name leads nowhere.
+    """
+    resolved = str(socket.getaddrinfo(named, None, type=socket.SOCK_STREAM)[0][4][0])
+    if _is_meant(named) or not is_loopback(resolved):
+        return named
+    towards = list(_towards(others))
+    address = next((each for each in towards if not is_loopback(each)), None)
+    if address is not None:
+        return address
+    if towards:  # all hosts are this machine
+        return named
+    raise UserError(
+        f"--master-addr {named} leads to {resolved} on this machine, where no other host reaches it; "
+        "its address instead of the name would do"
+    )
+
+
+def _is_meant(named: str) -> bool:
+    """Whether the user has said an address, be it one that no other host reaches."""
+    return is_address(named) or named == "localhost"
+
+
+def _towards(hosts: Iterable[str]) -> Iterator[str]:
+    """The addresses of this host from which it reaches others, as far as they can be found."""
+    for name in hosts:
+        with suppress(OSError):
+            yield address_towards(name)
 
 
 def served(part: Part, address: str) -> "dist.TCPStore":

@@ -1,0 +1,91 @@
+"""A run's folder: the one that the job names, a new one under runs/, or that of the run that it goes on with.
+
+What is here looks at names and nothing else, so that a host's agent finds the folder before any rank has begun.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from samestep.job import Job
+
+INFO_FILE = "checkpoint.json"  # without which a folder is no checkpoint
+CHECKPOINTS = "checkpoints"  # in a run's folder
+LOGS = "logs"  # in a run's folder
+
+_STEP = re.compile(r"step-(\d{1,15})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlace:
+    """What a job says of its run's folder."""
+
+    folder: str | None = None  # that it names
+    name: str  # of a new one
+    resumes: bool = False  # whether it goes on with the last run of that name that was saved
+
+    @classmethod
+    def of(cls, job: "Job") -> "RunPlace":
+        """As a job says it."""
+        task = job.recipe.task
+        name = job.name or (task if isinstance(task, str) else type(task).__name__)
+        return cls(
+            folder=str(job.run.folder) if job.run.folder is not None else None,
+            name=name.rpartition(":")[2],
+            resumes=job.run.checkpoint is not None and job.run.checkpoint.resume == "auto",
+        )
+
+    def chosen(self) -> Path:
+        """The folder. Without a name of its own, the next run will have another one."""
+        if self.folder is not None:
+            return Path(self.folder)
+        wanted = Path("runs") / self.name
+        return (_last_saved(wanted) if self.resumes else None) or free_folder(wanted)
+
+
+def free_folder(wanted: Path) -> Path:
+    """`wanted`, or the first of wanted-2, wanted-3, ... that holds no run yet, so that no run is overwritten."""
+    folder, number = wanted, 1
+    while folder.exists() and any(folder.iterdir()):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+def _last_saved(wanted: Path) -> Path | None:
+    """The last run that was saved of those which `free_folder` has named so."""
+    name = re.compile(re.escape(wanted.name) + r"(-\d+)?")
+    runs = [path for path in wanted.parent.glob(f"{wanted.name}*") if name.fullmatch(path.name)]
+    saved = [path for path in runs if candidates(path)]
+    return max(saved, key=lambda path: candidates(path)[0].stat().st_mtime, default=None)
+
+
+def candidates(place: Path) -> list[Path]:
+    """The checkpoints that a path may mean, the newest first: itself, those in it, or those of the run that it is."""
+    if (place / INFO_FILE).is_file():
+        return [place]
+    for folder in (place, place / CHECKPOINTS):
+        if steps := steps_in(folder):
+            return [folder / name_of(step) for step in reversed(steps)]
+    return []
+
+
+def name_of(step: int) -> str:
+    """The name of a checkpoint."""
+    return f"step-{step}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name says; None where it is another name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match is not None else None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of all complete checkpoints, first to last."""
+    if not folder.is_dir():
+        return []
+    steps = [step_of(path) for path in folder.iterdir() if (path / INFO_FILE).is_file()]
+    return sorted(step for step in steps if step is not None)

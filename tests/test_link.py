@@ -1,0 +1,56 @@
+"""The process behind which a host's far end stands: what comes from it, and nothing of it that stays open."""
+
+import json
+import sys
+import time
+from queue import SimpleQueue
+
+from samestep.cluster.start.link import Ended, Event, Line, Link, Told
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.remote import MARK
+from samestep.cluster.start.starter import Bring
+
+FAR = """
+import sys
+words = sys.stdin.readline().strip()
+sys.stdout.buffer.write({mark!r} + b'{{"host": "b"}}\\n')
+print("asked for", words, flush=True)
+print("a warning", file=sys.stderr, flush=True)
+assert sys.stdin.readline() == "kill\\n"
+"""
+
+
+def open_link(*command: str) -> tuple[Link, "SimpleQueue[Event]"]:
+    events: SimpleQueue[Event] = SimpleQueue()
+    part = Part(job="one", host="b", num_procs=1, command=("x",))
+    return Link(Bring(command=command, parts=(part,)), json.dumps("this").encode() + b"\n", events), events
+
+
+def test_a_link_tells_all_and_leaves_no_pipe_open() -> None:
+    link, events = open_link(sys.executable, "-c", FAR.format(mark=MARK))
+    came = [events.get(timeout=30) for _ in range(3)]
+    link.order("kill")
+    assert isinstance(events.get(timeout=30), Ended)
+    assert [event.values for event in came if isinstance(event, Told)] == [{"host": "b"}]
+    assert {event.text for event in came if isinstance(event, Line)} == {b'asked for "this"', b"a warning"}
+    process = link._process
+    assert process is not None
+    streams = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
+    until = time.monotonic() + 5
+    while not all(stream.closed for stream in streams):
+        assert time.monotonic() < until, streams
+        time.sleep(0.01)
+    link.order("kill")  # it has ended, and is told nothing more
+
+
+def test_a_process_that_reads_nothing_leaves_no_pipe_open_either() -> None:
+    link, events = open_link("true")
+    assert isinstance(events.get(timeout=30), Ended)
+    assert link.why(["b"]) == "b can't be reached: no message (true ended with exit code 0)"
+    process = link._process
+    assert process is not None
+    assert process.stdin is not None
+    until = time.monotonic() + 5
+    while not process.stdin.closed:
+        assert time.monotonic() < until
+        time.sleep(0.01)

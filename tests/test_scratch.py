@@ -1,0 +1,94 @@
+"""Folders that end with their process: what a killed one left is removed by a later one, and nothing else."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.supervision import scratch as module
+from samestep.supervision.scratch import scratch
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from samestep.supervision.scratch import scratch
+
+with scratch("samestep-test-", Path(sys.argv[1])) as folder:
+    (folder / "rank-0").mkdir()
+    (folder / "rank-0" / "copy").write_bytes(b"1234")
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_later_process_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = Path(done.stdout.strip())
+    assert (left / "rank-0" / "copy").exists()
+    with scratch("samestep-test-", tmp_path) as first, scratch("samestep-test-", tmp_path) as second:
+        assert not left.exists()
+        assert sorted(tmp_path.iterdir()) == sorted([first, second])  # one that is held stays
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_may_be_somebody_elses_stays(tmp_path: Path) -> None:
+    linked = tmp_path / "elsewhere"
+    linked.mkdir()
+    (linked / ".held").touch()
+    (tmp_path / "samestep-test-link").symlink_to(linked)
+    (tmp_path / "samestep-test-new").mkdir()  # one that is just being made, or of an older version
+    (tmp_path / "samestep-test-file").touch()
+    (tmp_path / "samestep-other").mkdir()
+    (tmp_path / "samestep-other" / ".held").touch()
+    known = set(tmp_path.iterdir())
+    if os.getuid() == 0:
+        theirs = tmp_path / "samestep-test-theirs"
+        theirs.mkdir()
+        (theirs / ".held").touch()
+        os.chown(theirs, 12345, 12345)
+        known.add(theirs)
+    with scratch("samestep-test-", tmp_path) as folder:
+        assert set(tmp_path.iterdir()) == {*known, folder}
+    assert set(tmp_path.iterdir()) == known
+    assert (linked / ".held").exists()
+
+
+def test_one_that_is_taken_away_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    lock: Any = fcntl.flock
+
+    def just_too_late(descriptor: int, how: int) -> None:
+        calls.append(how)
+        if len(calls) == 1:
+            (new,) = tmp_path.iterdir()
+            module._remove_unless_held(new)
+            assert not new.exists()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", just_too_late)
+    with scratch("samestep-test-", tmp_path) as folder:
+        assert list(tmp_path.iterdir()) == [folder]
+    assert calls == [fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX]
+
+
+def test_without_locks_nothing_is_removed_but_the_own_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    left = tmp_path / "samestep-test-left"
+    left.mkdir()
+    (left / ".held").touch()
+    with scratch("samestep-test-", tmp_path) as folder:
+        assert set(tmp_path.iterdir()) == {left, folder}
+    assert list(tmp_path.iterdir()) == [left]
