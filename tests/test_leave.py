@@ -12,7 +12,7 @@ from samestep import environment
 from samestep.cluster.start import local
 from samestep.comm.leave import leave_process_group
 
-ENDS = 100  # without care, one of some thirty waits
+ENDS = 40  # without care, one of some thirty waits
 
 
 @pytest.mark.timeout(60)

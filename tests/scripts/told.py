@@ -18,7 +18,8 @@ def main(way: str, *arguments: str) -> None:
         print("about to fail", file=sys.stderr, flush=True)
         raise ValueError("planted in rank 1")
     if way == "lose" and rank == 0:  # as those do whose peer is gone
-        time.sleep(0.3)
+        while not Path("rank-1-is-lost").exists():
+            time.sleep(0.05)
         raise ConnectionResetError("[Errno 104] Connection reset by peer")
     if way == "lose":
         try:
@@ -26,6 +27,7 @@ def main(way: str, *arguments: str) -> None:
         except ValueError:
             traceback.print_exc()
             sys.stderr.flush()
+            Path("rank-1-is-lost").touch()
             time.sleep(5)  # as slow to end as an interpreter with much to take apart
             raise
     if way == "kill" and rank == 1:

@@ -15,16 +15,19 @@ import torch.distributed as dist
 def leave_process_group() -> None:
     """End the process group and all that were made of it, once every rank is there.
 
-    Every group sends one more message, which holds on to those before it, and this process holds on to that message
-    to its end: so no thread of gloo is the last to let go of one, whenever the group ends.
+    Every group sends one more message, which holds on to those before it. A rank among others holds on to that
+    message to the end of its process, and with it to the group's connections: so no thread of gloo is the last to
+    let go of one, whenever the group ends.
     """
     groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
     last = [dist.barrier(group, async_op=True) for group in groups]
     for work in last:
         if work is not None:
             work.wait()
+    if dist.get_world_size() > 1:  # one process alone has no replicas that would hold its group
+        atexit.register(_hold, last)
     dist.destroy_process_group()
-    atexit.register(_hold, last)
+    del last  # after the groups, whose threads are gone by now where nobody else holds them
 
 
 def _hold(last: list[Any]) -> None:
