@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pretended
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,14 +19,7 @@ from samestep.errors import UserError
 def visible(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A host whose accelerators are as many as the variable names; 4 without it."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-
-    def there() -> int:
-        named = device.environment.visible_devices()
-        return 4 if named is None else len(named.devices)
-
-    monkeypatch.setattr(torch.accelerator, "device_count", there)
+    pretended.accelerators(monkeypatch, otherwise=4)
     return monkeypatch
 
 

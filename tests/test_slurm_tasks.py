@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
 
+import pretended
 import pytest
 import torch
 
@@ -96,14 +97,7 @@ def test_a_wrong_number_a_task(text: str) -> None:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A host with as many accelerators as the variable names."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-
-    def there() -> int:
-        named = device.environment.visible_devices()
-        return 0 if named is None else len(named.devices)
-
-    monkeypatch.setattr(torch.accelerator, "device_count", there)
+    pretended.accelerators(monkeypatch, otherwise=0)
     return monkeypatch
 
 

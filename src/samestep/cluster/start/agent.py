@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
@@ -57,9 +58,8 @@ class _Agent:
     """This host's part, and what the hosts tell each other of it."""
 
     def __init__(self, part: Part, signals: "_Signals") -> None:
-        # A host that is alone meets nobody, in a store that no other host reaches.
-        self._store = store_at(LOOPBACK) if part.address is None else None
-        self._part = replace(part, address=LOOPBACK, port=self._store.port) if self._store is not None else part
+        self._part = part
+        self._store: dist.TCPStore | None = None  # that this host serves where it is alone
         self._signals = signals
         self._roll_call: RollCall | None = None
 
@@ -68,6 +68,9 @@ class _Agent:
         part = self._part
         try:
             program = _program(part)  # a script that isn't there is found before anybody waits
+            if part.address is None:  # it meets nobody, in a store that no other host reaches
+                self._store = store_at(LOOPBACK)
+                part = replace(part, address=LOOPBACK, port=self._store.port)
             self._roll_call = RollCall(part)
             self._roll_call.agree()
             outcome = _Ranks(part, program, self._signals, self._roll_call).run()
