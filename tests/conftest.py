@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -45,3 +46,12 @@ def environment_is_left_as_found() -> Iterator[None]:
             os.environ[name] = value
     if leaked:
         pytest.fail(f"the test changed environment variables (before, after): {leaked}")
+
+
+@pytest.fixture
+def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that launch jobs."""
+    from launching import in_a_folder_of_its_own  # it imports samestep, for which this file prepares
+
+    with in_a_folder_of_its_own(tmp_path, monkeypatch):
+        yield

@@ -12,20 +12,24 @@ from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.supervision.round import Round
 
+# Every job makes groups of its own, whose threads stay to the end of the process, and some hundreds of them slow it.
+MOST = 25
+
 
 def job_of(recipe: samestep.Recipe, layout: str, folder: Path, **run: Any) -> Job:
     return Job(recipe=recipe, run=Run(layout=layout, threads=1, folder=folder, tensorboard=False, **run))
 
 
 def train_all(jobs: Sequence[Job]) -> list[samestep.TrainResult]:
-    """`samestep.train` of each, in one start of ranks for those of a size."""
+    """`samestep.train` of each, in few starts of ranks: one for `MOST` jobs of a size."""
     results: dict[int, samestep.TrainResult] = {}
     sizes = [Layout.parse(job.run.layout).size for job in jobs]
     for size in dict.fromkeys(sizes):
-        numbers = [number for number, each in enumerate(sizes) if each == size]
-        some = [jobs[number] for number in numbers]
-        found = _on_ranks(some) if size == 1 else local.start(_on_ranks, (some,), size)
-        results |= dict(zip(numbers, found, strict=True))
+        all_numbers = [number for number, each in enumerate(sizes) if each == size]
+        for numbers in (all_numbers[at : at + MOST] for at in range(0, len(all_numbers), MOST)):
+            some = [jobs[number] for number in numbers]
+            found = _on_ranks(some) if size == 1 else local.start(_on_ranks, (some,), size)
+            results |= dict(zip(numbers, found, strict=True))
     return [results[number] for number in range(len(jobs))]
 
 

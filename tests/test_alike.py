@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import samestep
-from samestep.cluster.network import store_at
+from samestep.cluster.network.store import store_at
 from samestep.cluster.start import alike, clocks
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.roll_call import RollCall

@@ -72,5 +72,6 @@ def test_what_every_layout_saved_shards_go_on_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # 169 pairs
 def test_every_pair_of_layouts(tmp_path: Path) -> None:
     check(tmp_path, LAYOUTS + MORE, LAYOUTS + MORE)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from samestep.cluster.network import store_at
+from samestep.cluster.network.store import store_at
 from samestep.cluster.start import clocks
 from samestep.cluster.start.clocks import Difference
 from samestep.cluster.start.part import Part

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -15,7 +16,9 @@ from torch import nn
 
 import samestep
 from samestep import environment
+from samestep.api import verify_layouts
 from samestep.engines.deepspeed import disk
+from samestep.job import Job, Run
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'"
@@ -48,6 +51,7 @@ def recipe(**values: Any) -> samestep.Recipe:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the extension is built, where it isn't yet
 def test_what_is_on_disk_takes_the_step_of_one_process(tmp_path: Path) -> None:
     if not can_build():
         pytest.skip("async_io can't be built: apt-get install libaio-dev, pip install ninja")
@@ -69,12 +73,53 @@ def test_without_the_extension_it_says_what_to_install(monkeypatch: pytest.Monke
         samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=tmp_path)
 
 
+def test_a_folder_that_is_not_there_is_named_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(disk, "_BUILD", "raise SystemExit('libaio is not there')")
+    disk.build.cache_clear()
+    folder = tmp_path / "nowhere"
+    with pytest.raises(samestep.UserError, match=r"offload_folder is .*nowhere: there is no such folder"):
+        samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=folder)
+
+
+def test_a_layout_that_can_not_be_is_a_row_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_BUILD", "raise SystemExit('it was built')")
+    disk.build.cache_clear()
+    job = Job(recipe=recipe(), run=Run(engine="deepspeed", device="cpu"))
+    (row,) = verify_layouts(job, ["zero1x2 offload=optimizer-disk"], steps=1)
+    assert row.reason is not None
+    assert "it was built" not in row.reason
+
+
 def test_a_build_that_waits_for_ever_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(disk, "_BUILD", "import time; time.sleep(60)")
     monkeypatch.setattr(disk, "_LONGEST_BUILD", 0.5)
     disk.build.cache_clear()
     with pytest.raises(samestep.UserError, match=r"not built after 0.5 seconds; .* named lock"):
         samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=tmp_path)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_a_build_that_is_stopped_lets_go_of_its_lock(
+    background: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    began, lock = tmp_path / "began", tmp_path / "lock"
+    held = (
+        f"import os, pathlib, time; pathlib.Path({str(began)!r}).touch(); pathlib.Path({str(lock)!r}).touch()\n"
+        f"try: time.sleep(60)\nfinally: os.remove({str(lock)!r})"
+    )
+    monkeypatch.setattr(disk, "_BUILD", held)
+    monkeypatch.setattr(disk, "_LONGEST_BUILD", 4.0)
+    disk.build.cache_clear()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
+    try:
+        with pytest.raises(samestep.UserError, match=r"not built after 4.0 seconds"):
+            samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert began.exists()
+    assert not lock.exists()
 
 
 def test_parameters_that_would_come_back_as_others_are_refused(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Engine horovod: the step of one process, compressed and fused messages, ranks that horovodrun started."""
 
+import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ from torch import nn
 
 import samestep
 from samestep import environment
+from samestep.cluster.contracts.horovod import slots_of
+from samestep.cluster.contracts.horovod_server import serving
+from samestep.cluster.network.address import LOOPBACK
 from samestep.cluster.start import local
 from samestep.cluster.world import join
 from samestep.proof import Proof
@@ -110,29 +116,67 @@ def test_state_is_broadcast_where_there_is_one_and_never_made_by_a_step() -> Non
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("command", ["train", "verify"])
-def test_horovodrun_starts_the_ranks(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "messages"), [("train", "gloo"), ("verify", "gloo"), ("train", "mpi"), ("verify", "mpi")]
+)
+def test_horovodrun_starts_the_ranks(command: str, messages: str, tmp_path: Path) -> None:
     program = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     assert program is not None
+    if messages == "mpi" and not (importlib.import_module("horovod.torch").mpi_built() and shutil.which("mpirun")):
+        pytest.skip("this Horovod was built without MPI: apt-get install libopenmpi-dev openmpi-bin, make horovod")
     job = tmp_path / "job.yaml"
     values = {"task": "regression", "batch": 33, "steps": 4, "optimizer": {"name": "sgd", "lr": 0.01}}
     job.write_text(yaml.safe_dump({"recipe": values, "run": {"layout": "dp2", "rank_lines": True}}))
     out = tmp_path / "out"
     options = ["--folder", str(out)] if command == "train" else ["--json", str(out)]
+    settings = tmp_path / "horovod.yaml"
+    settings.write_text(f"messages: {messages}\n", encoding="utf-8")
+    options += ["--set", f"run.engine_config={settings}"]
     ours = [sys.executable, "-m", "samestep", command, str(job), "--engine", "horovod", "--device", "cpu", *options]
     done = subprocess.run(
-        [program, "--gloo", "-np", "2", "-H", "localhost:2", *ours],
+        [program, f"--{messages}", "-np", "2", "-H", "localhost:2", *ours],
         capture_output=True,
         text=True,
         timeout=170,
+        # Open MPI wants it said twice that root may start ranks.
+        env={
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "HOROVOD_LOG_LEVEL": "debug",
+        },
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert ("MPI_COMM_WORLD" in done.stdout + done.stderr) == (messages == "mpi")
     if command == "train":
         report = json.loads((out / "report.json").read_text(encoding="utf-8"))
         assert (report["engine"], report["processes"], report["steps"]) == ("horovod", 2, 4)
         assert "rank 1: 4 steps of 16 samples = 64" in done.stdout
     else:
         assert "the same step" in done.stdout
+
+
+def test_addresses_are_forgotten_group_by_group_so_that_ranks_can_meet_once_more() -> None:
+    with serving(LOOPBACK, slots_of([0, 1, 0])) as (address, port):  # two hosts, of two ranks and one
+
+        def ask(method: str, path: str) -> int:
+            connection = HTTPConnection(address, port, timeout=10)
+            try:
+                connection.request(method, path, body=b"here" if method == "PUT" else None)
+                return connection.getresponse().status
+            finally:
+                connection.close()
+
+        for _ in range(2):
+            assert ask("GET", "/global/1") == 404
+            for path in ("/global/0", "/global/1", "/global/2", "/local_host-1/0", "/local_host-1/1"):
+                assert ask("PUT", path) == 200
+            for path in ("/global/0", "/global/1", "/local_host-1/0", "/local_host-1/1"):
+                assert ask("DELETE", path) == 200
+            assert ask("GET", "/local_host-1/0") == 404
+            assert ask("DELETE", "/global/1") == 200  # once more, as where the answer was lost
+            assert ask("GET", "/global/1") == 200
+            assert ask("DELETE", "/global/2") == 200
 
 
 @pytest.mark.parametrize(
@@ -142,6 +186,8 @@ def test_horovodrun_starts_the_ranks(command: str, tmp_path: Path) -> None:
         ("fusion_threshold_mb: -1", "fusion_threshold_mb is -1"),
         ("cycle_time_ms: 0", "cycle_time_ms is 0"),
         ("cycle_time_ms: soon", "cycle_time_ms"),
+        ("messages: nccl", "messages is .*nccl"),
+        ("messages: mpi", "messages is mpi, and no mpirun started this process"),
         ("fusion: 3", 'did you mean "fusion_threshold_mb"|known: compression'),
         ("[compression", "no YAML file of Horovod's settings"),
         ("- compression", "a section of keys"),

@@ -11,10 +11,9 @@ from on_hosts import SAME, VARIABLES, follow, needs_hosts, proved, python, recor
 from small_jobs import job_file, losses_alone, losses_in, steps_in
 from testbed import Cable, Testbed
 
-import samestep
-from samestep.cluster import address
 from samestep.cluster.discover.open_mpi import OpenMpi
 from samestep.cluster.discover.place import Given
+from samestep.cluster.network.interface import interface_of, loopback_interface
 
 pytestmark = needs_hosts(ssh=False)
 
@@ -130,7 +129,7 @@ def test_hosts_that_find_their_own_names_on_the_loopback_still_meet(tmp_path: Pa
         first = train_on(debian, tmp_path, "--layout", "dp3", ranks=(1, 1, 1))
     same_losses(tmp_path / "run")
     tried = "3 hosts that find their own names on the loopback (127.0.1.1)"
-    record("torchrun", TRAIN + " --layout dp3", tried, SAME, first)
+    record("torchrun", TRAIN.replace("--nnodes=2", "--nnodes=3") + " --layout dp3", tried, SAME, first)
 
 
 @pytest.mark.cluster
@@ -222,12 +221,12 @@ def test_a_checkpoint_folder_that_is_not_shared_is_named_at_once(bed: Testbed, t
 
 
 def test_an_interface_is_found_by_its_address() -> None:
-    loopback = samestep.cluster.network.loopback_interface()
-    assert address.interface_of("127.0.0.1") == loopback
-    assert address.interface_of("192.0.2.1") is None  # an address for documents
-    assert address.interface_of("2001:db8::1") is None
+    loopback = loopback_interface()
+    assert interface_of("127.0.0.1") == loopback
+    assert interface_of("192.0.2.1") is None  # an address for documents
+    assert interface_of("2001:db8::1") is None
     if socket.has_ipv6 and Path("/proc/net/if_inet6").exists():
-        assert address.interface_of("::1") in (loopback, None)
+        assert interface_of("::1") in (loopback, None)
 
 
 def test_agents_that_mpirun_starts_meet_at_its_own_host() -> None:

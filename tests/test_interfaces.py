@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from samestep.cluster import interfaces
 from samestep.cluster.contracts import table
-from samestep.cluster.interfaces import for_messages, own_name_leads_nowhere
+from samestep.cluster.network import interface
+from samestep.cluster.network.interface import for_messages, own_name_leads_nowhere
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 
@@ -29,8 +29,8 @@ def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the other host be reached from 10.9.0.2, which an interface eth7 has."""
-    monkeypatch.setattr(interfaces, "address_towards", lambda host: "10.9.0.2")
-    monkeypatch.setattr(interfaces, "interface_of", lambda address: {"10.9.0.2": "eth7"}[address])
+    monkeypatch.setattr(interface, "address_towards", lambda host: "10.9.0.2")
+    monkeypatch.setattr(interface, "interface_of", lambda address: {"10.9.0.2": "eth7"}[address])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_interface_towards_the_other_hosts_is_named(
 
 def test_a_loopback_towards_the_others_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     named(monkeypatch, "127.0.1.1")
-    monkeypatch.setattr(interfaces, "address_towards", lambda host: "127.0.0.1")
+    monkeypatch.setattr(interface, "address_towards", lambda host: "127.0.0.1")
     assert for_messages(ONE_OF_TWO_HOSTS, MET) is None
 
 

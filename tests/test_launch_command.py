@@ -4,24 +4,20 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import TOLD, await_files, in_a_folder_of_its_own, ranks_alive, started
+from launching import TOLD, await_files, ranks_alive, started
 from small_jobs import faults_in, losses_in
 
 from samestep.cli.main import main
 from samestep.cluster.device import accelerators
 
 # PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with in_a_folder_of_its_own(tmp_path, monkeypatch):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("folder_of_its_own"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+]
 
 
 def launch(*words: str) -> int:

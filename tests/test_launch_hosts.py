@@ -13,23 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, TOLD, await_files, free_port, in_a_folder_of_its_own, started
+from launching import SCRIPTS, TOLD, await_files, free_port, started
 
 import samestep.cluster.start.alike
 import samestep.cluster.start.roll_call
 from samestep.cli.main import main
-from samestep.cluster.network import store_at
+from samestep.cluster.network.store import store_at
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.roll_call import RollCall
 from samestep.errors import StartError, UserError
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with in_a_folder_of_its_own(tmp_path, monkeypatch):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("folder_of_its_own"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from samestep import environment
 from samestep.cluster import beacon, meeting
-from samestep.cluster.network import LOOPBACK
+from samestep.cluster.network.address import LOOPBACK
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 

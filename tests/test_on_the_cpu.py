@@ -1,14 +1,13 @@
 """Jobs on the CPU of hosts that have accelerators: their slots are cores, and their ranks see no accelerator."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from launching import SCRIPTS, in_a_folder_of_its_own
+from launching import SCRIPTS
+from pretended import accelerators
 
 import samestep.cluster.start.launch
 from samestep.cli.main import main
@@ -22,21 +21,17 @@ from samestep.cluster.start.outcome import Outcome
 from samestep.cluster.start.part import Part
 
 # PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with in_a_folder_of_its_own(tmp_path, monkeypatch):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("folder_of_its_own"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+]
 
 
 @pytest.fixture
 def one_accelerator(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """This host has one, as far as this process sees."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    accelerators(monkeypatch, otherwise=1)
     return monkeypatch
 
 

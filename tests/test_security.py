@@ -17,7 +17,9 @@ import torch.distributed as dist
 from launching import free_port
 
 from samestep import environment
-from samestep.cluster import network
+from samestep.cluster.network.address import address_towards
+from samestep.cluster.network.interface import loopback_interface
+from samestep.cluster.network.store import store_at
 from samestep.cluster.world import join
 
 TESTS = Path(__file__).parent
@@ -104,7 +106,7 @@ def test_a_process_that_works_alone_listens_on_the_loopback_alone() -> None:
         sockets = listening(psutil.Process())
         assert len(sockets) > before
         assert elsewhere(sockets) == []
-        assert os.environ["GLOO_SOCKET_IFNAME"] == network.loopback_interface()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == loopback_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -146,7 +148,7 @@ def test_ranks_of_several_hosts_are_left_the_interface_of_the_hosts_name(monkeyp
 
 def test_a_store_serves_at_one_address() -> None:
     before = listening(psutil.Process())
-    store = network.store_at("127.0.0.1")
+    store = store_at("127.0.0.1")
     sockets = listening(psutil.Process())
     assert len(sockets) == len(before) + 1
     assert elsewhere(sockets) == []
@@ -161,11 +163,11 @@ def test_a_store_serves_at_one_address() -> None:
 
 
 def test_the_address_towards_a_host_is_one_of_this_host() -> None:
-    assert network.address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("127.0.0.1") == "127.0.0.1"
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
             if address.family == socket.AF_INET:
-                assert network.address_towards(address.address) == address.address
+                assert address_towards(address.address) == address.address
 
 
 def test_files_have_the_permissions_that_the_user_asked_for(tmp_path: Path) -> None:

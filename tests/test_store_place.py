@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from samestep.cli.main import main
+from samestep.cluster.network.store import store_at
 from samestep.cluster.start import store_place
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.roll_call import RollCall
@@ -70,6 +71,14 @@ def test_the_host_that_serves_uses_that_address_itself(
     roll_call = RollCall(part(hosts=("worker-1", "worker-2"), port=port))
     assert roll_call.address == "127.0.0.2"
     assert roll_call.ended() is None
+
+
+def test_of_a_store_that_is_gone_no_failures_are_known() -> None:
+    store = store_at("127.0.0.1")
+    roll_call = RollCall(part(serves=False, address="127.0.0.1", port=store.port))
+    assert roll_call.failures() == []
+    del store
+    assert roll_call.failures() is None
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])

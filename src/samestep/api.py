@@ -164,8 +164,8 @@ def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout:
     for text in layouts:
         try:
             layout = Layout.parse(text, job.run.processes if unsized(text) else None)
-            _check(job, layout)
-            _, layout = engines.resolve(job.run.engine).settle(job, layout)
+            settled, layout = _settled(job, layout)
+            _check(settled, layout)
         except UserError as error:
             rows[text] = Row(job=_name_of(job), layout=text, reason=str(error))
         else:
@@ -278,9 +278,10 @@ def check_job(job: Job, task: Task | None = None, *, here: bool = True) -> Task:
     return _check(*_settled(job), task, here=here)
 
 
-def _settled(job: Job) -> tuple[Job, Layout]:
-    """The job and its layout, with what the engine's own configuration says where the job leaves it open."""
-    engine, layout = engines.resolve(job.run.engine), layout_of(job)
+def _settled(job: Job, layout: Layout | None = None) -> tuple[Job, Layout]:
+    """The job and its layout, or another, with what the engine's configuration says where the job leaves it open."""
+    engine = engines.resolve(job.run.engine)
+    layout = layout_of(job) if layout is None else layout
     engines.check(engine, layout, job.recipe.precision, job.run.engine_config)
     return engine.settle(job, layout)
 
@@ -312,6 +313,8 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     layout.check_model(task.shape())
     task.check()
     engine.check_task(task, layout)
+    if here:
+        engine.make_ready(job, layout)
     return task
 
 

@@ -48,6 +48,11 @@ def horovodrun(environ: Mapping[str, str] = os.environ) -> HorovodRun | None:
     )
 
 
+def under_mpirun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether MPI knows this process as one of several."""
+    return any(integer(environ, name) > 1 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in environ)
+
+
 def main_address(environ: Mapping[str, str] = os.environ) -> str:
     """The address of rank 0's host, as torchrun says it to every rank."""
     return environ.get("MASTER_ADDR", "127.0.0.1")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.cli import cluster_options
+from samestep.cluster.start.limits import Limits
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,23 +46,23 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     add(
         "--silence-limit",
         type=_seconds,
-        default=8.0,
+        default=Limits.silence,
         metavar="TIME",
-        help="without a sign of life for so long, a host is lost (default: 8s)",
+        help=f"without a sign of life for so long, a host is lost (default: {Limits.silence:g}s)",
     )
     add(
         "--return-limit",
         type=_seconds,
-        default=10.0,
+        default=Limits.come_back,
         metavar="TIME",
-        help="a host that is cut off tries to come back for so long (default: 10s)",
+        help=f"a host that is cut off tries to come back for so long (default: {Limits.come_back:g}s)",
     )
     add(
         "--gather",
         type=_seconds,
-        default=30.0,
+        default=Limits.first_call,
         metavar="TIME",
-        help="with --nodes: wait so long for more than MIN hosts at the start (default: 30s)",
+        help=f"with --nodes: wait so long for more than MIN hosts at the start (default: {Limits.first_call:g}s)",
     )
     add("--ssh", default="ssh", metavar="COMMAND", help='OpenSSH, with options of your own: "ssh -F config"')
     add("--remote-python", metavar="COMMAND", help="Python on the hosts (default: the path of this one)")

@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from samestep.cluster.network import LOOPBACK, address_towards, store_at
+from samestep.cluster.network.address import LOOPBACK, address_towards
+from samestep.cluster.network.store import store_at
 from samestep.environment import HorovodRun
 from samestep.ranks import Ranks
 

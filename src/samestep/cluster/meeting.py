@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from samestep import environment
 from samestep.cluster import beacon
-from samestep.cluster.addresses import is_loopback, is_ours
 from samestep.cluster.discover.open_mpi import mpirun_addresses
 from samestep.cluster.discover.slurm_lists import host_names
-from samestep.cluster.network import LOOPBACK, address_towards, store_at
-from samestep.cluster.sockets import holders
+from samestep.cluster.network.address import LOOPBACK, address_towards, is_loopback, is_ours
+from samestep.cluster.network.holders import holders
+from samestep.cluster.network.store import store_at
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 

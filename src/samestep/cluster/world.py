@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster import address, horovodrun, meeting
+from samestep.cluster import horovodrun, meeting
 from samestep.cluster.cores import threads_of
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
 from samestep.cluster.meeting import Met
-from samestep.cluster.network import loopback_interface
+from samestep.cluster.network.agreed import agreed_before_group
+from samestep.cluster.network.interface import interface_of, loopback_interface
 from samestep.comm.leave import leave_process_group
 from samestep.ranks import Ranks
 
@@ -88,7 +89,7 @@ def _interface(ranks: Ranks, met: Met | None) -> str | None:
         return named
     if met is None:
         return None
-    return address.interface_of(address.agreed_before_group(met.store, ranks.rank, ranks.world_size, met.address))
+    return interface_of(agreed_before_group(met.store, ranks.rank, ranks.world_size, met.address))
 
 
 def _join_process_group(world: World, ranks: Ranks, met: Met | None, while_here: ExitStack) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from samestep import environment
-from samestep.cluster.addresses import is_ours
+from samestep.cluster.network.address import is_ours
 from samestep.doctor.finding import Asked, Finding, ok, problem, warning
 from samestep.doctor.host_list import SSH_PORT, Host
 

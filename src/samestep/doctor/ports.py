@@ -4,8 +4,8 @@ import errno
 import socket
 from collections.abc import Iterator
 
-from samestep.cluster import sockets
-from samestep.cluster.network import LOOPBACK
+from samestep.cluster.network.address import LOOPBACK
+from samestep.cluster.network.holders import holders
 from samestep.doctor.finding import Asked, Finding, ok, problem
 
 
@@ -35,7 +35,7 @@ def port(asked: Asked) -> Iterator[Finding]:
     elif reason == errno.EACCES:
         yield problem(subject, "only root may listen on it", "a port from 1024 on would do", held_by=[])
     else:
-        held_by = sockets.holders(asked.port)
+        held_by = holders(asked.port)
         who = ", ".join(map(str, held_by)) or "a process that this user can't see, or a closed connection"
         yield problem(
             subject,

@@ -171,6 +171,14 @@ class Engine(ABC):
         """
         return job, layout
 
+    def make_ready(self, job: Job, layout: Layout) -> None:
+        """Build what a settled job takes of the engine and isn't there yet: the last of the checks.
+
+        Called before any process starts, or by each rank where a launcher started them. Raises UserError where it
+        can't be built.
+        """
+        return
+
     def check_proof(self, job: Job) -> None:
         """Raise UserError for a settled job of which one process's step is not known. `verify` asks for it."""
         return

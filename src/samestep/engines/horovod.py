@@ -35,12 +35,12 @@ class Horovod(Engine):
         dimensions=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         checkpoints=True,
-        config="a YAML file with compression, fusion_threshold_mb, cycle_time_ms",
+        config="a YAML file with compression, fusion_threshold_mb, cycle_time_ms, messages",
         packages={"horovod": "make horovod builds it against this PyTorch"},
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
-        horovod_config.read(config)
+        horovod_config.check_built(horovod_config.read(config))
 
     def prepare(self, model: nn.Module, how: Preparation) -> "HorovodTrainer":
         import horovod.torch as hvd  # pyright: ignore[reportMissingImports]

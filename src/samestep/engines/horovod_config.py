@@ -8,6 +8,7 @@ from annotated_types import Gt, Le
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from samestep import environment
 from samestep.errors import UserError
 from samestep.recipe import STRICT
 from samestep.validation import checked
@@ -20,6 +21,7 @@ class Settings:
     compression: Literal["none", "fp16"] = "none"  # of gradients on their way; fp16 is no longer the same step
     fusion_threshold_mb: Annotated[float, Gt(0), Le(65536)] | None = None  # gradients are sent together up to this
     cycle_time_ms: Annotated[float, Gt(0), Le(60000)] | None = None  # how often it looks for gradients to send
+    messages: Literal["gloo", "mpi"] = "gloo"  # mpi: in ranks of mpirun, by a Horovod that was built with it
 
     def variables(self) -> dict[str, str]:
         """The variables from which Horovod takes them when it starts."""
@@ -28,6 +30,8 @@ class Settings:
             found["HOROVOD_FUSION_THRESHOLD"] = str(round(self.fusion_threshold_mb * 2**20))
         if self.cycle_time_ms is not None:
             found["HOROVOD_CYCLE_TIME"] = str(self.cycle_time_ms)
+        if self.messages == "mpi":
+            found |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
         return found
 
     def bytes_sent(self, parameter: Tensor) -> int:
@@ -44,6 +48,25 @@ def read(path: Path | None) -> Settings:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path}: no YAML file of Horovod's settings: {error}") from None
     try:
-        return checked(Settings, {} if values is None else values)
+        settings = checked(Settings, {} if values is None else values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    if settings.messages == "mpi" and not environment.under_mpirun():
+        raise UserError(
+            f"{path}: messages is mpi, and no mpirun started this process; `mpirun -np 2 samestep ...`, "
+            "`horovodrun --mpi -np 2 samestep ...`, or messages: gloo, would do"
+        )
+    return settings
+
+
+def check_built(settings: Settings) -> None:
+    """Raise UserError where this Horovod can't send as the settings say."""
+    if settings.messages == "gloo":
+        return
+    import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
+
+    if not hvd.mpi_built():
+        raise UserError(
+            "Horovod's messages are to go by MPI, and it was built without; `apt-get install libopenmpi-dev` and "
+            "`make horovod`, or messages: gloo, would do"
+        )

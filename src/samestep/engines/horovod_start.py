@@ -8,11 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster.address import agreed_in_group, interface_of
 from samestep.cluster.contracts.horovod import slots_of, variables_of
 from samestep.cluster.contracts.horovod_server import serving
-from samestep.cluster.interfaces import own_name_leads_nowhere
-from samestep.cluster.network import LOOPBACK
+from samestep.cluster.network.address import LOOPBACK
+from samestep.cluster.network.agreed import agreed_in_group
+from samestep.cluster.network.interface import interface_of, own_name_leads_nowhere
 from samestep.engines.horovod_config import Settings
 from samestep.errors import UserError
 
@@ -23,7 +23,7 @@ def start(settings: Settings) -> None:
 
     if hvd.is_initialized():
         hvd.shutdown()  # it takes its settings when it starts, and these may be another training's
-    if environment.horovodrun() is not None:
+    if settings.messages == "mpi" or environment.horovodrun() is not None:  # Horovod knows its ranks by itself
         with environment.given(settings.variables()):
             hvd.init()
     else:

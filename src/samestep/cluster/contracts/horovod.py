@@ -5,12 +5,11 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from samestep import environment
-from samestep.cluster.address import interface_of
 from samestep.cluster.contracts import torch
 from samestep.cluster.contracts.base import Contract, Expected, Rank
 from samestep.cluster.contracts.beside import start_beside
 from samestep.cluster.contracts.meeting import addresses, gathered, meeting
-from samestep.cluster.interfaces import own_name_leads_nowhere
+from samestep.cluster.network.interface import interface_of, own_name_leads_nowhere
 from samestep.errors import UserError
 
 _SERVER = "samestep.cluster.contracts.horovod_server"

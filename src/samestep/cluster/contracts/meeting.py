@@ -47,8 +47,8 @@ def gathered(store: "Store", name: str, rank: Rank, mine: str) -> list[str]:
 
 def addresses(store: "Store", rank: Rank, main: str) -> list[str]:
     """The address of each rank's host by which the other hosts reach it; the loopback where there is one host."""
-    from samestep.cluster.address import agreed_before_group
-    from samestep.cluster.network import LOOPBACK
+    from samestep.cluster.network.address import LOOPBACK
+    from samestep.cluster.network.agreed import agreed_before_group
 
     ranks = rank.ranks
     if ranks.local_world_size == ranks.world_size:

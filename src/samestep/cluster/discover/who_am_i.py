@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from samestep.cluster.addresses import is_address, is_ours
+from samestep.cluster.network.address import is_address, is_ours
 
 _HERE = ("localhost", "127.0.0.1", "::1")
 

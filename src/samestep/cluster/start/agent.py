@@ -19,7 +19,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from samestep import environment
 from samestep.cluster.device import accelerators, check_slots
-from samestep.cluster.network import LOOPBACK, store_at
+from samestep.cluster.network.address import LOOPBACK
+from samestep.cluster.network.store import store_at
 from samestep.cluster.start import host_agent, several_hosts
 from samestep.cluster.start.command import check_command
 from samestep.cluster.start.elastic_agent import silent_agent
@@ -110,10 +111,10 @@ def _over_all_hosts(outcome: Outcome, roll_call: RollCall) -> Outcome:
     told = roll_call.failures()
     # The host whose rank failed first ends the job, and then tells why.
     until = time.monotonic() + _SETTLE
-    while outcome.failure is None and not told and time.monotonic() < until:
+    while outcome.failure is None and told == [] and time.monotonic() < until:
         time.sleep(0.1)
         told = roll_call.failures()
-    return of_failures([*told, outcome.failure] if outcome.failure is not None else told) or outcome
+    return of_failures([*(told or ()), *([outcome.failure] if outcome.failure is not None else ())]) or outcome
 
 
 def _program(part: Part) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch.distributed import TCPStore
 
-from samestep.cluster.network import reach, store_client
+from samestep.cluster.network.store import reach, store_client
 from samestep.cluster.start.limits import Limits
 from samestep.supervision.clock import Clock
 

@@ -14,6 +14,7 @@ from samestep import environment
 from samestep.cluster.binding import BindChoice
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
+from samestep.cluster.start.limits import Limits
 from samestep.cluster.start.outcome import Outcome
 from samestep.cluster.start.part import Output, Part
 from samestep.cluster.start.which_host import check_one_a_host, node_rank_of
@@ -50,9 +51,9 @@ class Wanted:
     max_restarts: int = 0
     start_timeout: float = 300.0
     notice: float = 30.0
-    silence_limit: float = 8.0
-    return_limit: float = 10.0
-    gather: float = 30.0
+    silence_limit: float = Limits.silence
+    return_limit: float = Limits.come_back
+    gather: float = Limits.first_call
     ssh: tuple[str, ...] = ("ssh",)
     remote_python: tuple[str, ...]
     ray: str | None = None  # the address of a Ray cluster
@@ -159,7 +160,8 @@ def _port_of(found: Found) -> int:
 def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     """Bring the agents of all hosts up, and serve the store where they meet."""
     with environment.quiet_import():
-        from samestep.cluster.network import address_towards, store_at
+        from samestep.cluster.network.address import address_towards
+        from samestep.cluster.network.store import store_at
         from samestep.cluster.start import store_place
         from samestep.cluster.start.controller import Controller
     from samestep.cluster.start.starter import Ways
@@ -202,9 +204,9 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
 
 
 def _no_store(wanted: Wanted, other: str, error: OSError) -> str:
-    from samestep.cluster import sockets
+    from samestep.cluster.network.holders import holders
 
-    if wanted.port is not None and (held_by := ", ".join(map(str, sockets.holders(wanted.port)))):
+    if wanted.port is not None and (held_by := ", ".join(map(str, holders(wanted.port)))):
         return f"--master-port {wanted.port} is taken by {held_by}; without it a free one is taken"
     if wanted.address is not None:
         return f"--master-addr {wanted.address} is no address of this machine, where the hosts meet: {error.strerror}"

@@ -17,7 +17,8 @@ class Limits:
     first_call: float = 30.0  # that a job which has the fewest hosts it needs waits for more, when it starts
     last_call: float = 2.0  # the same, when it starts anew
     meet: float = 600.0  # that hosts wait until there are enough
-    come_back: float = 10.0  # that a host which is cut off tries to reach the others again
+    # That a host which is cut off tries to reach the others again; by these limits it ends within 20 s.
+    come_back: float = 8.0
 
     def check(self) -> None:
         """Raise UserError for a limit under which hosts would be lost that are there."""

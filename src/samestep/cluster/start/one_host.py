@@ -13,7 +13,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from samestep.cluster.network import LOOPBACK, store_at
+from samestep.cluster.network.address import LOOPBACK
+from samestep.cluster.network.store import store_at
 
 BACKEND = "samestep-one-host"
 

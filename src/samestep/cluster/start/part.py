@@ -39,9 +39,9 @@ class Part:
     max_restarts: int = 0
     start_timeout: float = 300.0  # seconds that hosts wait for each other
     notice: float = 30.0  # seconds that the ranks have to end when they are told to
-    silence_limit: float = 8.0  # seconds without a sign of life, after which a host is lost
-    return_limit: float = 10.0  # seconds in which a host that is cut off may come back
-    gather: float = 30.0  # seconds that a job waits for more hosts than it needs, when it starts
+    silence_limit: float = Limits.silence  # seconds without a sign of life, after which a host is lost
+    return_limit: float = Limits.come_back  # seconds in which a host that is cut off may come back
+    gather: float = Limits.first_call  # seconds that a job waits for more hosts than it needs, when it starts
     controlled: bool = False  # whether a controller tells the user how the job ended
 
     @property

@@ -14,8 +14,8 @@ from typing import NoReturn
 from samestep import environment
 from samestep.cluster.binding import bind, bindings, check_choice
 from samestep.cluster.contracts import table
-from samestep.cluster.interfaces import for_messages
 from samestep.cluster.machine import this_machine
+from samestep.cluster.network.interface import for_messages
 from samestep.cluster.start import as_long_as
 from samestep.cluster.start.command import check_command
 from samestep.cluster.start.parent import end_with_parent

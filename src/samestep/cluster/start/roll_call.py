@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.cluster.network import store_client
+from samestep.cluster.network.store import store_client
 from samestep.cluster.start import alike, store_place
 from samestep.cluster.start.clocks import Clocks
 from samestep.cluster.start.host_rounds import say
@@ -207,13 +207,15 @@ class RollCall:
             return done
         return False
 
-    def failures(self) -> list[Failure]:
-        """All that was told."""
+    def failures(self) -> list[Failure] | None:
+        """All that was told; None where the store is gone."""
         found = []
-        with suppress(RuntimeError):
+        try:
             for number in range(1, self._store.add(_FAILED, 0) + 1):
                 if self._store.check([f"{_FAILED}/{number}"]):
                     found.append(Failure(**json.loads(self._store.get(f"{_FAILED}/{number}"))))
+        except RuntimeError:
+            return None
         return found
 
     def leave(self, seconds: float) -> None:

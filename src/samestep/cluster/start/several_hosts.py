@@ -28,7 +28,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from samestep import environment
-from samestep.cluster.network import address_towards, reach, store_at, store_client
+from samestep.cluster.network.address import address_towards
+from samestep.cluster.network.store import reach, store_at, store_client
 from samestep.cluster.start.alive import Alive, Lost, Peer
 from samestep.cluster.start.limits import Limits
 from samestep.cluster.start.one_host import OneHostRendezvous
@@ -156,7 +157,7 @@ class SeveralHosts(RendezvousHandler):
         self.alive.close()
         until = time.monotonic() + self.limits.come_back
         while True:
-            found = reach(*at, within=1.0)
+            found = reach(*at, within=min(1.0, max(0.1, until - time.monotonic())))
             if found == "answers":
                 with suppress(HostLostError):
                     self._store, self.alive = self._reached(self.alive.identity)
@@ -167,7 +168,7 @@ class SeveralHosts(RendezvousHandler):
                     f"{self.name}: the job's store at {at[0]}:{at[1]} {what}, so the job ends here; started anew "
                     "with --resume, the training goes on from its last checkpoint"
                 )
-            time.sleep(_APART)
+            time.sleep(min(_APART, max(0.0, until - time.monotonic())))
         self._inner = self._handler(self._store)
 
     def _answers(self) -> bool:

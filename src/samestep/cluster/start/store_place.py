@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from samestep.cluster import sockets
-from samestep.cluster.addresses import is_address, is_loopback
-from samestep.cluster.network import address_towards, store_at
+from samestep.cluster.network.address import address_towards, is_address, is_loopback
+from samestep.cluster.network.holders import holders
+from samestep.cluster.network.store import store_at
 from samestep.cluster.start.host_rounds import say
 from samestep.cluster.start.part import Part
 from samestep.errors import UserError
@@ -97,7 +97,7 @@ def served(part: Part, address: str) -> "dist.TCPStore":
     try:
         return store_at(address, part.port)
     except OSError as error:
-        held_by = ", ".join(map(str, sockets.holders(part.port)))
+        held_by = ", ".join(map(str, holders(part.port)))
         if held_by:
             raise UserError(
                 f"port {part.port} on {part.host} is taken by {held_by}; another --master-port would do, "

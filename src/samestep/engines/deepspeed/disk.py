@@ -1,15 +1,19 @@
 """Offload to disk: DeepSpeed's extension for it, built once where it can be, and its part of a configuration."""
 
 import importlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from samestep import environment
 from samestep.engines.deepspeed.config import Config
@@ -19,7 +23,18 @@ from samestep.errors import UserError
 _BUILDERS = "deepspeed.ops.op_builder"
 _BUILD = f"from {_BUILDERS} import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
 
+# A shell that starts a job in the background has SIGINT ignored, and so have the job's children. A second one would
+# interrupt what the first has to do.
+_INTERRUPTIBLE = """\
+import signal
+def interrupted(number, frame):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupted)
+"""
+
 _LONGEST_BUILD = 600  # seconds
+_TO_END = 10.0  # seconds that an interrupted build has to let go of what it holds
 
 
 def to_disk(config: Mapping[str, Any]) -> bool:
@@ -43,18 +58,45 @@ def _device(config: Mapping[str, Any], section: str) -> str | None:
 @cache
 def build(device_type: str) -> None:
     """Build the extension unless it is built, in a process of its own. Raises UserError where it can't be."""
-    command = [sys.executable, "-c", _BUILD]
+    ranks = environment.ranks()
+    told = "DeepSpeed's extension for the disk; where it isn't built yet, some minutes"
+    shown = Console(stderr=True).status(told) if ranks is None or ranks.rank == 0 else nullcontext()
     try:
-        with environment.deepspeed_settings(device_type, 0):
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST_BUILD)
+        with environment.deepspeed_settings(device_type, 0), shown:
+            returncode, said = _run_build()
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"DeepSpeed's extension async_io is not built after {_LONGEST_BUILD} seconds; a build that was stopped "
+            f"DeepSpeed's extension async_io is not built after {_LONGEST_BUILD} seconds; a build that was killed "
             "leaves a file named lock for which others wait: to delete async_io/lock and pin_memory/lock in "
             "~/.cache/torch_extensions/* (or TORCH_EXTENSIONS_DIR) would do"
         ) from None
-    if done.returncode:
-        raise _missing((done.stderr.strip().splitlines() or ["without a word"])[-1])
+    if returncode:
+        raise _missing((said.strip().splitlines() or ["without a word"])[-1])
+
+
+def _run_build() -> tuple[int, str]:
+    """Its exit code and what it wrote to stderr."""
+    command = [sys.executable, "-c", _INTERRUPTIBLE + _BUILD]
+    # A session of its own: one signal then reaches the build's own processes too, and no terminal sends it twice.
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=_LONGEST_BUILD)
+        except BaseException:
+            # PyTorch's lock on the build is a file, which a process that is killed leaves to all builds after it.
+            _signal(process, signal.SIGINT)
+            try:
+                process.communicate(timeout=_TO_END)
+            except subprocess.TimeoutExpired:
+                _signal(process, signal.SIGKILL)
+            raise
+    return process.returncode, said
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def load(device: torch.device) -> None:

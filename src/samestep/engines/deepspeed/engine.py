@@ -70,10 +70,13 @@ class DeepSpeed(Engine):
         if stage and layout.replicate > 1:
             layout = replace(layout, replicate=1, shard=layout.replicate, zero=stage)
         disk.check(given)
-        if disk.to_disk(given) or layout.offloads("optimizer-disk"):
-            disk.build(device_of(0, job.run.device).type)
         run = replace(job.run, micro_batch=job.run.micro_batch or micro, layout=str(layout))
         return replace(job, recipe=recipe, run=run), layout
+
+    def make_ready(self, job: Job, layout: Layout) -> None:
+        given = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
+        if disk.to_disk(given) or layout.offloads("optimizer-disk"):
+            disk.build(device_of(0, job.run.device).type)
 
     def check_proof(self, job: Job) -> None:
         if job.run.engine_config is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster.address import agreed_in_group
+from samestep.cluster.network.agreed import agreed_in_group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,9 @@
-"""What an address is: one at all, one of this host's, one that no other host reaches."""
+"""What an address is: one at all, one of this host's, one that no other host reaches, the one towards another."""
 
 import ipaddress
 import socket
+
+LOOPBACK = "127.0.0.1"
 
 
 def is_address(text: str) -> bool:
@@ -26,3 +28,11 @@ def is_ours(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def address_towards(host: str) -> str:
+    """The address of this host from which it reaches another; nothing is sent to find it."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]

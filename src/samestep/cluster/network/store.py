@@ -1,4 +1,4 @@
-"""Sockets of a job's ranks: bound to the address by which its own hosts reach them, not to every one of this host."""
+"""Stores of a job: bound to the address by which its own hosts reach them, not to every one of this host."""
 
 import os
 import socket
@@ -10,22 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-LOOPBACK = "127.0.0.1"
-
-
-def loopback_interface() -> str | None:
-    """The interface that no other host reaches; None where the system doesn't name it."""
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
-
-
-def address_towards(host: str) -> str:
-    """The address of this host from which it reaches another; nothing is sent to find it."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def store_at(address: str, port: int = 0) -> "dist.TCPStore":

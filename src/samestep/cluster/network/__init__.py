@@ -1,0 +1,1 @@
+"""How hosts reach each other: addresses, interfaces, and the stores through which they meet."""
