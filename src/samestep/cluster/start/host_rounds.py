@@ -56,6 +56,7 @@ class HostRounds:
         self._folder = place
         self._watch: Watch | None = None
         self._about: About | None = None
+        self._known_folder: str | None = None  # the run's, as it was known when this round began
         # From this host's monotonic clock to one that other hosts have too. It stays, so that a rank which does not
         # move on says the same again and again.
         self._began = time.time() - time.monotonic()
@@ -90,11 +91,12 @@ class HostRounds:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         told = self._hosts.posted(_RUN_FOLDER) or {}
+        self._known_folder = str(self.run_folder) if self.run_folder is not None else told.get("path")
         environment.tell_round(
             ToldRound(
                 number=round_.number,
                 folder=str(self._folder),
-                run_folder=str(self.run_folder) if self.run_folder is not None else told.get("path"),
+                run_folder=self._known_folder,
                 memory=str(self._memory),
             )
         )
@@ -148,8 +150,7 @@ class HostRounds:
         """No further round; with `failed` the last one's fault is written down, which is told as the job's end."""
         self._tell_without_cost()
         round_ = self._round
-        folder = self._about.run_folder if self._about is not None else None
-        if failed and round_ is not None and round_.first and folder is not None:
+        if failed and round_ is not None and round_.first and self._folder_of_run() is not None:
             until = time.monotonic() + _OTHERS
             while time.monotonic() < until and not all(
                 self._hosts.posted(f"left/{round_.number}/{member.node}") for member in round_.members
@@ -157,7 +158,7 @@ class HostRounds:
                 time.sleep(_APART)
             found = self._root_cause(replace(round_, number=round_.number + 1, members=()))
             if found is not None:
-                tell(found[0], Path(folder), aloud=False)
+                self._tell(found[0], aloud=False)
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _word(self) -> Mapping[str, Any]:
@@ -240,17 +241,18 @@ class HostRounds:
         """The training takes steps again."""
         first = min(each.first_step for each in ranks if each.first_step >= 0)
         if self._untold is None:
-            if self._came and self._about is not None:
+            if self._came and (said := self._said()) is not None:
                 names = ", ".join(self._came)
-                say(f"{names} joins; goes on at step {first} with layout {self._about.layout}")
+                say(f"{names} joins; goes on at step {first} with layout {said.layout}")
             return
         (fault, moment, done), self._untold = self._untold, None
+        said = self._said()
         fault = replace(
             fault,
             goes_on_at=first,
             steps_lost=max(0, done - first),
             seconds=self._began + max(each.first_done_at for each in ranks) - moment,
-            next_layout=self._about.layout if self._about is not None else None,
+            next_layout=said.layout if said is not None else None,
         )
         self._tell(fault)
 
@@ -260,9 +262,17 @@ class HostRounds:
             (fault, _, _), self._untold = self._untold, None
             self._tell(fault)
 
-    def _tell(self, fault: Fault) -> None:
-        folder = self._about.run_folder if self._about is not None else None
-        tell(fault, Path(folder) if folder is not None else self._place / "no-run")
+    def _tell(self, fault: Fault, *, aloud: bool = True) -> None:
+        tell(fault, self._folder_of_run() or self._place / "no-run", aloud=aloud)
+
+    def _folder_of_run(self) -> Path | None:
+        said = self._said()
+        folder = said.run_folder if said is not None and said.run_folder is not None else self._known_folder
+        return Path(folder) if folder is not None else None
+
+    def _said(self) -> About | None:
+        """What the ranks have said by now: short steps are done before the agent looks again."""
+        return about.read(self._folder) or self._about
 
 
 def say(text: str) -> None:

@@ -1,0 +1,111 @@
+"""What one host's agent tells of its rounds, however its looks at the ranks fall."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_jobs import faults_in, wait_until
+
+from samestep.cluster.start.host_rounds import Ended, HostRounds
+from samestep.cluster.start.several_hosts import HostRound, Member
+from samestep.supervision import about
+from samestep.supervision.about import About
+from samestep.supervision.beat import Beat
+
+LAYOUT = "dp2"
+
+
+class OneHost:
+    """A host that is alone, with what it posts."""
+
+    node = 0
+    name = "host-a"
+
+    def __init__(self) -> None:
+        self.alive = self
+        self.round: Any = None
+        self._posts: dict[str, Any] = {}
+
+    def post(self, key: str, value: Mapping[str, Any]) -> None:
+        self._posts[key] = dict(value)
+
+    def posted(self, key: str) -> Any:
+        return self._posts.get(key)
+
+    def enter(self, *_: object) -> None:
+        self.said: Mapping[int, Any] = {}
+
+    def peers(self) -> tuple[()]:
+        return ()
+
+    def meet(self, number: int) -> None:
+        """Begin a round of this host alone."""
+        member = Member(node=0, name=self.name, address="127.0.0.1", agent="first")
+        store: Any = None
+        self.round = HostRound(number=number, members=(member,), first=True, store=store)
+        self.post(f"round/{number}", {"members": [asdict(member)]})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def rounds(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRounds]:
+    """After a first round in which rank 0 was killed in step 3; the second one has begun."""
+    for name in ("SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER", "SAMESTEP_MEMORY_FOLDER"):
+        monkeypatch.setenv(name, "")
+    host: Any = OneHost()
+    rounds = HostRounds(host, tmp_path / "agent", tmp_path / "memory", None)
+    host.meet(0)
+    rounds.begin([0])
+    say(tmp_path / "agent" / "round-0", run, steps=[0, 1, 2], begins=3)
+    rounds.look()
+    rounds.end(Ended(rank=0, reason="it was ended by SIGKILL", at=0.0))
+    host.meet(1)
+    rounds.begin([0])
+    yield rounds
+    rounds.end(None)
+    rounds.close(failed=False)
+
+
+def say(folder: Path, run: Path, *, steps: list[int], begins: int | None = None) -> None:
+    """What the rank of a round says when it takes these steps."""
+    about.write(folder, 0, About(hang_limit=None, notice=0.0, layout=LAYOUT, run_folder=str(run)))
+    beat = Beat(folder, 0)
+    for step in steps:
+        beat.begin(step)
+        beat.end(step)
+    if begins is not None:
+        beat.begin(begins)
+    beat.close("failed" if begins is not None else "left")
+
+
+def test_a_fault_is_written_down_though_the_steps_after_it_were_done_before_the_agent_looked(
+    tmp_path: Path, run: Path, rounds: HostRounds
+) -> None:
+    say(tmp_path / "agent" / "round-1", run, steps=[2, 3, 4])
+    wait_until(lambda: faults_in(run), 10.0)
+    (fault,) = faults_in(run)
+    known = {name: fault[name] for name in ("rank", "step", "goes_on_at", "steps_lost", "layout", "next_layout")}
+    assert known == {
+        "rank": 0,
+        "step": 3,
+        "goes_on_at": 2,
+        "steps_lost": 1,
+        "layout": LAYOUT,
+        "next_layout": LAYOUT,
+    }
+
+
+def test_a_fault_is_written_down_though_the_next_round_ends_before_its_ranks_say_anything(
+    run: Path, rounds: HostRounds
+) -> None:
+    rounds.end(Ended(rank=0, reason="it raised", at=1.0))
+    (fault,) = faults_in(run)
+    assert (fault["step"], fault["goes_on_at"]) == (3, None)
