@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.cluster.network.store import store_client
+from samestep.cluster.network.store import reach, store_client
 from samestep.cluster.start import alike, store_place
 from samestep.cluster.start.clocks import Clocks
 from samestep.cluster.start.host_rounds import say
@@ -53,11 +53,13 @@ class RollCall:
         self.address = store_place.to_serve_at(part, found) if part.serves else part.address
         self._server = store_place.served(part, self.address) if part.serves else None
         self._await_port(self.address, part.port)
-        self._store = self._reached(self.address, part.port)
+        self._clock = clock
+        self._store = self._reached()
         self._clocks = Clocks(self._store, part, clock)
 
-    def _reached(self, address: str, port: int) -> dist.TCPStore:
+    def _reached(self) -> dist.TCPStore:
         """A connection to the store. PyTorch waits without an end for the first answer of what may be no store."""
+        address, port = self.address, self._part.port
         found: list[dist.TCPStore | Exception] = []
 
         def reach() -> None:
@@ -101,12 +103,30 @@ class RollCall:
 
         Raises UserError where hosts differ, StartError where some don't come.
         """
-        self._compare()
-        self._clocks.ask()
-        self._take_seat()
-        self._await_others()
+        while True:
+            try:
+                self._compare()
+                self._clocks.ask()
+                self._take_seat()
+                self._await_others()
+                break
+            except RuntimeError as error:  # what PyTorch's stores raise
+                self._come_back(error)
         if (apart := self._clocks.difference) is not None and apart.too_large:
             say(apart.told(self._part.host))
+
+    def _come_back(self, error: Exception) -> None:
+        """Reach the store anew, as long as its host does not say that it has ended. Raises StartError."""
+        until = min(self._deadline, time.monotonic() + self._part.return_limit)
+        time.sleep(_APART)
+        while (
+            found := reach(self.address, self._part.port, within=1.0)
+        ) != "answers" or time.monotonic() > self._deadline:
+            if found == "refuses" or time.monotonic() > until:
+                raise StartError(f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}")
+            time.sleep(_LOOK)
+        self._store = self._reached()
+        self._clocks = Clocks(self._store, self._part, self._clock)
 
     def _compare(self) -> None:
         part = self._part
@@ -170,12 +190,7 @@ class RollCall:
         self._clocks.answer()
 
     def _there(self, key: str) -> bool:
-        try:
-            return self._store.check([key])
-        except RuntimeError as error:
-            raise StartError(
-                f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}"
-            ) from None
+        return self._store.check([key])
 
     def tell_failure(self, failure: Failure) -> None:
         """Let all hosts know that this one's ranks have failed for good."""
@@ -191,7 +206,10 @@ class RollCall:
 
     def ended(self) -> str | None:
         """Why the job is over; None while it isn't. Raises StartError where the store is gone."""
-        return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
+        try:
+            return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
+        except RuntimeError as error:
+            raise StartError(f"{self._part.host} lost the job's store: {_first_line(error)}") from None
 
     def tell_success(self) -> None:
         """Let hosts that come later know that the job has ended as it should."""
@@ -201,7 +219,7 @@ class RollCall:
     def succeeded(self, seconds: float) -> bool:
         """Whether a job that is over has ended as it should; it may be so long until that is told."""
         deadline = time.monotonic() + seconds
-        with suppress(StartError):
+        with suppress(RuntimeError):
             while not (done := self._there(_SUCCEEDED)) and time.monotonic() < deadline:
                 time.sleep(_LOOK)
             return done
@@ -220,7 +238,7 @@ class RollCall:
 
     def leave(self, seconds: float) -> None:
         """Say that this host is done; who serves the store stays so long at most for the others to say it."""
-        with suppress(RuntimeError, StartError):
+        with suppress(RuntimeError):
             left = self._store.add(_LEFT, 1)
             came = sum(self._there(_seat(number)) for number in range(self._part.most))
             deadline = time.monotonic() + seconds

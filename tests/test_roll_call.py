@@ -1,0 +1,135 @@
+"""Hosts that agree before a job begins, through connections that break."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from small_jobs import wait_until
+
+from samestep.cluster.network.store import store_at
+from samestep.cluster.start.part import Part
+from samestep.cluster.start.roll_call import RollCall
+from samestep.errors import StartError
+
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no time: to close is to reset
+
+
+class Relay:
+    """A way to a port of this machine that can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._begin(self._accept)
+
+    def cut(self) -> None:
+        """Reset every connection that there is."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RD)  # it wakes the thread that reads
+            end.close()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    def _begin(self, work: Callable[..., None], *rest: socket.socket) -> None:
+        thread = threading.Thread(target=work, args=rest, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._listening.accept()
+                there = socket.create_connection(("127.0.0.1", self._to))
+                self._ends += [here, there]
+                self._begin(self._pass_on, here, there)
+                self._begin(self._pass_on, there, here)
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while content := one.recv(65536):
+                other.sendall(content)
+            other.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    store = store_at("127.0.0.1")
+    relay = Relay(store.port)
+    yield relay
+    relay.close()
+
+
+def part(node_rank: int, port: int) -> Part:
+    return Part(
+        job="one",
+        host=f"host-{node_rank}",
+        node_rank=node_rank,
+        most=2,
+        fewest=2,
+        num_procs=1,
+        command=("x",),
+        logs="logs",
+        address="127.0.0.1",
+        port=port,
+        start_timeout=20.0,
+        return_limit=2.0,
+    )
+
+
+class Agreeing:
+    """A host that agrees with the others, in a thread of its own."""
+
+    def __init__(self, node_rank: int, port: int) -> None:
+        self._roll_call = RollCall(part(node_rank, port))
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._agree, daemon=True)
+        self._thread.start()
+
+    def _agree(self) -> None:
+        try:
+            self._roll_call.agree()
+        except Exception as error:
+            self.error = error
+
+    @property
+    def waits(self) -> bool:
+        return self._thread.is_alive()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("cuts", [1, 2])
+def test_hosts_agree_though_the_connection_to_the_store_is_reset(relay: Relay, cuts: int) -> None:
+    one = Agreeing(0, relay.port)
+    for _ in range(cuts):
+        time.sleep(1.0)
+        assert one.waits
+        relay.cut()
+    other = Agreeing(1, relay.port)
+    wait_until(lambda: not one.waits and not other.waits, 15.0)
+    assert (one.error, other.error) == (None, None)
+
+
+@pytest.mark.timeout(60)
+def test_a_store_whose_host_has_ended_it_is_not_waited_for(relay: Relay) -> None:
+    one = Agreeing(0, relay.port)
+    time.sleep(0.5)
+    relay.close()
+    assert wait_until(lambda: not one.waits, 10.0) < 5
+    assert isinstance(one.error, StartError)
+    assert str(one.error).startswith(f"host-0 lost the job's store at 127.0.0.1:{relay.port}: ")
