@@ -1,0 +1,17 @@
+"""What `samestep doctor` has found, as tests look at it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from samestep.doctor.finding import Finding
+
+GIB = 2**30
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def by_subject(findings: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {finding["subject"]: finding for finding in findings}
