@@ -1,4 +1,4 @@
-"""Engine deepspeed: the step of one process at every ZeRO stage, the user's ds_config.json, and its checkpoints."""
+"""Engine deepspeed: the step of one process at every ZeRO stage, low precision, and its checkpoints."""
 
 import importlib
 import importlib.util
@@ -17,18 +17,11 @@ import samestep
 from samestep import environment
 from samestep.cluster.start import local
 from samestep.cluster.world import join
-from samestep.engines.deepspeed import config as configuration
-from samestep.engines.deepspeed.config import Asked
-from samestep.engines.resolve import resolve
-from samestep.job import Job, Run
-from samestep.jobfile import load
-from samestep.layout import Layout
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'"
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYOUTS = (
     "dp2",
     "zero1x2",
@@ -171,155 +164,6 @@ def test_a_forward_that_would_wait_for_ever_ends(tmp_path: Path) -> None:
 def test_layouts_that_it_does_not_have_are_refused(layout: str, message: str) -> None:
     with pytest.raises(samestep.LayoutError, match="(?s)" + message.replace("(", r"\(")):
         samestep.train(recipe(), layout=layout, engine="deepspeed")
-
-
-def settled(folder: Path, layout: str = "dp2", *, micro_batch: int | None = None, **values: Any) -> Any:
-    """The job and the layout, as a configuration (`config`) completes them."""
-    path = written(folder, **values.pop("config"))
-    run = Run(layout=layout, engine="deepspeed", engine_config=path, micro_batch=micro_batch)
-    plain = {"task": Points(), "batch": 32, **values}
-    return resolve("deepspeed").settle(Job(recipe=samestep.Recipe(**plain), run=run), Layout.parse(layout))
-
-
-def test_a_configuration_says_what_the_job_leaves_open(tmp_path: Path) -> None:
-    config = {
-        "train_batch_size": 32,
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0.7,
-        "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.3}},
-    }
-    job, layout = settled(tmp_path, config=config)
-    assert str(layout) == job.run.layout == "zero2x2"
-    assert job.run.micro_batch == 4
-    assert (job.recipe.clip, job.recipe.precision) == (0.7, "bf16")
-    assert job.recipe.optimizer == samestep.AdamW(lr=0.02, weight_decay=0.3, decay_all=True)
-
-
-def test_values_left_auto_are_the_jobs(tmp_path: Path) -> None:
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
-        "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.3}},
-    }
-    mine = samestep.AdamW(lr=0.5, weight_decay=0.3)
-    job, layout = settled(tmp_path, "zero1x2", config=config, clip=0.2, optimizer=mine, micro_batch=8)
-    assert (str(layout), job.recipe.optimizer, job.recipe.clip) == ("zero1x2", mine, 0.2)
-    asked = Asked(ranks=2, stage=1, batch=32, micro_batch=8, clip=0.2, precision="bf16")
-    done = configuration.completed(config, asked, on_cpu=True)
-    assert done["zero_optimization"] == {"stage": 1}
-    assert done["gradient_clipping"] == 0.2
-    assert done["bf16"] == {"enabled": True}
-    assert "optimizer" not in done
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    assert [done[name] for name in sizes] == [32, 8, 2]
-
-
-@pytest.mark.parametrize(
-    ("config", "values", "message"),
-    [
-        (
-            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3},
-            {},
-            r"train_batch_size 32, which is not 4 .* x 3 .* x 2 \(ranks\) = 24",
-        ),
-        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, {}, "does not divide; 24 or 32 would do"),
-        ({"train_batch_size": 64}, {}, "recipe.batch is 32 .* batches of 64; recipe.batch: 64 would do"),
-        ({"train_micro_batch_size_per_gpu": 0}, {}, "train_micro_batch_size_per_gpu 0; it must be a whole number"),
-        ({"zero_optimization": {"stage": 4}}, {}, "zero_optimization.stage 4; it can be 0, 1, 2 or 3"),
-        ({"zero_optimization": 2}, {}, "zero_optimization is 2; DeepSpeed wants an object"),
-        ({"zero_optimization": {"stage": 2}}, {"layout": "fsdp2"}, "ZeRO stage.: 3 here and 2 there"),
-        (
-            {"gradient_clipping": 1.0, "bf16": {"enabled": True}},
-            {"clip": 0.5, "precision": "fp16"},
-            "recipe.clip: 0.5 here and 1.0 there; recipe.precision: fp16 here and bf16 there",
-        ),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "enables fp16 and bf16"),
-        (
-            {"optimizer": {"type": "Lamb", "params": {}}},
-            {"optimizer": samestep.SGD()},
-            "recipe.optimizer is .* leave one of them out",
-        ),
-        (
-            {"optimizer": {"type": "Lamb", "params": {"lr": "auto"}}},
-            {},
-            "samestep fills for an optimizer that recipes have alone, and optimizer Lamb is none",
-        ),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {}}},
-            {"schedule": samestep.Schedule(warmup=3)},
-            "a scheduler and the recipe a schedule",
-        ),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
-            {"layout": "zero1x2 offload=optimizer"},
-            "offload of the optimizer.: cpu here and none there",
-        ),
-    ],
-)
-def test_a_wrong_configuration_is_explained(
-    config: dict[str, Any], values: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(samestep.UserError, match=message):
-        settled(tmp_path, config=config, **values)
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "can't be read as JSON"), ("[]", "holds a list")])
-def test_a_file_that_is_no_configuration(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(samestep.UserError, match=message):
-        samestep.train(recipe(), engine="deepspeed", engine_config=path)
-
-
-def test_a_configuration_is_proved(tmp_path: Path) -> None:
-    path = written(
-        tmp_path,
-        train_micro_batch_size_per_gpu=4,
-        gradient_clipping=0.5,
-        zero_optimization={"stage": 1},
-        optimizer={"type": "AdamW", "params": {"lr": 0.01}},
-    )
-    asked = samestep.Recipe(task=Points(), batch=33, steps=8)
-    proof = samestep.verify(asked, layout="dp2", engine="deepspeed", engine_config=path, device="cpu")
-    assert (proof.layout, proof.same_step) == ("zero1x2", True), proof
-
-
-def test_adam_without_decay_is_adamw(tmp_path: Path) -> None:
-    # Two decays of one name, and the defaults of two packages: the reference takes those that DeepSpeed takes.
-    params = {"lr": 0.01, "adam_w_mode": False}
-    path = written(tmp_path, optimizer={"type": "Adam", "params": params})
-    asked = samestep.Recipe(task=Points(), batch=33, steps=8)
-    run: dict[str, Any] = {"engine": "deepspeed", "engine_config": path, "device": "cpu"}
-    assert samestep.verify(asked, **run).same_step
-    path = written(tmp_path, optimizer={"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.3}})
-    assert samestep.verify(asked, **run).same_step
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "what"),
-    [
-        ("Adam", {"adam_w_mode": False, "weight_decay": 0.3}, "Adam with adam_w_mode false and weight_decay 0.3"),
-        ("SGD", {"lr": 0.1, "dampening": 0.5}, "SGD with dampening 0.5"),
-        ("Adagrad", {"lr": 0.1}, "optimizer Adagrad"),
-    ],
-)
-def test_an_optimizer_that_recipes_do_not_have_is_not_proved(
-    kind: str, params: dict[str, Any], what: str, tmp_path: Path
-) -> None:
-    path = written(tmp_path, optimizer={"type": kind, "params": params})
-    with pytest.raises(samestep.UserError, match=f"has {what}, .* there is no reference to hold it against"):
-        samestep.verify(samestep.Recipe(task=Points(), batch=33), engine="deepspeed", engine_config=path)
-
-
-def test_the_example_is_one() -> None:
-    job = load(ROOT / "examples/deepspeed/digits.yaml").job
-    job, layout = resolve("deepspeed").settle(job, Layout.parse(job.run.layout))
-    assert (str(layout), job.recipe.clip, job.run.micro_batch) == ("zero2x2", 1.0, 8)
 
 
 def test_low_precision_its_scheduler_and_its_tensorboard(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Ranks of launchers that number them and no more: which rank a process is."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+from launchers import MPICH, OPEN_MPI, POD, SLURM, TORCHRUN
+
+from samestep import environment
+from samestep.errors import UserError
+
+
+def who(environ: Mapping[str, str]) -> tuple[int, int, int, int, bool, str] | None:
+    ranks = environment.ranks(environ)
+    if ranks is None:
+        return None
+    local = (ranks.local_rank, ranks.local_world_size)
+    return (ranks.rank, ranks.world_size, *local, ranks.one_host, ranks.launcher)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (SLURM, (3, 5, 0, 2, False, "slurm")),
+        ({**SLURM, "SLURM_NODEID": "0", "SLURM_PROCID": "2", "SLURM_LOCALID": "2"}, (2, 5, 2, 3, False, "slurm")),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}, (3, 5, 0, 5, True, "slurm")),
+        (OPEN_MPI, (1, 2, 1, 2, True, "open-mpi")),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, (1, 4, 1, 2, False, "open-mpi")),
+        (MPICH, (1, 2, 1, 2, True, "pmi")),
+        (POD, (1, 2, 0, 1, False, "pytorchjob")),
+        ({**POD, "PET_NPROC_PER_NODE": "auto"}, (1, 2, 0, 1, False, "pytorchjob")),
+        # Of several, the innermost.
+        ({**SLURM, **OPEN_MPI}, (1, 2, 1, 2, True, "open-mpi")),
+        ({**SLURM, **OPEN_MPI, **TORCHRUN}, (0, 3, 0, 3, True, "torchrun")),
+        ({**POD, **TORCHRUN}, (0, 3, 0, 3, True, "torchrun")),
+    ],
+)
+def test_which_rank_a_launcher_made_of_a_process(
+    environ: Mapping[str, str], expected: tuple[int, int, int, int, bool, str]
+) -> None:
+    assert who(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},  # sbatch: a script, and no task
+        {**SLURM, "SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1"},
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
+        {name: value for name, value in MPICH.items() if name.startswith("PMI")},
+        {**POD, "PET_NPROC_PER_NODE": "4"},  # a pod that is to hold four
+    ],
+)
+def test_a_process_that_is_no_rank(environ: Mapping[str, str]) -> None:
+    assert who(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({**SLURM, "SLURM_PROCID": "third"}, "SLURM_PROCID='third' is not a whole number"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,3"}, "doesn't say the tasks of node 1 in a step of 5"),
+        ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE='3,2' doesn't say the tasks of node 2"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "some"}, "as 2(x3),1 does"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "OMPI_COMM_WORLD_LOCAL_SIZE='' is not a whole number"),
+    ],
+)
+def test_wrong_variables_of_a_rank(environ: Mapping[str, str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        environment.ranks(environ)
+    assert message in str(error.value)
+
+
+def test_wrong_variables_of_a_rank_are_told_without_a_traceback() -> None:
+    environ = {**os.environ, **SLURM, "SLURM_PROCID": "third"}
+    command = [sys.executable, "-m", "samestep", "train", "none.yaml", "--dry-run"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_task_of_srun_has_a_thread_for_each_of_its_cores() -> None:
+    asked = {**SLURM, "SLURM_CPUS_PER_TASK": "8"}
+    assert environment.asked_threads(asked) == 8
+    assert environment.asked_threads({**asked, "OMP_NUM_THREADS": "3"}) == 3
+    # Ranks that a task starts by itself share its cores.
+    assert environment.asked_threads({**asked, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert environment.asked_threads({**asked, **TORCHRUN}) is None
