@@ -1,10 +1,10 @@
-"""A host that stays away: it is told once, and tried less and less often."""
+"""Hosts that stay away, give up or are told to stop, while the others of their job go on."""
 
 import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -16,52 +16,163 @@ from samestep.cluster.start.part import Part
 from samestep.cluster.start.starter import Bring
 
 TRIES = 5
+GONE = "gone"  # the host is never reached
+LOST = "lost"  # it was reached, and is lost
+DONE = Outcome()
+
+# What a host says, the first time that it is brought up, the second time, ...; None: its ranks work.
+Says = Outcome | str | None
 
 
 class Reached:
-    """What stands for the process by which a host is reached: worker-2 never is, worker-1 ends after its last try."""
+    """What stands for the process by which hosts are reached."""
+
+    says: Mapping[str, Sequence[Says]]
+    tries: dict[str, list[float]]
+    working: "list[Reached]"
 
     def __init__(self, bring: Bring, request: bytes, events: "SimpleQueue[Event]") -> None:
         self.bring = bring
         self.started: set[str] = set()
+        self.orders: list[str] = []
         self._events = events
-        if bring.hosts == "worker-2":
-            self.tries.append(time.monotonic())
-            events.put(Ended(link=self))  # pyright: ignore[reportArgumentType]
-            if len(self.tries) == TRIES:
-                self.first[0].end()
+        self._works: set[str] = set()
+        for host in bring.hosts.split(", "):
+            tries = self.tries.setdefault(host, [])
+            words = self.says[host]
+            says = words[min(len(tries), len(words) - 1)]
+            tries.append(time.monotonic())
+            if says == GONE:
+                continue
+            self._tell(host, started=True)
+            if isinstance(says, Outcome):
+                self._tell(host, outcome=says.to_json())
+            elif says is None:
+                self._works.add(host)
+        if self._works:
+            self.working.append(self)
         else:
-            self.first.append(self)
+            self._end()
 
-    tries: list[float]
-    first: "list[Reached]"
+    def _tell(self, host: str, **values: Any) -> None:
+        self._events.put(Told(link=self, values={"host": host, **values}))  # pyright: ignore[reportArgumentType]
 
-    def end(self) -> None:
-        values = {"host": "worker-1", "outcome": asdict(Outcome())}
-        self._events.put(Told(link=self, values=values))  # pyright: ignore[reportArgumentType]
+    def _end(self) -> None:
         self._events.put(Ended(link=self))  # pyright: ignore[reportArgumentType]
 
+    def work_ends(self, outcome: Outcome = DONE) -> None:
+        for host in self._works:
+            self._tell(host, outcome=outcome.to_json())
+        self._works = set()
+        self._end()
+
+    def let_go(self) -> Sequence[Any]:
+        return ()
+
+    def order(self, text: str) -> None:
+        self.orders.append(text)
+        self.work_ends(Outcome(exit_code=143, message="stopped by signal 15"))
+
     def why(self, hosts: Sequence[str]) -> str:
+        if hosts[0] in self.started:
+            return f"{hosts[0]} was lost in the middle of the job"
         return f"{hosts[0]} can't be reached"
 
     def kill(self) -> None:
         pass
 
 
-def test_a_dead_host_is_told_once_and_tried_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Reached, "tries", [], raising=False)
-    monkeypatch.setattr(Reached, "first", [], raising=False)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """Run a job whose hosts say so; it ends when worker-2, or what is given, has been tried so often."""
     monkeypatch.setattr(controller, "Link", Reached)
     monkeypatch.setattr(controller, "_FIRST_WAIT", 0.1)
     monkeypatch.setattr(controller, "_LONGEST_WAIT", 0.4)
-    parts = [Part(job="one", host=f"worker-{n}", num_procs=1, command=("x",), logs="logs") for n in (1, 2)]
-    brings = [Bring(command=("ssh",), parts=(part,)) for part in parts]
-    job = Controller(brings, ".", {}, notice=1.0, elastic=True)
-    assert job.run().exit_code == 0
+    monkeypatch.setattr(controller, "_AFTER_END", 0.1)
+
+    def run(says: Mapping[str, Sequence[Says]], *, tries: int = 1, together: bool = False) -> Outcome:
+        monkeypatch.setattr(Reached, "says", says, raising=False)
+        monkeypatch.setattr(Reached, "tries", {}, raising=False)
+        monkeypatch.setattr(Reached, "working", [], raising=False)
+        parts = [Part(job="one", host=host, num_procs=1, command=("x",), logs="logs") for host in says]
+        groups = [tuple(parts)] if together else [(part,) for part in parts]
+        job = Controller(
+            [Bring(command=("ssh",), parts=group) for group in groups], ".", {}, notice=0.1, elastic=True
+        )
+        take = job._take
+
+        def take_and_end() -> None:
+            take()
+            enough = len(Reached.tries["worker-2"]) >= tries and job._events.empty()
+            if enough and not job._again and not job._orders:
+                for each in Reached.working:
+                    if each in job._links:
+                        each.work_ends()
+
+        monkeypatch.setattr(job, "_take", take_and_end)
+        return job.run()
+
+    return run
+
+
+def test_a_dead_host_is_told_once_and_tried_less_and_less_often(
+    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run({"worker-1": [None], "worker-2": [*[GONE] * (TRIES - 1), None]}, tries=TRIES) == DONE
     assert capfd.readouterr().err.count("worker-2 can't be reached; the others go on") == 1
-    apart = [after - before for before, after in itertools.pairwise(Reached.tries)]
+    apart = [after - before for before, after in itertools.pairwise(Reached.tries["worker-2"])]
     assert len(apart) == TRIES - 1
+    # Twice as long each time, and no longer than the longest.
     assert all(waited >= wanted for waited, wanted in zip(apart, (0.1, 0.2, 0.4, 0.4), strict=True))
-    assert list(job._waits.values()) == [0.4]  # no more than the longest
+    assert apart[3] < 0.8
+
+
+def test_a_host_that_is_lost_again_after_it_came_back_is_told_again(
+    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run({"worker-1": [None], "worker-2": [LOST, LOST, None]}, tries=3) == DONE
+    assert capfd.readouterr().err.count("worker-2 was lost in the middle of the job; the others go on") == 2
+
+
+def test_a_host_that_is_told_to_stop_leaves_the_others_and_is_tried_again_late(
+    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopped = Outcome(exit_code=143, message="stopped by signal 15")
+    assert run({"worker-1": [None], "worker-2": [stopped, None]}, tries=2) == DONE
+    said = capfd.readouterr().err
+    assert said == "samestep: worker-2: stopped by signal 15; the others go on, and it is tried again\n"
+    first, second = Reached.tries["worker-2"]
+    assert second - first >= 0.4
+
+
+@pytest.mark.parametrize("exit_code", [1, 2])
+def test_a_host_that_comes_back_unready_ends_nobodys_job(
+    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str], exit_code: int
+) -> None:
+    unready = Outcome(exit_code=exit_code, message="worker-2: the folder /shared: No such file or directory")
+    assert run({"worker-1": [None], "worker-2": [LOST, unready, unready, unready, None]}, tries=5) == DONE
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        "samestep: worker-2 was lost in the middle of the job; the others go on, and it is tried again",
+        f"samestep: {unready.message}; the others go on, and it is tried again",
+    ]
+    apart = [after - before for before, after in itertools.pairwise(Reached.tries["worker-2"])]
+    assert all(waited >= wanted for waited, wanted in zip(apart, (0.1, 0.1, 0.2, 0.4), strict=True))
+
+
+def test_a_mistake_at_the_start_ends_the_job_on_all_hosts(run: Callable[..., Outcome]) -> None:
+    mistake = Outcome(exit_code=2, message="worker-2: no script train.py")
+    assert run({"worker-1": [None], "worker-2": [mistake]}, tries=TRIES) == mistake
+    assert [each.orders for each in Reached.working] == [["signal 15"]]
+
+
+def test_the_last_host_that_gives_up_ends_the_job(run: Callable[..., Outcome]) -> None:
+    cut_off = Outcome(exit_code=1, message="worker-2: the job's store can't be reached")
+    assert run({"worker-2": [cut_off]}, tries=TRIES) == cut_off
+
+
+@pytest.mark.parametrize(
+    "says", [Outcome(exit_code=1, message="cut off"), Outcome(exit_code=143, message="stopped"), LOST]
+)
+def test_behind_one_process_too_the_others_do_the_job(run: Callable[..., Outcome], says: Says) -> None:
+    assert run({"worker-1": [None], "worker-2": [says], "worker-3": [None]}, together=True) == DONE

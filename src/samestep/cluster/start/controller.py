@@ -19,6 +19,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
 _AFTER_END = 3.0  # seconds for the other hosts to find by themselves that the job is over
 _KILLED = 5.0  # seconds from the order to kill to the end of what connects us
+_BY_SIGNAL = 128  # the exit code of an agent that a signal ends is so much and the signal's number
 _FIRST_WAIT, _LONGEST_WAIT = 3.0, 60.0  # seconds until a lost host is tried again; twice as many after each try
 
 
@@ -40,7 +41,8 @@ class Controller:
         self._waits: dict[Bring, float] = {}  # how long, of those that have not come back
         self._outcomes: dict[str, Outcome] = {}
         self._lost: list[str] = []
-        self._gave_up: dict[str, str] = {}  # why, by host
+        self._gave_up: dict[str, Outcome] = {}  # by host
+        self._reasons: dict[Bring, str] = {}  # why hosts were lost last
         self._signal = 0
         self._signal_at = 0.0
         self._told_of_signal = False
@@ -101,30 +103,47 @@ class Controller:
             self._show(link)
         elif "outcome" in values:
             outcome = Outcome.from_json(values["outcome"])
-            if self._elastic and outcome.exit_code == 1 and outcome.failure is None and len(self._links) > 1:
-                self._gave_up[host] = outcome.message or "it gave no reason"  # cut off from the others, who go on
+            if self._gives_up(link, host, outcome):
+                self._gave_up[host] = outcome
                 return
             self._outcomes[host] = outcome
             if outcome.exit_code != 0:
                 self._end_all(_AFTER_END)
 
+    def _gives_up(self, link: Link, host: str, outcome: Outcome) -> bool:
+        """Whether the others go on without a host whose part has ended so."""
+        if not self._elastic or self._ordered or self._ending or outcome.failure is not None:
+            return False
+        # A mistake ends the job, but for one that shows when a host comes back: its disk may not be mounted yet.
+        own = outcome.exit_code == 1 or outcome.exit_code > _BY_SIGNAL or link.bring in self._waits
+        others = {part.host for each in self._links for part in each.bring.parts} - {host}
+        return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
+
     def _ended(self, link: Link) -> None:
         missing = [part.host for part in link.bring.parts if part.host not in self._outcomes]
         if not missing or self._signal or self._ordered:
             return
-        reason = self._gave_up.pop(missing[0], None) or link.why(missing)
+        if self._elastic and any(part.host in self._outcomes for part in link.bring.parts):
+            return  # others behind the same process have done the job without them
+        gave_up = self._gave_up.pop(missing[0], None)
+        reason = _reason(missing[0], gave_up) if gave_up is not None else link.why(missing)
         if self._elastic and self._links and not self._over:
-            self._await(link, reason)
+            self._await(link, reason, gave_up)
             return
         self._lost.append(reason)
         self._end_all(0)
 
-    def _await(self, link: Link, reason: str) -> None:
+    def _await(self, link: Link, reason: str, gave_up: Outcome | None) -> None:
         """Try a lost host again later, and say so once for each time that it is lost."""
-        before = None if link.started else self._waits.get(link.bring)
+        # A host that gives up for the same reason as before has not come back in between.
+        same = gave_up is not None and self._reasons.get(link.bring) == reason
+        before = None if link.started and not same else self._waits.get(link.bring)
+        self._reasons[link.bring] = reason
         if before is None:
             print(f"samestep: {reason}; the others go on, and it is tried again", file=sys.stderr, flush=True)
-        wait = _FIRST_WAIT if before is None else min(2 * before, _LONGEST_WAIT)
+        # Where somebody has stopped it, its machine may be about to go down.
+        first = _LONGEST_WAIT if gave_up is not None and gave_up.exit_code > _BY_SIGNAL else _FIRST_WAIT
+        wait = first if before is None else min(2 * before, _LONGEST_WAIT)
         self._waits[link.bring] = wait
         self._again[link.bring] = time.monotonic() + wait
 
@@ -193,6 +212,12 @@ class Controller:
         if bad:
             return Outcome(exit_code=bad[0].exit_code, message="\n".join(_messages(bad)))
         return Outcome()
+
+
+def _reason(host: str, outcome: Outcome) -> str:
+    """Why a host has given up."""
+    message = outcome.message or "it gave no reason"
+    return message if message.startswith(host) else f"{host}: {message}"
 
 
 def _messages(outcomes: Sequence[Outcome]) -> list[str]:
