@@ -47,10 +47,11 @@ test-slow: $(VENV)/installed-dev
 
 # Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
 # `tools/cluster-packages .venv/bin/python` does. What was seen goes into build/cluster.json, also by those of these
-# tests that every change has to pass.
+# tests that every change has to pass. Then what is slow of agents that start ranks, all of them on this machine.
 test-cluster: $(VENV)/installed-dev
 	rm -f build/cluster.json
 	SAMESTEP_TESTED=build/cluster.json $(BIN)/python -m pytest -m "not slow" -rs $(wildcard tests/test_hosts*.py)
+	$(BIN)/python -m pytest -m slow tests/test_agent_ends.py tests/test_elastic.py $(wildcard tests/test_launch*.py)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

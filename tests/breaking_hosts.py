@@ -20,7 +20,9 @@ WHEN_SILENT = f"--silence-limit {_LIMITS.silence:g} s; {_GATHER}"
 SILENCE = f"--silence-limit {_LIMITS.silence:g} s"
 WITHOUT_STORE = f"--silence-limit {_LIMITS.silence:g} s; --return-limit {_LIMITS.come_back:g} s"
 
-PROMISED = 20.0  # seconds to the next step after a host has fallen silent
+# Seconds to the next step after a rank or a host was killed, and after a host has fallen silent.
+PROMISED_WHEN_KILLED = 10.0
+PROMISED = 20.0
 ENOUGH = 2 * _LIMITS.silence  # seconds in which a host would have been taken for lost
 
 
@@ -58,10 +60,7 @@ def wait_for_text(text: str, running: Running, limit: float = 60.0, *, times: in
 
 
 def gone_on_after(running: Running, *, faults: int = 1) -> float:
-    """Seconds from now to the first step of ranks that were started anew, after so many faults of the whole job.
-
-    How long it may take by the limits that samestep promises, benchmarks/hosts.py measures on a quiet machine.
-    """
+    """Seconds from now to the first step of ranks that were started anew, after so many faults of the whole job."""
     return wait_for_text("s to the next step", running, times=faults)
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from small_jobs import wait_until
+
+from samestep.cluster.network.held_port import held_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TOLD = str(SCRIPTS / "told.py")
@@ -69,6 +70,6 @@ def await_files(*files: str) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback on which nothing listens at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+    """A port on which nothing listens, and that no other test is given by chance."""
+    with held_port() as held:
+        return held.getsockname()[1]

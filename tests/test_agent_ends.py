@@ -25,7 +25,6 @@ def forked_ranks(agent: Agent) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=1000, seconds=0.1)
     with Agents(tmp_path, ("-m", "samestep", "train", "job.yaml"), "2:2", ["--notice", "60s"]) as agents:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from launching import free_port
+from small_jobs import wait_until
 
 from samestep.cluster.binding import bindings
 from samestep.cluster.contracts import keras, table
@@ -130,18 +131,19 @@ def test_workers_and_parameter_servers_end_with_their_chief() -> None:
 
 
 @pytest.mark.parametrize(("ends", "code"), [("chief", 0), ("command", 7)])
-def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str, code: int) -> None:
+def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str, code: int, tmp_path: Path) -> None:
     announced = "from samestep.cluster.contracts.presence import announce; print(announce('127.0.0.1'), flush=True); "
     chief = subprocess.Popen(
         [sys.executable, "-c", announced + "import time; time.sleep(60)"], stdout=subprocess.PIPE, text=True
     )
     assert chief.stdout is not None
     port = int(chief.stdout.readline())
-    program = "import time; time.sleep(60)" if ends == "chief" else "import time, sys; time.sleep(0.5); sys.exit(7)"
+    program = f"import pathlib, sys, time; pathlib.Path({str(tmp_path / 'began')!r}).touch(); "
+    program += "time.sleep(60)" if ends == "chief" else "time.sleep(0.5); sys.exit(7)"
     other = subprocess.Popen(as_long_as.wrapped("127.0.0.1", port, [sys.executable, "-c", program]))
     try:
         if ends == "chief":
-            time.sleep(0.5)
+            wait_until((tmp_path / "began").exists)
             assert other.poll() is None
             chief.kill()
         assert other.wait(20) == code

@@ -17,12 +17,11 @@ TRAIN = ("-m", "samestep", "train", "job.yaml")
 STEPS = 60
 
 
-@pytest.mark.timeout(90)
 def test_every_round_has_a_store_of_its_own(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "two_rounds.py")
     with Agents(tmp_path, [script], "2:2", ["--max-restarts", "1"]) as agents:
         one, other = agents.start(0), agents.start(1)
-        assert (one.wait(60), other.wait(60)) == (0, 0), one.text + other.text
+        assert (one.wait(120), other.wait(120)) == (0, 0), one.text + other.text
         for agent in (one, other):
             told = re.findall(r"\] round (\d) port (\d+) restart (\d) (\w+)", agent.text)
             assert [(number, restart, found) for number, _, restart, found in told] == [
@@ -33,12 +32,11 @@ def test_every_round_has_a_store_of_its_own(tmp_path: Path) -> None:
         assert "failed before its first step: exit code 3" in one.text
 
 
-@pytest.mark.timeout(90)
 def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=9, inject={"rank": 1, "step": 7, "fault": "kill"})
     with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "1"]) as agents:
         one, other = agents.start(0), agents.start(1)
-        assert (one.wait(60), other.wait(60)) == (0, 0), one.text + other.text
+        assert (one.wait(120), other.wait(120)) == (0, 0), one.text + other.text
         told = [line for line in (one.text + other.text).splitlines() if "goes on at step" in line]
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=9), rel=1e-12)
     (fault,) = faults_in(tmp_path / "run")
@@ -51,7 +49,6 @@ def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_lost_hosts_state_comes_from_its_neighbours_memory(tmp_path: Path) -> None:
     checkpoint = {"every": 1000, "memory": 2, "resume": "auto"}
     elastic_job(tmp_path, steps=STEPS, seconds=0.1, checkpoint=checkpoint, max_restarts=1, layout="fsdp2")
@@ -66,9 +63,9 @@ def test_a_lost_hosts_state_comes_from_its_neighbours_memory(tmp_path: Path) -> 
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
-@pytest.mark.timeout(120)
 def test_a_pause_is_survived_and_a_death_is_not_waited_for(tmp_path: Path) -> None:
-    elastic_job(tmp_path, steps=STEPS, seconds=0.1)
+    steps_in_all = 2 * STEPS  # more than the pauses here take
+    elastic_job(tmp_path, steps=steps_in_all, seconds=0.1)
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
         here, there = agents.start(0), agents.start(1)
         agents.wait_for(lambda: steps_in(tmp_path / "run") > 3)
@@ -80,17 +77,16 @@ def test_a_pause_is_survived_and_a_death_is_not_waited_for(tmp_path: Path) -> No
         steps = steps_in(tmp_path / "run")
         there.kill()
         agents.wait_for(lambda: faults_in(tmp_path / "run"), limit=30)
-        assert here.wait(60) == 0, here.text
+        assert here.wait(120) == 0, here.text
     (fault,) = faults_in(tmp_path / "run")
     assert (fault["rank"], fault["next_layout"]) == (1, "single")
     assert fault["cause"] == "its host is gone"
     assert fault["goes_on_at"] >= steps - 3
     assert fault["seconds"] < 20
-    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
+    assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=steps_in_all), rel=1e-9)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_a_host_that_says_nothing_is_lost_and_joins_again(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=250, seconds=0.1)
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "3", "--silence-limit", "4s"]) as agents:
@@ -111,7 +107,6 @@ def test_a_host_that_says_nothing_is_lost_and_joins_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_a_rank_that_hangs_is_named_by_its_own_host(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=9, hang_limit="3s", inject={"rank": 1, "step": 7, "fault": "hang"})
     with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "1"]) as agents:
@@ -125,7 +120,6 @@ def test_a_rank_that_hangs_is_named_by_its_own_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_a_host_that_is_told_to_stop_lets_all_save(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=STEPS, seconds=0.1, checkpoint={"every": 1000, "resume": "auto"})
     with Agents(tmp_path, TRAIN, "1:2") as agents:
@@ -141,19 +135,28 @@ def test_a_host_that_is_told_to_stop_lets_all_save(tmp_path: Path) -> None:
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
+def test_any_script_has_the_notice_to_save_where_a_host_joins(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent / "scripts" / "saves_on_notice.py")
+    with Agents(tmp_path, [script, str(tmp_path)], "1:2", ["--gather", "1s"]) as agents:
+        here = agents.start(0)
+        agents.wait_for((tmp_path / "of-1").exists)
+        there = agents.start(1)
+        assert (here.wait(120), there.wait(120)) == (0, 0), here.text + there.text
+    assert (tmp_path / "of-2").exists()
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=9, layout="tp3")
     with Agents(tmp_path, TRAIN, "2:2", ["--max-restarts", "3"]) as agents:
         one, other = agents.start(0), agents.start(1)
-        codes = one.wait(60), other.wait(60)
+        codes = one.wait(120), other.wait(120)
     assert 2 in codes, one.text + other.text
     assert (one.text + other.text).count('layout "tp3"') in (1, 2, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=STEPS, seconds=0.1)
     with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "1"]) as agents:
@@ -166,7 +169,7 @@ def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: P
         assert "the job's store at 127.0.0.1" in other.text
         assert "started anew with --resume" in other.text
         steps = steps_in(tmp_path / "run")
-        assert agents.start(0, "--gather", "1s").wait(60) == 0
+        assert agents.start(0, "--gather", "1s").wait(120) == 0
         first = steps_in(tmp_path / "run")
     assert 3 < steps < STEPS == first
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)

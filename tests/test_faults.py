@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,6 @@ def is_the_same(result: samestep.TrainResult, undisturbed: samestep.TrainResult)
     )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
@@ -71,7 +71,6 @@ def test_a_failed_rank_is_named_and_all_go_on_from_the_last_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 def test_without_checkpoints_a_restart_begins_anew(tmp_path: Path, undisturbed: samestep.TrainResult) -> None:
     result = train(tmp_path, checkpoint=None, max_restarts=1, inject={"rank": 0, "step": 4, "fault": "kill"})
     assert is_the_same(result, undisturbed)
@@ -79,7 +78,6 @@ def test_without_checkpoints_a_restart_begins_anew(tmp_path: Path, undisturbed: 
     assert (found["goes_on_at"], found["steps_lost"]) == (0, 4)
 
 
-@pytest.mark.timeout(60)
 def test_when_restarts_are_used_up_the_failure_is_told(tmp_path: Path) -> None:
     planted = {"rank": 1, "step": 4, "fault": "raise", "every_round": True}
     with pytest.raises(samestep.RankFailedError, match="planted in rank 1 at step 4") as caught:
@@ -88,14 +86,12 @@ def test_when_restarts_are_used_up_the_failure_is_told(tmp_path: Path) -> None:
     assert [(found["round"], found["goes_on_at"]) for found in faults_in(tmp_path)] == [(0, 3), (1, None)]
 
 
-@pytest.mark.timeout(60)
 def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(samestep.UserError, match=r"^the user's fault, seen late$"):
         train(tmp_path / "run", task=Counted(folder=str(tmp_path)), max_restarts=3)
     assert len(list(tmp_path.glob("start-*"))) == 1
 
 
-@pytest.mark.timeout(90)
 def test_a_rank_that_hangs_is_named_with_its_stack(
     tmp_path: Path, undisturbed: samestep.TrainResult, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,13 +100,14 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     assert is_the_same(result, undisturbed)
     (found,) = faults_in(tmp_path)
     assert (found["rank"], found["step"], found["goes_on_at"]) == (0, 7, 6)
-    assert "it hung in step 7: no rank moved on for 2 s" in found["cause"]
+    told = re.search(r"it hung in step 7: no rank moved on for (\d+) s", found["cause"])
+    assert told is not None
+    assert int(told[1]) >= 2  # five times the longest step, where that is more
     assert 'supervision/inject.py", line' in found["reason"]
     assert found["reason"].splitlines()[1].endswith("in _hang")
     assert found["seconds"] > 2
 
 
-@pytest.mark.timeout(90)
 def test_a_stopped_rank_is_named_with_its_stack(tmp_path: Path) -> None:
     with pytest.raises(samestep.RankFailedError, match=r"it was stopped \(SIGSTOP\)") as caught:
         train(tmp_path, task=Stopped(call=4), hang_limit=2)
@@ -131,7 +128,6 @@ def test_the_rank_that_did_not_enter_is_found() -> None:
     assert missing.behind({0: {"0,1#1": 5}, 1: {"0,1#1": 5}}) == []
 
 
-@pytest.mark.timeout(60)
 def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
     planted = {"rank": 1, "step": 4, "fault": "nan"}
     with pytest.raises(samestep.NonFiniteError, match=r"step 4: loss nan, gradient norm nan") as caught:
@@ -145,7 +141,6 @@ def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
     assert not (tmp_path / "faults.jsonl").exists()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("layout", ["single", "dp2"])
 def test_a_batch_that_is_not_finite_is_left_out_as_a_plain_loop_would(
@@ -180,7 +175,6 @@ def test_a_batch_that_is_not_finite_is_left_out_as_a_plain_loop_would(
     assert ("the step is left out" if policy == "skip" else "back to the last checkpoint") in errors
 
 
-@pytest.mark.timeout(60)
 def test_a_training_that_is_never_finite_comes_to_an_end(tmp_path: Path) -> None:
     task = Points()
     task.pairs = [(point * float("nan"), label) for point, label in task.pairs]
@@ -188,7 +182,6 @@ def test_a_training_that_is_never_finite_comes_to_an_end(tmp_path: Path) -> None
         train(tmp_path, "single", task, on_nonfinite="rollback")
 
 
-@pytest.mark.timeout(60)
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     planted = {"rank": 1, "step": 1, "fault": "slow", "seconds": 0.15}
     result = train(tmp_path, inject=planted)
@@ -198,7 +191,6 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     assert result.own_step_seconds[1] > 0.15 > 5 * result.own_step_seconds[0]
 
 
-@pytest.mark.timeout(90)
 def test_a_lost_rank_is_done_without(tmp_path: Path, undisturbed: samestep.TrainResult) -> None:
     planted = {"rank": 2, "step": 4, "fault": "kill", "every_round": True}
     result = train(tmp_path, "dp3", elastic=True, max_restarts=1, min_processes=2, inject=planted)
@@ -232,7 +224,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("layout", "run", "message"), MISTAKES)
 def test_a_mistake_is_refused(tmp_path: Path, layout: str, run: dict[str, Any], message: str) -> None:
     with pytest.raises(samestep.UserError, match=message):

@@ -10,7 +10,7 @@ from small_jobs import faults_in, wait_until
 
 from samestep.cluster.start.host_rounds import Ended, HostRounds
 from samestep.cluster.start.several_hosts import HostRound, Member
-from samestep.supervision import about
+from samestep.supervision import about, watch
 from samestep.supervision.about import About
 from samestep.supervision.beat import Beat
 
@@ -60,6 +60,8 @@ def rounds(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """After a first round in which rank 0 was killed in step 3; the second one has begun."""
     for name in ("SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER", "SAMESTEP_MEMORY_FOLDER"):
         monkeypatch.setenv(name, "")
+    monkeypatch.setattr(watch, "_AFTER_A_DEATH", 3600.0)  # the rank that fails here is this very process
+    monkeypatch.setattr(watch, "_LAST_WORDS", 3600.0)
     host: Any = OneHost()
     rounds = HostRounds(host, tmp_path / "agent", tmp_path / "memory", None)
     host.meet(0)

@@ -10,6 +10,7 @@ import pytest
 from breaking_hosts import (
     ENOUGH,
     PROMISED,
+    PROMISED_WHEN_KILLED,
     SILENCE,
     WHEN_CLOSED,
     WHEN_SILENT,
@@ -53,22 +54,68 @@ def test_a_host_that_crashes_is_named_and_ends_the_job(bed: Testbed, tmp_path: P
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("way", ["crash", "power_off"])
-def test_the_others_go_on_without_a_host_and_it_comes_back(bed: Testbed, tmp_path: Path, way: str) -> None:
-    run, host_b, steps = tmp_path / "run", bed["host-b"], 300
+@pytest.mark.parametrize(
+    ("host", "way", "promised", "limits"),
+    [
+        ("host-b", "crash", PROMISED_WHEN_KILLED, WHEN_CLOSED),
+        ("host-a", "crash", PROMISED_WHEN_KILLED, WHEN_CLOSED),
+        ("host-b", "power_off", PROMISED, WHEN_SILENT),
+    ],
+)
+def test_the_others_go_on_without_a_host_and_it_comes_back(
+    bed: Testbed, tmp_path: Path, host: str, way: str, promised: float, limits: str
+) -> None:
+    run, lost, steps = tmp_path / "run", bed[host], 300
     running = controller(bed, tmp_path, slow_job(tmp_path, steps=steps, seconds=0.1, run=REPLICAS), *ELASTIC)
     first = wait_for_step(1, run, running)
     wait_for_step(6, run, running)
-    getattr(host_b, way)()
+    getattr(lost, way)()
     seconds = gone_on_after(running)
-    host_b.boot()
+    assert seconds < promised
+    lost.boot()
     running.finish(150)
     assert losses_in(run) == pytest.approx(losses_alone(steps=steps), rel=1e-12)
     assert json.loads((run / "report.json").read_text())["processes"] == 2
-    tried = {"crash": "a host crashes and boots again", "power_off": "a host loses its power and boots again"}
-    limits = {"crash": WHEN_CLOSED, "power_off": WHEN_SILENT}
+    which = "the first host, which has rank 0," if host == "host-a" else "a host"
+    tried = {"crash": f"{which} crashes and boots again", "power_off": f"{which} loses its power and boots again"}
     seen = f"the other goes on, the host joins again; {SAME}"
-    record(SSH, COMMAND, tried[way], seen, first, recovery=seconds, limits=limits[way])
+    record(SSH, COMMAND, tried[way], seen, first, recovery=seconds, limits=limits)
+
+
+@pytest.mark.cluster
+def test_a_killed_rank_is_started_anew_with_the_others(bed: Testbed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killed = {**REPLICAS, "inject": {"rank": 1, "step": 7, "fault": "kill"}}
+    running = controller(bed, tmp_path, slow_job(tmp_path, steps=STEPS, seconds=0.1, run=killed), *ELASTIC)
+    first = wait_for_step(1, run, running)
+    running.finish(150)
+    (fault,) = faults_in(run)
+    assert (fault["rank"], fault["host"], "SIGKILL" in fault["cause"]) == (1, "host-b", True)
+    assert fault["seconds"] < PROMISED_WHEN_KILLED
+    assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
+    seen = f"all ranks start anew; {SAME}"
+    record(SSH, COMMAND, "a rank is killed", seen, first, recovery=fault["seconds"])
+
+
+@pytest.mark.cluster
+def test_a_host_whose_agent_is_told_to_stop_leaves_in_good_order(bed: Testbed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # Nothing is saved but on notice.
+    running = controller(
+        bed, tmp_path, slow_job(tmp_path, steps=STEPS, seconds=0.1, run=REPLICAS), *ELASTIC, every=1000
+    )
+    first = wait_for_step(1, run, running)
+    wait_for_step(10, run, running)
+    bed["host-b"].run(["pkill", "-TERM", "-f", "samestep.cluster.start.remote"])
+    told = running.finish(150)
+    assert told.count("samestep: host-b: stopped by signal 15; the others go on, and it is tried again") == 1
+    saved = re.search(r"goes on from .*, after step (\d+)", told)
+    assert saved is not None
+    assert int(saved[1]) >= 10
+    assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
+    assert faults_in(run) == []
+    tried = "a host's agent gets SIGTERM, as where its machine is shut down"
+    record(SSH, COMMAND, tried, f"all save after one step, the other goes on from there; {SAME}", first)
 
 
 @pytest.mark.cluster

@@ -50,6 +50,7 @@ def test_a_name_that_leads_to_the_loopback_leads_nowhere(
         (ONE_OF_TWO_HOSTS, MET, ["127.0.1.1"], "eth7"),
         (ONE_OF_TWO_HOSTS, MET, ["10.9.0.2"], None),  # gloo finds it by itself
         (ONE_OF_TWO_HOSTS, MET | {"SM_NETWORK_INTERFACE_NAME": "eth0"}, ["10.9.0.2"], "eth0"),
+        (ONE_OF_TWO_HOSTS, MET | {"SM_RESOURCE_CONFIG": '{"network_interface_name": "eth0"}'}, ["10.9.0.2"], "eth0"),
         (ONE_OF_TWO_HOSTS, {}, ["127.0.1.1"], None),  # nobody says where the other host is
         (Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2), MET, ["127.0.1.1"], None),
     ],

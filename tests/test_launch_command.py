@@ -10,8 +10,10 @@ import pytest
 from launching import TOLD, await_files, ranks_alive, started
 from small_jobs import faults_in, losses_in
 
+from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.cluster.device import accelerators
+from samestep.cluster.start.launch import Wanted
 
 # PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
 pytestmark = [
@@ -115,6 +117,26 @@ def test_a_job_of_samesteps_starts_with_the_same_options(capfd: pytest.CaptureFi
     assert (fault["rank"], fault["step"], fault["host"], "SIGKILL" in fault["cause"]) == (1, 2, "localhost", True)
     assert fault["goes_on_at"] in (1, 2)  # the copy after the second step may still have been under way
     assert "samestep: rank 1 on localhost failed in step 2: " in err
+
+
+@pytest.mark.parametrize(
+    ("words", "restarts"),
+    [([], 3), (["--max-restarts", "0"], 0), (["--set", "run.max_restarts=0"], 0), (["--max-restarts", "2"], 2)],
+)
+def test_the_restarts_that_a_job_says_hold_for_its_launch(
+    words: list[str], restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Wanted] = []
+
+    def launch(options: object, found: object, wanted: Wanted) -> int:
+        asked.append(wanted)
+        return 0
+
+    monkeypatch.setattr(launch_options, "launch", launch)
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "run"), encoding="utf-8")
+    Path("hosts").write_text("a slots=1\nb slots=1\n", encoding="utf-8")
+    assert main(["train", "job.yaml", "--hostfile", "hosts", "--nodes", "1:2", *words]) == 0
+    assert [each.max_restarts for each in asked] == [restarts]
 
 
 def test_what_ranks_write_is_in_the_runs_folder_and_told_there(capfd: pytest.CaptureFixture[str]) -> None:
@@ -237,9 +259,35 @@ WRONG = [
     (["--no-ssh", "--num-nodes", "2", "--", TOLD], "which of the 2 hosts is this? --node-rank 0 to 1 would say it"),
     (["--no-ssh", "--num-nodes", "2", "--node-rank", "2", "--", TOLD], "--node-rank is 2, and 2 hosts have"),
     (["--no-ssh", "--num-nodes", "2", "--node-rank", "1", "--", TOLD], "--master-addr and the address of the host"),
+    (["--no-ssh", "--num-nodes", "0", "--node-rank", "0", "--", TOLD], "--num-nodes is 0; it should be 1 or more"),
+    (["--no-ssh", "--num-nodes", "-2", "--node-rank", "0", "--", TOLD], "--num-nodes is -2; it should be 1 or more"),
+    (["--gather", "later", "--", TOLD], '--gather: "later" is no time; 90s, 5m or 1h would do'),
+    (["--return-limit", "-1", "--", TOLD], '--return-limit: "-1" is no time; 90s, 5m or 1h would do'),
+    (["--silence-limit", "soon", "--", TOLD], '--silence-limit: "soon" is no time; 90s, 5m or 1h would do'),
+    (["--device", "gpu", "--", TOLD], "argument --device: invalid choice: 'gpu'"),
+    (["--remote-python", "", "--", TOLD], "--remote-python is empty; a command is wanted"),
+    (
+        ["--ray", "auto", "--remote-python", "python3", "--", TOLD],
+        "--remote-python is for hosts reached by SSH or srun",
+    ),
     (["--pass", "NOT_SET_ANYWHERE", "--", TOLD], "--pass NOT_SET_ANYWHERE: it is not set here"),
     (["--pass", "A=B", "--", TOLD], '--pass "A=B" is no name of a variable'),
 ]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"\xff\xfe", "it is no text"), (b"NO VALUE\n", ".samestep_env:1")],
+)
+def test_a_file_of_variables_that_cannot_be_read_is_named(
+    content: bytes, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path(".samestep_env").write_bytes(content)
+    assert main(["launch", "--num-procs", "1", "--", TOLD, "tell"]) == 2
+    err = capfd.readouterr().err
+    assert re.fullmatch(r"samestep: [^\n]*\n", err)
+    assert ".samestep_env" in err
+    assert says in err
 
 
 @pytest.mark.parametrize(("words", "says"), WRONG, ids=[" ".join(words[:-1]) or "nothing" for words, _ in WRONG])

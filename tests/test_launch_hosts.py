@@ -5,12 +5,14 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import SCRIPTS, TOLD, await_files, free_port, started
@@ -19,6 +21,7 @@ import samestep.cluster.start.alike
 import samestep.cluster.start.roll_call
 from samestep.cli.main import main
 from samestep.cluster.network.store import store_at
+from samestep.cluster.start import remote
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.roll_call import RollCall
 from samestep.errors import StartError, UserError
@@ -210,6 +213,54 @@ def test_a_host_that_is_not_reached_is_named_and_the_others_end(
         "gone can't be reached: ssh: connect to host gone port 22: No route to host (python ended with exit code 255)"
     )
     assert capfd.readouterr().err.splitlines()[-1].endswith(says)
+
+
+def test_where_a_host_has_no_such_python_the_option_that_names_it_is_told(
+    ssh: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *ssh, "--remote-python", "/nowhere/python", "--", TOLD, "tell"]) == 1
+    said = capfd.readouterr().err
+    assert re.search(r"[ab] can't be reached: .*/nowhere/python: not found \(python ended with exit code 127\)", said)
+    assert "; samestep is to be installed there too, and --remote-python names the Python that has it" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"version": "0.0.9"}, 'samestep version: the starting machine has "0.0.9", a has "'),
+        ({"parts": [{"host": "a", "of_another_samestep": 1}]}, "samestep sources: a and the starting machine have"),
+    ],
+    ids=["version", "sources"],
+)
+def test_another_samestep_at_the_far_end_says_so(changes: Mapping[str, Any], says: str) -> None:
+    first, second = remote.request([part(0, 1, host="a")], ".", {}).splitlines()
+    asked = json.dumps({**json.loads(second), **changes}).encode()
+    done = subprocess.run(
+        remote.far_end([sys.executable]), input=b"\n".join([first, asked, b""]), capture_output=True, timeout=60
+    )
+    assert done.returncode == 2
+    *_, told = [json.loads(line.removeprefix(remote.MARK)) for line in done.stdout.splitlines()]
+    assert told["outcome"]["message"].startswith(f"the hosts of this job differ in their {says}")
+
+
+@pytest.mark.parametrize("where", [[], ["--master-addr", "127.0.0.1"]], ids=["found", "given"])
+def test_a_port_for_the_store_that_is_taken_is_named_with_its_holder(
+    ssh: list[str], where: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        number = listening.getsockname()[1]
+        assert main(["launch", *ssh, *where, "--master-port", str(number), "--", TOLD, "tell"]) == 2
+    comm = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
+    said = f"samestep: --master-port {number} is taken by {comm} (process {os.getpid()} of "
+    assert said in capfd.readouterr().err
+
+
+def test_an_address_of_another_machine_is_no_place_to_start_from(
+    ssh: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *ssh, "--master-addr", "203.0.113.1", "--", TOLD, "tell"]) == 2
+    says = "samestep: --master-addr 203.0.113.1 is no address of this machine, where the hosts meet: "
+    assert says in capfd.readouterr().err
 
 
 def test_over_ssh_the_root_cause_is_told_once(ssh: list[str], capfd: pytest.CaptureFixture[str]) -> None:

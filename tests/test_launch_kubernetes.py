@@ -28,7 +28,7 @@ def test_a_job_of_a_fixed_size(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--image registry/mine:1 --job-id tuning-7 --num-nodes 3 --num-procs 8 --max-restarts 2 --engine deepspeed"
     )
-    job = printed(f"{words} -- train.py --lr '3e-4' 'a b'", capsys)
+    job = printed(f"{words} --chdir /job -- train.py --lr '3e-4' 'a b'", capsys)
     assert job["metadata"] == {"name": "tuning-7"}
     assert job["spec"]["nprocPerNode"] == "8"  # the API wants text
     replicas = job["spec"]["pytorchReplicaSpecs"]
@@ -36,7 +36,7 @@ def test_a_job_of_a_fixed_size(capsys: pytest.CaptureFixture[str]) -> None:
     pod = replicas["Worker"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == "registry/mine:1"
-    own = ["--max-restarts", "2", "--engine", "deepspeed"]
+    own = ["--max-restarts", "2", "--engine", "deepspeed", "--chdir", "/job"]
     assert container["command"] == ["samestep", "launch", *own, "--", "train.py", "--lr", "3e-4", "a b"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     (mount,) = container["volumeMounts"]
@@ -67,6 +67,12 @@ def test_an_elastic_job_has_no_master_and_one_pod_no_workers(capsys: pytest.Capt
         ("--k8s --image x --hostfile hosts -- train.py", "--k8s names no hosts, which Kubernetes chooses"),
         ("--k8s --image x --job-id Mine_1 -- train.py", '--job-id "Mine_1" is no name of a PyTorchJob'),
         ("--k8s --image x --nodes 0:2 -- train.py", '--nodes "0:2": the fewest and the most hosts are wanted'),
+        ("--k8s --image x --nodes 1:2 --num-nodes 2 -- train.py", "--nodes and --num-nodes are both given"),
+        ("--k8s --image x --engine jax -- train.py", "--engine jax: it can be torch, deepspeed"),
+        ("--k8s --image x --bind tight -- train.py", "--bind tight: it can be auto, none"),
+        ("--k8s --image x --silence-limit 1 -- train.py", "hosts give a sign of life every 0.5 s; 2 s or more"),
+        ("--k8s --image x --master-port 2 --no-ssh -- train.py", "--no-ssh and --master-port would have no effect"),
+        ("--k8s --image x --pass HOME -- train.py", "--pass would have no effect with --k8s"),
         ("--image x -- train.py", "--image goes with --k8s"),
     ],
 )

@@ -162,6 +162,7 @@ def test_more_hosts_than_there_are(hosts: Found, asked: dict[str, Any], says: st
         (["--nodes", "2:2"], {}, 0),
         ([], {}, 0),
         (["--nodes", "2:4"], {"max_restarts": 1}, 1),
+        (["--nodes", "2:4"], {"max_restarts": 0}, 0),
         (["--nodes", "2:4"], {"max_restarts": None}, 3),
     ],
 )

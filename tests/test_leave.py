@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +14,6 @@ from samestep.comm.leave import leave_process_group
 ENDS = 40  # without care, one of some thirty waits
 
 
-@pytest.mark.timeout(60)
 def test_a_model_that_outlives_the_job_does_not_hang_its_end(tmp_path: Path) -> None:
     assert local.start(meet_and_leave, (tmp_path,), 2) == ENDS
 

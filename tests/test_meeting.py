@@ -103,7 +103,9 @@ def test_a_given_port_that_is_taken_is_told_with_its_holder(monkeypatch: pytest.
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(UserError, match=rf"MASTER_PORT is {port}, which is taken .*process {os.getpid()} of "):
+        with pytest.raises(
+            UserError, match=rf"MASTER_PORT is {port}, which on rank 0's host is taken by .*process {os.getpid()} of "
+        ):
             meeting.meet(first)
 
 

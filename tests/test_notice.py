@@ -82,7 +82,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, ...]:
     return samestep.train(recipe, folder=tmp_path_factory.mktemp("undisturbed"), tensorboard=False).losses
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("number", "to_the_group", "layout", "start", "exit_code"),
     [
@@ -118,7 +117,6 @@ def test_a_signal_stops_after_a_saved_step_and_the_next_start_goes_on_there(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
     words = command(tmp_path, "first", more="inject: {rank: 0, step: 5, fault: hang}")
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -137,7 +135,6 @@ def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_ranks_that_do_not_end_within_the_notice_are_ended(tmp_path: Path) -> None:
     words = command(tmp_path, "first", more="notice: 2\n  inject: {rank: 0, step: 5, fault: hang}")
     code, errors = interrupted(words, tmp_path / "run", signal.SIGTERM, to_the_group=False, after=4)

@@ -6,7 +6,7 @@ import pytest
 from places import BATCH, OPEN_MPI, PYTORCHJOB, SAGEMAKER, TORCHRUN, Here, at, read, refused, slots
 
 from samestep.cluster.discover.place import Given, Slots
-from samestep.cluster.discover.resolve import PLACES, check_not_alone, find
+from samestep.cluster.discover.resolve import PLACES, check_not_alone, find, idle_hosts
 from samestep.errors import UserError
 
 
@@ -90,3 +90,12 @@ def test_hosts_that_would_each_do_the_whole_job_are_refused(environ: dict[str, s
 )
 def test_a_job_that_one_command_starts_is_not_refused(environ: dict[str, str]) -> None:
     check_not_alone(environ)
+
+
+def test_hosts_that_a_training_would_leave_idle_are_told() -> None:
+    assert idle_hosts(BATCH) == (
+        "this slurm job has 3 hosts, and the training takes this one alone; with --place slurm it takes all of them"
+    )
+    assert idle_hosts({**BATCH, "SLURM_JOB_NODELIST": "gpu01", "SLURM_JOB_NUM_NODES": "1"}) is None
+    assert idle_hosts({**BATCH, "SLURM_NODEID": "7"}) is None  # wrong, and of no matter here
+    assert idle_hosts({}) is None

@@ -1,5 +1,6 @@
 """Who can reach a job's ranks, which files are for whom, and that nothing is run that only should be read."""
 
+import gc
 import os
 import signal
 import socket
@@ -93,6 +94,12 @@ def test_ranks_of_one_host_listen_on_its_loopback_alone(tmp_path: Path, layout: 
         sockets = listening(process)
     assert len(sockets) >= 3  # the store, and each rank's own
     assert elsewhere(sockets) == []
+
+
+@pytest.fixture(autouse=True)
+def no_sockets_of_earlier_tests() -> None:
+    """Stores that nothing but each other refers to would be closed in the middle of a test."""
+    gc.collect()
 
 
 def test_a_socket_for_every_address_is_found() -> None:

@@ -1,6 +1,7 @@
 """Slurm jobs that ask for so many accelerators a task: the slots of their nodes, and the accelerator of each rank."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_where_slurm_gives_an_agent_all_by_itself_it_is_not_asked(
         monkeypatch.delenv("SLURM_GPUS_PER_TASK")
     (bring,) = srun.STARTER.bring(parts("gpu1", device=device), WAYS)
     assert not any(word.startswith("--gpus") for word in bring.command)
+
+
+def test_srun_gives_its_tasks_no_variable_that_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**BATCH, "HF_TOKEN": "hf_s3cret", "WANDB_MODE": "offline"}.items():
+        monkeypatch.setenv(name, value)
+    (bring,) = srun.STARTER.bring(parts("gpu1"), replace(WAYS, kept_back=("HF_TOKEN",)))
+    assert started_with(bring, "HF_TOKEN", "WANDB_MODE") == "none offline"
 
 
 WAYS = Ways(remote_python=("python",))

@@ -73,7 +73,13 @@ CHINESE = [
     (r"a host crashes, in a job that wants both", "任务需要两台主机，一台崩溃"),
     (r"the job ends after (\S+) s and names it", r"任务 \1 秒后结束并指出它"),
     (r"a host crashes and boots again", "一台主机崩溃后重新启动"),
+    (r"the first host, which has rank 0, crashes and boots again", "第一台主机（rank 0 在那里）崩溃后重新启动"),
     (r"a host loses its power and boots again", "一台主机断电后重新启动"),
+    (r"a rank is killed", "一个 rank 被杀"),
+    (
+        r"a host's agent gets SIGTERM, as where its machine is shut down",
+        "一台主机的代理收到 SIGTERM，就像机器正在关机",
+    ),
     (
         r"a host's cable is pulled, and put back after the other has gone on",
         "拔掉一台主机的网线，另一台继续之后再插回",
@@ -104,6 +110,11 @@ CHINESE = [
     (r"refused before the first step", "在第一步之前就被拒绝"),
     (r"the other ends after (\S+) s", r"另一台在 \1 秒后结束"),
     (r"the other goes on; the losses of one process", "另一台继续；与单进程的损失相同"),
+    (r"all ranks start anew; the losses of one process", "所有 rank 重新启动；与单进程的损失相同"),
+    (
+        r"all save after one step, the other goes on from there; the losses of one process",
+        "都在同一步后存好，另一台从那里继续；与单进程的损失相同",
+    ),
     (
         r"the other goes on, the host joins again; the losses of one process",
         "另一台继续，该主机重新加入；与单进程的损失相同",

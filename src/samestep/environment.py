@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -250,7 +250,11 @@ def main_port(environ: Mapping[str, str] = os.environ) -> int | None:
 
 def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     """The network interface that a place names for the messages between its hosts: SageMaker does."""
-    return environ.get("SM_NETWORK_INTERFACE_NAME") or None
+    config: Any = None
+    with suppress(ValueError):
+        config = json.loads(environ.get("SM_RESOURCE_CONFIG", "{}"))
+    configured = config.get("network_interface_name") if isinstance(config, dict) else None
+    return environ.get("SM_NETWORK_INTERFACE_NAME") or configured or None
 
 
 def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager[None]:

@@ -83,11 +83,17 @@ def is_main() -> bool:
     return ranks is None or ranks.rank == 0
 
 
-def tell_launcher(message: str) -> None:
-    """Leave a message for whoever started this rank, who ends it as soon as another one has ended."""
+def tell_launcher(message: str) -> bool:
+    """Leave a message for samestep's agent, which ends this rank as soon as another one has ended.
+
+    Whether there is such an agent.
+    """
     from samestep import environment
 
-    if (file := environment.error_file()) is not None:
-        from samestep.cluster.start.error_file import tell
+    if (file := environment.error_file()) is None:
+        return False
 
-        tell(file, message)
+    from samestep.cluster.start.error_file import tell
+
+    tell(file, message)
+    return True

@@ -47,16 +47,18 @@ def _launch(options: argparse.Namespace) -> int:
 def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Print the PyTorchJob whose pods run this launch, each for its own host."""
     from samestep.cluster.start.kubernetes_manifest import Wish, manifest
-    from samestep.cluster.start.launch import parse_nodes
+    from samestep.cluster.start.launch import check_size
 
     if options.image is None:
         raise UserError("--k8s needs --image, the image of the pods' containers")
     if named := [flag for flag in cluster_options.named(options) if flag not in ("--num-nodes", "--num-procs")]:
         raise UserError(f"--k8s names no hosts, which Kubernetes chooses; leave {' and '.join(named)} out")
-    for flag, number in (("--num-nodes", options.num_nodes), ("--num-procs", options.num_procs)):
-        if number is not None and number < 1:
-            raise UserError(f"{flag} is {number}; it should be 1 or more")
-    fewest, most = parse_nodes(options.nodes) if options.nodes is not None else (options.num_nodes or 1,) * 2
+    if options.num_procs is not None and options.num_procs < 1:
+        raise UserError(f"--num-procs is {options.num_procs}; it should be 1 or more")
+    wanted = launch_options.wanted_from(options, command)
+    launch_options.check(wanted)
+    check_size(wanted)
+    fewest, most = wanted.nodes or (wanted.num_nodes or 1,) * 2
     wish = Wish(
         name=options.job_id or "samestep",
         image=options.image,

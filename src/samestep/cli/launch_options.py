@@ -124,6 +124,8 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
 
     own: dict[str, Any] = {name: otherwise.get(name, getattr(options, name, None)) for name in OF_LAUNCH}
     nodes = parse_nodes(options.nodes) if options.nodes is not None else None
+    if options.ray is not None and options.remote_python is not None:
+        raise UserError("--remote-python is for hosts reached by SSH or srun; on Ray's nodes it is Ray's own Python")
     if own["max_restarts"] is None:
         own["max_restarts"] = ELASTIC_RESTARTS if nodes is not None and nodes[0] < nodes[1] else 0
     return Wanted(
@@ -145,7 +147,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         gather=options.gather,
         ssh=_words("--ssh", options.ssh),
         remote_python=_words("--remote-python", options.remote_python)
-        if options.remote_python
+        if options.remote_python is not None
         else (sys.executable,),
         ray=options.ray,
         folder=options.chdir or str(Path.cwd()),
@@ -155,7 +157,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
 
 def launch(options: argparse.Namespace, found: "Found", wanted: "Wanted") -> int:
     """Start a command as ranks on the hosts that were found, and see it end. Raises UserError."""
-    _check(wanted)
+    check(wanted)
     variables = variables_from(options)
 
     from samestep.cluster.start.launch import launch as start
@@ -166,7 +168,8 @@ def launch(options: argparse.Namespace, found: "Found", wanted: "Wanted") -> int
     return outcome.exit_code
 
 
-def _check(wanted: "Wanted") -> None:
+def check(wanted: "Wanted") -> None:
+    """Raise UserError for what can be seen to be wrong before any host is."""
     from samestep.cluster.binding import check_choice
     from samestep.cluster.contracts import table
     from samestep.cluster.start.limits import Limits
@@ -218,21 +221,37 @@ def words_of_others(words: Sequence[str]) -> list[str]:
 
 # Options that a pod's own launch needs; who it is and where the others are, its variables say.
 _IN_A_POD = ("nodes", "start_timeout", "max_restarts", "notice", "silence_limit", "return_limit", "gather", "engine")
-_IN_A_POD += ("device", "bind", "threads", "logs", "output")
+_IN_A_POD += ("device", "bind", "threads", "logs", "output", "chdir")
+
+# Those that say how hosts are reached, or what is sent there from here.
+_OF_NO_POD = ("no_ssh", "node_rank", "master_addr", "master_port", "ssh", "remote_python", "passed")
 
 
 def words_in_a_pod(options: argparse.Namespace) -> list[str]:
-    """The options of a launch that go into the command of a pod, where they are not as they are anyway."""
+    """The options of a launch that go into the command of a pod, where they are not as they are anyway.
+
+    Raises UserError for one that means nothing there.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
     usual = parser.parse_args([])
+    if idle := [name for name in _OF_NO_POD if getattr(options, name) != getattr(usual, name)]:
+        flags = " and ".join("--pass" if name == "passed" else _flag(name) for name in idle)
+        raise UserError(
+            f"{flags} would have no effect with --k8s: Kubernetes starts the pods and tells them of each other, and "
+            "their variables are those of the manifest; leave it out"
+        )
     words = []
     for name in _IN_A_POD:
         value = getattr(options, name)
         if value != getattr(usual, name):
             text = f"{value:g}" if isinstance(value, float) else str(value)
-            words += ["--" + name.replace("_", "-"), text]
+            words += [_flag(name), text]
     return words
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _own_parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -39,6 +40,8 @@ COMMANDS = (
     doctor,
 )
 
+_FIRST_TELLS = 2.0  # seconds in which rank 0 makes the same mistake, and tells it
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit codes: 0 done, 1 failed or not the same step, 2 the user's mistake, 128 + n signal n."""
@@ -50,9 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except UserError as error:
         # A launcher's ranks make the same mistake together, before they meet; one of them tells it.
+        told = job_options.tell_launcher(f"samestep: {error}")
         if job_options.is_main():
             print(f"samestep: {error}", file=sys.stderr)
-        job_options.tell_launcher(f"samestep: {error}")
+        elif not told:
+            time.sleep(_FIRST_TELLS)  # a launcher ends the others as soon as one rank has ended
         return 2
     except (RankFailedError, StartError) as error:
         print(f"samestep: {error}", file=sys.stderr)

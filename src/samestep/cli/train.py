@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from samestep.errors import UserError
 
 if TYPE_CHECKING:
     from samestep.job import Job
+    from samestep.jobfile import LoadedJob
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,25 +42,30 @@ def run(options: argparse.Namespace) -> int:
     if options.print_variables:
         return launch_options.print_variables(options)
     if launch_options.wishes(options):
-        return _on_hosts(options, loaded.job)
+        return _on_hosts(options, loaded)
     if options.dry_run:
         return _dry_run(loaded.job, options.json)
 
+    from samestep import environment
     from samestep.api import train_job
+    from samestep.cluster.discover.resolve import idle_hosts
     from samestep.report.tables import print_result
 
+    if environment.ranks() is None and (idle := idle_hosts(environment.snapshot())) is not None:
+        print(f"samestep: {idle}", file=sys.stderr)
     result = train_job(loaded.job)
     if job_options.is_main():
         print_result(result)
     return 0
 
 
-def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
+def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     """The same command as ranks on hosts, checked here before any of them starts."""
     from samestep import environment
     from samestep.cluster.start.launch import world_of
     from samestep.run_folder import RunPlace
 
+    job = loaded.job
     if environment.ranks() is not None:
         raise UserError("this process is a rank already, which a launcher started: it starts no other hosts")
     wanted = launch_options.wanted_from(
@@ -67,7 +74,7 @@ def _on_hosts(options: argparse.Namespace, job: "Job") -> int:
         device=job.run.device,
         engine="torch",  # what every engine of samestep finds its ranks by
         threads=job.run.threads,
-        max_restarts=job.run.max_restarts or None,  # 0 is also what a job that says nothing has
+        max_restarts=job.run.max_restarts if ("run", "max_restarts") in loaded.sources else None,
         notice=job.run.notice,
         run=None if options.dry_run else RunPlace.of(job),
     )

@@ -12,7 +12,7 @@ from samestep.cluster import beacon
 from samestep.cluster.discover.open_mpi import mpirun_addresses
 from samestep.cluster.discover.slurm_lists import host_names
 from samestep.cluster.network.address import LOOPBACK, address_towards, is_loopback, is_ours
-from samestep.cluster.network.holders import holders
+from samestep.cluster.network.holders import why_not
 from samestep.cluster.network.store import store_at
 from samestep.errors import UserError
 from samestep.ranks import Ranks
@@ -88,10 +88,8 @@ def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
     try:
         return store_at(found, port)
     except OSError as error:
-        by = " and ".join(map(str, holders(port))) or error.strerror
-        raise UserError(
-            f"MASTER_PORT is {port}, which is taken on rank 0's host: {by}; a free one would do"
-        ) from None
+        why = why_not(port, error) or f"can't be used: {error.strerror}"
+        raise UserError(f"MASTER_PORT is {port}, which on rank 0's host {why}; a free one would do") from None
 
 
 def _store_of_rank_0(address: str, port: int, timeout: float) -> dist.TCPStore:

@@ -35,15 +35,16 @@ def run(
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment.marked(mark),
-            start_new_session=True,
-        )
+        process: subprocess.Popen[bytes] | None = None
         try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment.marked(mark),
+                start_new_session=True,
+            )
             if meanwhile is not None:
                 meanwhile(process)
             code = process.wait(timeout=max(0.0, limit - (time.perf_counter() - began)))
@@ -56,14 +57,18 @@ def run(
         return Outcome(code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace"))
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End what is left of a run: launchers put their ranks into sessions of their own, so a group is not all."""
-    if process.poll() is None:
-        _signal_group(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_GRACE)
-    _signal_group(process.pid, signal.SIGKILL)
-    process.wait()
+def _end(process: subprocess.Popen[bytes] | None, mark: str) -> None:
+    """End what is left of a run: launchers put their ranks into sessions of their own, so a group is not all.
+
+    None: a signal came while it was being started.
+    """
+    if process is not None:
+        if process.poll() is None:
+            _signal_group(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_GRACE)
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
     until = time.monotonic() + _GRACE
     while (left := _marked(mark)) and time.monotonic() < until:
         for pid in left:

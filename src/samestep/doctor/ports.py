@@ -36,7 +36,7 @@ def port(asked: Asked) -> Iterator[Finding]:
         yield problem(subject, "only root may listen on it", "a port from 1024 on would do", held_by=[])
     else:
         held_by = holders(asked.port)
-        who = ", ".join(map(str, held_by)) or "a process that this user can't see, or a closed connection"
+        who = ", ".join(map(str, held_by)) or "a closed connection"
         yield problem(
             subject,
             f"taken by {who}",

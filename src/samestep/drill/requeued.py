@@ -10,7 +10,7 @@ from samestep.drill.drill import Outcome
 from samestep.drill.runs import Runs
 from samestep.job import Inject
 
-_A_STEP = 0.1  # seconds that steps are slowed down by, so that the signal comes before the last one
+_A_STEP = 0.25  # seconds that steps are slowed down by, so that the signal comes before the last one
 _AFTER = 2  # the step after which it is sent
 
 

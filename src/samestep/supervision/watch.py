@@ -29,6 +29,8 @@ _SOME_WORK = 1.0
 _LONGER_STEP = 5.0
 # Seconds that ranks have to end by themselves after one has died.
 _AFTER_A_DEATH = 1.0
+# Seconds that a rank which has failed has to write its traceback.
+_LAST_WORDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,8 @@ class Watch:
         while not self._over.wait(_APART):
             seconds = clock.look()
             ranks = self._read()
+            if self.hang is not None:
+                self.end_now()  # also a rank that has only begun now
             self._see_the_first_step()
             self._see_to_the_dead(ranks)
             if self._end_at is not None and time.monotonic() > self._end_at:
@@ -157,8 +161,14 @@ class Watch:
                 each.phase == "failed" or (not each.over and not self._handles[each.rank].alive()) for each in ranks
             ):
                 self._died_at = time.monotonic()
-        elif time.monotonic() - self._died_at > _AFTER_A_DEATH:
+            return
+        seconds = time.monotonic() - self._died_at
+        if seconds > _LAST_WORDS:
             self.end_now()
+        elif seconds > _AFTER_A_DEATH:
+            for each in ranks:
+                if each.phase != "failed":
+                    self._handles[each.rank].kill()
 
     def _too_long(self, ranks: Sequence[Progress], seconds: float) -> bool:
         working = [each for each in ranks if not each.over]

@@ -1,13 +1,13 @@
 """keras: TF_CONFIG, from which TensorFlow's strategies of several workers know each other."""
 
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from samestep.cluster.contracts import presence, torch
 from samestep.cluster.contracts.base import Contract, Expected, Rank, whole_number
 from samestep.cluster.contracts.meeting import addresses, gathered, meeting
+from samestep.cluster.network.held_port import held_port
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ def _expected(rank: Rank) -> Expected:
     # Each rank holds its port until all have theirs, so no two of a host get the same.
     with (
         meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store,
-        socket.socket() as held,
+        held_port() as held,
     ):
-        held.bind(("", 0))  # nobody is to connect: it isn't listened on
         found = addresses(store, rank, variables["MASTER_ADDR"])
         ports = gathered(store, "port", rank, str(held.getsockname()[1]))
         chief = _presence_of_chief(store, rank, found[0]) if kinds[0] == CHIEF else None

@@ -76,7 +76,6 @@ class Found:
     main_address: str | None = None  # of the first host, where the place says it; None: its name
     no_address: str | None = None  # why the first host's address is not known, and its name isn't either
     main_port: int | None = None  # a port there that the place keeps for the job
-    interface: str | None = None  # the network interface for messages between hosts
 
 
 class Place(Protocol):

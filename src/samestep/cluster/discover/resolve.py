@@ -60,6 +60,22 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
         )
 
 
+def idle_hosts(environ: Mapping[str, str]) -> str | None:
+    """What to tell where a job has several hosts, of which this process would use its own alone; None elsewhere."""
+    given = Given(environ=environ)
+    place = next(each for each in PLACES if each.there(given))
+    try:
+        hosts = () if place.everywhere else place.find(given).cluster.hosts
+    except UserError:
+        return None  # what the place says wrong is of no matter to a training on one host
+    if len(hosts) <= 1:
+        return None
+    return (
+        f"this {place.name} job has {len(hosts)} hosts, and the training takes this one alone; "
+        f"with --place {place.name} it takes all of them"
+    )
+
+
 def _called(name: str, given: Given, named: Sequence[Place]) -> Place:
     places = {each.name: each for each in PLACES}
     if name not in places:

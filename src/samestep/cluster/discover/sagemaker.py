@@ -52,7 +52,6 @@ class SageMaker:
             ),
             slots_from=counted,
             on_every_host=True,
-            interface=read.text("SM_NETWORK_INTERFACE_NAME") or config.get("network_interface_name"),
             read=read.read(),
         )
 

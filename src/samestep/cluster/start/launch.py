@@ -170,7 +170,14 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     cluster = found.cluster
     fewest, most = _nodes(wanted, len(cluster.hosts))
     job = _job_of(found, wanted)
-    ways = Ways(ssh=wanted.ssh, remote_python=wanted.remote_python, ray=wanted.ray, this=cluster.this)
+    ways = Ways(
+        ssh=wanted.ssh,
+        remote_python=wanted.remote_python,
+        ray=wanted.ray,
+        this=cluster.this,
+        silence=wanted.silence_limit,
+        kept_back=variables.kept_back,
+    )
     starter = starter_of(cluster.place)
     others = [host.name for number, host in enumerate(cluster.hosts) if number != cluster.this]
     try:
@@ -204,10 +211,10 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
 
 
 def _no_store(wanted: Wanted, other: str, error: OSError) -> str:
-    from samestep.cluster.network.holders import holders
+    from samestep.cluster.network.holders import why_not
 
-    if wanted.port is not None and (held_by := ", ".join(map(str, holders(wanted.port)))):
-        return f"--master-port {wanted.port} is taken by {held_by}; without it a free one is taken"
+    if wanted.port is not None and (why := why_not(wanted.port, error)) is not None:
+        return f"--master-port {wanted.port} {why}; without it a free one is taken"
     if wanted.address is not None:
         return f"--master-addr {wanted.address} is no address of this machine, where the hosts meet: {error.strerror}"
     return (
@@ -249,10 +256,17 @@ def _logs(wanted: Wanted, job: str) -> str | None:
     return str(wanted.logs or Path("runs") / f"launch-{job}")
 
 
-def _nodes(wanted: Wanted, there: int | None) -> tuple[int, int]:
-    """Fewest and most hosts; `there`: how many the place offers, where it says so."""
+def check_size(wanted: Wanted) -> None:
+    """Raise UserError for a number of hosts that no job can have."""
     if wanted.nodes is not None and wanted.num_nodes is not None:
         raise UserError("--nodes and --num-nodes are both given; --nodes 1:4 is for a job that may shrink and grow")
+    if wanted.num_nodes is not None and wanted.num_nodes < 1:
+        raise UserError(f"--num-nodes is {wanted.num_nodes}; it should be 1 or more")
+
+
+def _nodes(wanted: Wanted, there: int | None) -> tuple[int, int]:
+    """Fewest and most hosts; `there`: how many the place offers, where it says so."""
+    check_size(wanted)
     if wanted.nodes is None and wanted.num_nodes is None and there is None:
         raise UserError("--no-ssh needs to know how many hosts there are: --num-nodes 2, the same on all, would do")
     fewest, most = wanted.nodes or ((wanted.num_nodes or there or 1),) * 2

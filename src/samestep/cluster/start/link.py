@@ -13,6 +13,8 @@ from samestep import environment
 from samestep.cluster.start.remote import MARK
 from samestep.cluster.start.starter import Bring
 
+_NO_COMMAND = (126, 127)  # what a shell ends with that can't run or find a command
+_NO_MODULE = "No module named 'samestep'"
 _LAST_LINES = 12  # of a process that ended before its agent ran
 _LATE = 1.0  # seconds for what was printed to arrive when its process has ended
 
@@ -132,4 +134,7 @@ class Link:
         end = f"{name} ended with exit code {self._process.returncode}"
         if lost:
             return f"{', '.join(lost)} was lost in the middle of the job: {end}{': ' if lines else ''}{lines}"
-        return f"{', '.join(hosts)} can't be reached: {lines or 'no message'} ({end})"
+        said = f"{', '.join(hosts)} can't be reached: {lines or 'no message'} ({end})"
+        if self._process.returncode in _NO_COMMAND or _NO_MODULE in lines:
+            return f"{said}; samestep is to be installed there too, and --remote-python names the Python that has it"
+        return said

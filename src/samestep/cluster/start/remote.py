@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from io import FileIO
 from typing import Any
 
-from samestep import environment
+from samestep import __version__, environment
 from samestep.cluster.start.outcome import Outcome
 from samestep.cluster.start.part import Part
 
@@ -40,7 +40,8 @@ def far_end(python: Sequence[str]) -> list[str]:
 
 def request(parts: Sequence[Part], folder: str, variables: Mapping[str, str]) -> bytes:
     """What a far end is told. Of several parts it takes its own host's."""
-    lines = dict(variables), {"parts": [part.to_json() for part in parts], "folder": folder}
+    asked = {"version": __version__, "parts": [part.to_json() for part in parts], "folder": folder}
+    lines = dict(variables), asked
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
@@ -48,28 +49,45 @@ def main() -> int:
     """Be the agent of this host."""
     orders = FileIO(0, closefd=False)  # unbuffered: what is not read yet is the next line
     asked = json.loads(orders.readline())
-    parts = {values["host"]: Part.from_json(values) for values in asked["parts"]}
-    part = next(iter(parts.values())) if len(parts) == 1 else parts[environment.slurm_node()]
-    _say(part, started=True)
-    try:
-        os.chdir(asked["folder"])
-    except OSError as error:
-        message = f"{part.host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
-        outcome = Outcome(exit_code=2, message=message)
-    else:
-        threading.Thread(target=_obey, args=(orders, part.notice), daemon=True).start()
-
-        with environment.quiet_import():
-            from samestep.cluster.start import agent  # it takes seconds, in which an order may come
-
-        outcome = agent.run(part)
-    _say(part, outcome=outcome.to_json())
+    parts = {values["host"]: values for values in asked["parts"]}
+    host = next(iter(parts)) if len(parts) == 1 else environment.slurm_node()
+    _say(host, started=True)
+    outcome = _take_part(host, parts[host], asked, orders)
+    _say(host, outcome=outcome.to_json())
     return outcome.exit_code
 
 
-def _say(part: Part, **message: Any) -> None:
+def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> Outcome:
+    if asked["version"] != __version__:  # what follows may mean something else, or nothing
+        return Outcome(
+            exit_code=2,
+            message=f"the hosts of this job differ in their samestep version: the starting machine has "
+            f'"{asked["version"]}", {host} has "{__version__}"; install the same on both',
+        )
     try:
-        sys.stdout.buffer.write(MARK + json.dumps({"host": part.host, **message}).encode() + b"\n")
+        part = Part.from_json(values)
+    except TypeError:
+        return Outcome(
+            exit_code=2,
+            message=f"the hosts of this job differ in their samestep sources: {host} and the starting machine have "
+            f"other files of version {__version__}; install the same on both",
+        )
+    try:
+        os.chdir(asked["folder"])
+    except OSError as error:
+        message = f"{host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
+        return Outcome(exit_code=2, message=message)
+    threading.Thread(target=_obey, args=(orders, part.notice), daemon=True).start()
+
+    with environment.quiet_import():
+        from samestep.cluster.start import agent  # it takes seconds, in which an order may come
+
+    return agent.run(part)
+
+
+def _say(host: str, **message: Any) -> None:
+    try:
+        sys.stdout.buffer.write(MARK + json.dumps({"host": host, **message}).encode() + b"\n")
         sys.stdout.buffer.flush()
     except BrokenPipeError:
         return

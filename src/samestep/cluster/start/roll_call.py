@@ -118,15 +118,17 @@ class RollCall:
     def _come_back(self, error: Exception) -> None:
         """Reach the store anew, as long as its host does not say that it has ended. Raises StartError."""
         until = min(self._deadline, time.monotonic() + self._part.return_limit)
-        time.sleep(_APART)
-        while (
-            found := reach(self.address, self._part.port, within=1.0)
-        ) != "answers" or time.monotonic() > self._deadline:
-            if found == "refuses" or time.monotonic() > until:
-                raise StartError(f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}")
-            time.sleep(_LOOK)
-        self._store = self._reached()
-        self._clocks = Clocks(self._store, self._part, self._clock)
+        while time.monotonic() < until:
+            time.sleep(_APART)
+            found = reach(self.address, self._part.port, within=1.0)
+            if found == "refuses":
+                break
+            if found == "answers":
+                with suppress(StartError):  # the connection may break once more
+                    self._store = self._reached()
+                    self._clocks = Clocks(self._store, self._part, self._clock)
+                    return
+        raise StartError(f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}")
 
     def _compare(self) -> None:
         part = self._part

@@ -23,7 +23,9 @@ def _bring(parts: Sequence[Part], ways: Ways) -> list[Bring]:
         *_gpus(parts),
         *(["--no-kill", "--kill-on-bad-exit=0"] if parts[0].elastic else ["--kill-on-bad-exit=0"]),
     )
-    return [Bring(command=(*step, *far_end(ways.remote_python)), parts=tuple(parts), without=_OF_A_TASK)]
+    # It gives its tasks all variables that it has itself.
+    without = (*_OF_A_TASK, *ways.kept_back)
+    return [Bring(command=(*step, *far_end(ways.remote_python)), parts=tuple(parts), without=without)]
 
 
 def _gpus(parts: Sequence[Part]) -> list[str]:

@@ -1,5 +1,6 @@
 """Start by SSH: OpenSSH as it is configured, one connection a host, with one fixed command at its other end."""
 
+import math
 import shlex
 import subprocess
 import sys
@@ -9,12 +10,26 @@ from samestep.cluster.start.part import Part
 from samestep.cluster.start.remote import far_end
 from samestep.cluster.start.starter import Bring, Starter, Ways
 
-# Nothing is asked at the terminal, and a host that has fallen silent is given up within 10 seconds. OpenSSH takes an
-# option's first value: the user's own, in --ssh, come before these.
-_OPTIONS = (
-    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=4"),
-)
+_ALIVE = 2  # seconds between two questions whether a host is there
+
+
+def _options(silence: float) -> tuple[str, ...]:
+    """Nothing is asked at the terminal, and a host is given up when the others take it for lost.
+
+    OpenSSH takes an option's first value: the user's own, in --ssh, come before these.
+    """
+    alive = f"ServerAliveCountMax={math.ceil(silence / _ALIVE)}"
+    return (
+        "-T",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ConnectTimeout=10",
+        "-o",
+        f"ServerAliveInterval={_ALIVE}",
+        "-o",
+        alive,
+    )
 
 
 def _bring(parts: Sequence[Part], ways: Ways) -> list[Bring]:
@@ -24,7 +39,7 @@ def _bring(parts: Sequence[Part], ways: Ways) -> list[Bring]:
         Bring(
             command=tuple(far_end([sys.executable]))
             if part.node_rank == ways.this
-            else (*ways.ssh, *_OPTIONS, "--", part.host, line),
+            else (*ways.ssh, *_options(ways.silence), "--", part.host, line),
             parts=(part,),
         )
         for part in parts

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from samestep.cluster.start.limits import Limits
 from samestep.cluster.start.part import Part
 
 
@@ -14,6 +15,8 @@ class Ways:
     remote_python: tuple[str, ...]  # Python on the hosts
     ray: str | None = None  # the address of a Ray cluster
     this: int | None = None  # which of the hosts is this machine
+    silence: float = Limits.silence  # seconds without a sign of life, after which a host is lost
+    kept_back: tuple[str, ...] = ()  # variables that no other host is to get
 
 
 @dataclass(frozen=True, kw_only=True)

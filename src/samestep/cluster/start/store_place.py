@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from samestep.cluster.network.address import address_towards, is_address, is_loopback
-from samestep.cluster.network.holders import holders
+from samestep.cluster.network.holders import why_not
 from samestep.cluster.network.store import store_at
 from samestep.cluster.start.host_rounds import say
 from samestep.cluster.start.part import Part
@@ -97,11 +97,9 @@ def served(part: Part, address: str) -> "dist.TCPStore":
     try:
         return store_at(address, part.port)
     except OSError as error:
-        held_by = ", ".join(map(str, holders(part.port)))
-        if held_by:
+        if (why := why_not(part.port, error)) is not None:
             raise UserError(
-                f"port {part.port} on {part.host} is taken by {held_by}; another --master-port would do, "
-                "the same on all hosts"
+                f"port {part.port} on {part.host} {why}; another --master-port would do, the same on all hosts"
             ) from None
         raise UserError(
             f"{part.host} has node rank 0 and can't serve the job's store at {part.address}:{part.port}: "

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from samestep import environment
 from samestep.cluster.network.agreed import agreed_in_group
+from samestep.cluster.network.held_port import held_port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,8 @@ def agree(kinds: Sequence[str]) -> Task:
     Ranks of one host meet on its loopback. Each holds its port until all have theirs, so no two get the same.
     """
     address = agreed_in_group(environment.main_address())
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        mine = (socket.gethostname(), address, probe.getsockname()[1])
+    with held_port() as held:
+        mine = (socket.gethostname(), address, held.getsockname()[1])
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
         dist.barrier()
