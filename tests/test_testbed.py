@@ -106,6 +106,34 @@ def test_a_crash_ends_connections_and_a_cut_power_is_silent(bed: Testbed) -> Non
         host_b.boot()
 
 
+# Says something ten times a second for so many seconds, and prints "done" where it was heard to the end.
+TALK = """
+import socket, sys, time
+call = socket.create_connection((sys.argv[1], 9000), timeout=5)
+for _ in range(int(10 * float(sys.argv[2]))):
+    call.sendall(b".")
+    assert call.recv(1) == b"."
+    time.sleep(0.1)
+print("done")
+"""
+ANSWER = "import itertools; [c.sendall(c.recv(1)) for _ in itertools.count()]"
+
+
+def test_what_is_left_of_a_dead_host_does_not_speak_for_the_one_that_is_booted(bed: Testbed) -> None:
+    host_a, host_b = bed.hosts
+    host_b.start([*PYTHON, LISTEN + "time.sleep(60)"])
+    host_b.wait_for(9000)
+    wait_until("connected", host_a.start([*PYTHON, CALL, "host-b", "60"]))
+    host_b.power_off()
+    host_a.crash()  # its kernel goes on telling host-b that the connection has ended, since nobody answers
+    host_b.boot()
+    host_a.boot()
+    server = host_a.start([*PYTHON, LISTEN + ANSWER])
+    host_a.wait_for(9000)
+    assert host_b.run([*PYTHON, TALK, "host-a", "8"]).stdout == "done\n"
+    server.stop()
+
+
 def test_a_cable_is_pulled_and_put_back(bed: Testbed) -> None:
     host_a, host_b = bed.hosts
     server = host_b.start([*PYTHON, LISTEN + "time.sleep(60)"])

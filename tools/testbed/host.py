@@ -125,6 +125,10 @@ class Host:
         """Start the host, with the address that it always has."""
         if self._first is not None:
             raise RuntimeError(f"{self.name} is up already")
+        if self._boots:
+            # The kernel sends the dead host's last packets for as long as others owe it an answer, and with the
+            # hardware address that both have, they would draw the new one's packets away.
+            self._switch.disconnect(self._port)
         settings = {"name": self.name, "folder": str(self._folder), "binds": self._binds}
         command = ["unshare", *NAMESPACES, sys.executable, "-I", "-S", str(_INIT), json.dumps(settings)]
         log = self._folder / "init.log"

@@ -42,6 +42,10 @@ class Switch:
         ip(pid, f"link set eth0 address 02:00:00:00:00:{number:02x}")
         ip(pid, f"address add {address}/24 dev eth0", "link set eth0 up")
 
+    def disconnect(self, port: str) -> None:
+        """Take a cable away, if it is still there."""
+        _inside(self.pid, ["ip", "link", "delete", port], check=False)
+
     def connect_switch(self, other: "Switch", port: str) -> None:
         """Lay a cable to another bridge; it has the name `port` at both ends."""
         ip(None, f"link add {port} netns {self.pid} type veth peer name {port} netns {other.pid}")
