@@ -277,7 +277,7 @@ WRONG = [
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"\xff\xfe", "it is no text"), (b"NO VALUE\n", ".samestep_env:1")],
+    [(b"\xff\xfe", "it is no text"), (b"NO VALUE\n", ".samestep_env, line 1: a line such as")],
 )
 def test_a_file_of_variables_that_cannot_be_read_is_named(
     content: bytes, says: str, capfd: pytest.CaptureFixture[str]

@@ -68,8 +68,7 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> VisibleDevices |
     return read_visible(environ)
 
 
-# Where gloo and NCCL take the interface that their sockets listen on.
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # on which gloo's and NCCL's sockets listen
 
 
 def variables_of_interface(
@@ -250,11 +249,9 @@ def main_port(environ: Mapping[str, str] = os.environ) -> int | None:
 
 def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     """The network interface that a place names for the messages between its hosts: SageMaker does."""
-    config: Any = None
-    with suppress(ValueError):
-        config = json.loads(environ.get("SM_RESOURCE_CONFIG", "{}"))
-    configured = config.get("network_interface_name") if isinstance(config, dict) else None
-    return environ.get("SM_NETWORK_INTERFACE_NAME") or configured or None
+    with suppress(KeyError, ValueError, TypeError):  # what is wrong with them is told elsewhere
+        named = environ.get("SM_NETWORK_INTERFACE_NAME")
+        return named or json.loads(environ["SM_RESOURCE_CONFIG"])["network_interface_name"]
 
 
 def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager[None]:

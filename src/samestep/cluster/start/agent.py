@@ -159,7 +159,7 @@ class _Ranks:
             try:
                 self._start(config, files)
             except ChildFailedError as error:
-                self._over.set()  # that the job has ended is then no news from elsewhere
+                self._over.set()  # before the ranks' files are read, which takes a while
                 return self._failed(first_of(error.failures, part.host, files.here))
             except host_agent.HungError as error:
                 self._over.set()
@@ -203,6 +203,7 @@ class _Ranks:
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
     def _failed(self, failure: Failure) -> Outcome:
+        self._over.set()  # that the job has ended is then no news from elsewhere
         self._roll_call.tell_failure(failure)
         outcome = of_failures([failure])
         assert outcome is not None
