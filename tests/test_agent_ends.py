@@ -73,7 +73,7 @@ def test_a_host_takes_its_own_failure_for_no_end_elsewhere(monkeypatch: pytest.M
     failure = Failure(host="host-a", rank=0, exit_code=1, reason="ValueError: planted", log="rank-0.err", at=0.0)
     with ranks._watch():
         time.sleep(0.1)
-        outcome = ranks._failed(failure)
+        outcome = ranks._failed(lambda: failure)
     assert killed == []
     assert outcome.exit_code == 1
     assert outcome.message is not None

@@ -11,12 +11,13 @@ import pytest
 from samestep.cluster.start import controller
 from samestep.cluster.start.controller import Controller
 from samestep.cluster.start.link import Ended, Event, Told
-from samestep.cluster.start.outcome import Outcome
+from samestep.cluster.start.outcome import Failure, Outcome
 from samestep.cluster.start.part import Part
 from samestep.cluster.start.starter import Bring
 
 TRIES = 5
 GONE = "gone"  # the host is never reached
+REACHING = "reaching"  # nothing is known of it yet
 LOST = "lost"  # it was reached, and is lost
 DONE = Outcome()
 
@@ -34,6 +35,7 @@ class Reached:
 
     def __init__(self, bring: Bring, request: bytes, events: "SimpleQueue[Event]") -> None:
         self.bring = bring
+        self.began = time.monotonic()
         self.started: set[str] = set()
         self.orders: list[str] = []
         self._events = events
@@ -43,14 +45,15 @@ class Reached:
             words = self.says[host]
             says = words[min(len(tries), len(words) - 1)]
             tries.append(time.monotonic())
-            if says == GONE:
+            self._reaching = says == REACHING
+            if says in (GONE, REACHING):
                 continue
             self._tell(host, started=True)
             if isinstance(says, Outcome):
                 self._tell(host, outcome=says.to_json())
             elif says is None:
                 self._works.add(host)
-        if self._works:
+        if self._works or self._reaching:
             self.working.append(self)
         else:
             self._end()
@@ -154,6 +157,26 @@ def test_a_host_that_is_told_to_stop_leaves_the_others_and_is_tried_again_late(
     assert second - first >= 0.4
 
 
+def test_a_host_that_is_told_to_stop_once_more_after_it_has_worked_is_told_again(
+    run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = Outcome(exit_code=143, message="stopped by signal 15")
+    began = Reached.__init__
+
+    def long_ago(self: Reached, *given: Any) -> None:
+        began(self, *given)
+        self.began -= 60.0
+
+    monkeypatch.setattr(Reached, "__init__", long_ago)
+    assert run({"worker-1": [None], "worker-2": [stopped, stopped, None]}, tries=3) == DONE
+    assert capfd.readouterr().err.count("worker-2: stopped by signal 15; the others go on") == 2
+
+
+def test_a_host_that_is_still_being_reached_is_none_that_goes_on(run: Callable[..., Outcome]) -> None:
+    stopped = Outcome(exit_code=143, message="stopped by signal 15")
+    assert run({"worker-1": [REACHING], "worker-2": [stopped]}, tries=TRIES).exit_code == 143
+
+
 @pytest.mark.parametrize("exit_code", [1, 2])
 def test_a_host_that_comes_back_unready_ends_nobodys_job(
     run: Callable[..., Outcome], capfd: pytest.CaptureFixture[str], exit_code: int
@@ -185,3 +208,11 @@ def test_the_last_host_that_gives_up_ends_the_job(run: Callable[..., Outcome]) -
 )
 def test_behind_one_process_too_the_others_do_the_job(run: Callable[..., Outcome], says: Says) -> None:
     assert run({"worker-1": [None], "worker-2": [says], "worker-3": [None]}, together=True) == DONE
+
+
+def test_behind_one_process_too_the_host_that_was_lost_is_named(run: Callable[..., Outcome]) -> None:
+    lost_it = Failure(host="worker-1", rank=0, exit_code=1, reason="closed", log="x", at=0.0, follows=True)
+    follows = Outcome(exit_code=1, message="rank 0 on worker-1 failed first", failure=lost_it)
+    cut_off = Outcome(exit_code=1, message="cut off")
+    found = run({"worker-1": [follows], "worker-2": [LOST], "worker-3": [cut_off]}, together=True)
+    assert (found.exit_code, found.message) == (1, "worker-2 was lost in the middle of the job")

@@ -98,4 +98,5 @@ def test_hosts_that_a_training_would_leave_idle_are_told() -> None:
     )
     assert idle_hosts({**BATCH, "SLURM_JOB_NODELIST": "gpu01", "SLURM_JOB_NUM_NODES": "1"}) is None
     assert idle_hosts({**BATCH, "SLURM_NODEID": "7"}) is None  # wrong, and of no matter here
+    assert idle_hosts({"RAY_ADDRESS": "10.0.0.5:6379"}) is None  # no cluster is asked for a note
     assert idle_hosts({}) is None

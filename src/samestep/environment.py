@@ -251,7 +251,7 @@ def place_interface(environ: Mapping[str, str] = os.environ) -> str | None:
     """The network interface that a place names for the messages between its hosts: SageMaker does."""
     with suppress(KeyError, ValueError, TypeError):  # what is wrong with them is told elsewhere
         named = environ.get("SM_NETWORK_INTERFACE_NAME")
-        return named or json.loads(environ["SM_RESOURCE_CONFIG"])["network_interface_name"]
+        return named or str(json.loads(environ["SM_RESOURCE_CONFIG"])["network_interface_name"] or "") or None
 
 
 def as_torchrun(ranks: Ranks, address: str, port: int) -> AbstractContextManager[None]:

@@ -235,11 +235,11 @@ def words_in_a_pod(options: argparse.Namespace) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
     usual = parser.parse_args([])
-    if idle := [name for name in _OF_NO_POD if getattr(options, name) != getattr(usual, name)]:
-        flags = " and ".join("--pass" if name == "passed" else _flag(name) for name in idle)
+    if refused := [name for name in _OF_NO_POD if getattr(options, name) != getattr(usual, name)]:
+        flags = " and ".join("--pass" if name == "passed" else _flag(name) for name in refused)
         raise UserError(
             f"{flags} would have no effect with --k8s: Kubernetes starts the pods and tells them of each other, and "
-            "their variables are those of the manifest; leave it out"
+            "their variables are those of the manifest; leave out what has none"
         )
     words = []
     for name in _IN_A_POD:

@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from samestep import __version__, environment
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if job_options.is_main():
             print(f"samestep: {error}", file=sys.stderr)
         elif not told:
-            time.sleep(_FIRST_TELLS)  # a launcher ends the others as soon as one rank has ended
+            with suppress(KeyboardInterrupt):
+                time.sleep(_FIRST_TELLS)  # a launcher ends the others as soon as one rank has ended
         return 2
     except (RankFailedError, StartError) as error:
         print(f"samestep: {error}", file=sys.stderr)

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 
 from samestep.cluster.network.address import LOOPBACK
-from samestep.cluster.network.holders import holders
+from samestep.cluster.network.holders import NOBODY_LISTENS, holders
 from samestep.doctor.finding import Asked, Finding, ok, problem
 
 
@@ -36,7 +36,7 @@ def port(asked: Asked) -> Iterator[Finding]:
         yield problem(subject, "only root may listen on it", "a port from 1024 on would do", held_by=[])
     else:
         held_by = holders(asked.port)
-        who = ", ".join(map(str, held_by)) or "a closed connection"
+        who = ", ".join(map(str, held_by)) or NOBODY_LISTENS
         yield problem(
             subject,
             f"taken by {who}",

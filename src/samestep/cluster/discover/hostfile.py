@@ -21,6 +21,7 @@ class Hostfile:
     name = "hostfile"
     sign = "--hostfile FILE"
     everywhere = False
+    allocates = False
 
     def named(self, given: Given) -> bool:
         return given.hostfile is not None

@@ -14,6 +14,7 @@ class OpenMpi:
     name = "open-mpi"
     sign = "OMPI_COMM_WORLD_SIZE"
     everywhere = False
+    allocates = False
 
     def named(self, given: Given) -> bool:
         return False

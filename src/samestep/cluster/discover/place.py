@@ -84,6 +84,7 @@ class Place(Protocol):
     name: str
     sign: str  # what shows that this place is there, for messages
     everywhere: bool  # whether the place by itself runs the user's command on every host, and tells none its rank
+    allocates: bool  # whether its hosts were given to this job alone, so that those it doesn't take stay idle
 
     def named(self, given: Given) -> bool:
         """Whether the user named it, such as by the path of a hostfile."""

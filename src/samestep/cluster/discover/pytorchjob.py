@@ -19,6 +19,7 @@ class PyTorchJob:
     name = "pytorchjob"
     sign = "MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK in a pod, or PET_RDZV_ENDPOINT and PET_NNODES"
     everywhere = True
+    allocates = False
 
     def named(self, given: Given) -> bool:
         return False

@@ -19,6 +19,7 @@ class Ray:
     name = "ray"
     sign = "--ray ADDRESS or RAY_ADDRESS"
     everywhere = False
+    allocates = False
 
     def named(self, given: Given) -> bool:
         return given.ray is not None

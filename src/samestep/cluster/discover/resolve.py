@@ -65,7 +65,7 @@ def idle_hosts(environ: Mapping[str, str]) -> str | None:
     given = Given(environ=environ)
     place = next(each for each in PLACES if each.there(given))
     try:
-        hosts = () if place.everywhere else place.find(given).cluster.hosts
+        hosts = place.find(given).cluster.hosts if place.allocates else ()
     except UserError:
         return None  # what the place says wrong is of no matter to a training on one host
     if len(hosts) <= 1:

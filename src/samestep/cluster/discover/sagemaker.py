@@ -15,6 +15,7 @@ class SageMaker:
     name = "sagemaker"
     sign = "SM_HOSTS and SM_CURRENT_HOST, or SM_RESOURCE_CONFIG"
     everywhere = True
+    allocates = False
 
     def named(self, given: Given) -> bool:
         return False

@@ -15,6 +15,7 @@ class Slurm:
     name = "slurm"
     sign = "SLURM_JOB_ID"
     everywhere = False
+    allocates = True
 
     def named(self, given: Given) -> bool:
         return False

@@ -11,6 +11,7 @@ class ThisMachine:
     name = "this-machine"
     sign = "always there"
     everywhere = False
+    allocates = False
 
     def named(self, given: Given) -> bool:
         return False

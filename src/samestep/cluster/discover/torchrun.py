@@ -13,6 +13,7 @@ class Torchrun:
     name = "torchrun"
     sign = "RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
     everywhere = False
+    allocates = False
 
     def named(self, given: Given) -> bool:
         return False

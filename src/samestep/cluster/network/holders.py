@@ -10,6 +10,9 @@ from pathlib import Path
 _PROC = Path("/proc")
 _LISTENING = "0A"
 
+# By whom a port is taken on which nobody listens, as far as can be seen.
+NOBODY_LISTENS = "a socket that does not listen, such as an outgoing connection or one that was closed a moment ago"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
@@ -33,7 +36,7 @@ def why_not(port: int, error: OSError) -> str | None:
         return "is one that only root may listen on"
     if error.errno != errno.EADDRINUSE:
         return None
-    return f"is taken by {', '.join(map(str, holders(port))) or 'a process that has ended, or a closed connection'}"
+    return f"is taken by {', '.join(map(str, holders(port))) or NOBODY_LISTENS}"
 
 
 def holders(port: int) -> list[Holder]:

@@ -5,9 +5,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -159,11 +160,9 @@ class _Ranks:
             try:
                 self._start(config, files)
             except ChildFailedError as error:
-                self._over.set()  # before the ranks' files are read, which takes a while
-                return self._failed(first_of(error.failures, part.host, files.here))
+                return self._failed(partial(first_of, error.failures, part.host, files.here))
             except host_agent.HungError as error:
-                self._over.set()
-                return self._failed(of_hang(error.hang, part.host, files.here))
+                return self._failed(partial(of_hang, error.hang, part.host, files.here))
             except SignalException:
                 if self._ended is None:
                     raise
@@ -202,8 +201,9 @@ class _Ranks:
         # Without accelerators, what was chosen are slots, which are all alike.
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
-    def _failed(self, failure: Failure) -> Outcome:
-        self._over.set()  # that the job has ended is then no news from elsewhere
+    def _failed(self, find: Callable[[], Failure]) -> Outcome:
+        self._over.set()  # that the job has ended is then no news from elsewhere, also while the files are read
+        failure = find()
         self._roll_call.tell_failure(failure)
         outcome = of_failures([failure])
         assert outcome is not None

@@ -58,11 +58,16 @@ class Clocks:
         self._answered = 0
         self._heard: Difference | None = None
 
+    def go_on_with(self, store: dist.TCPStore) -> None:
+        """The connection to the store was lost, and this is another one."""
+        self._store = store
+
     def ask(self) -> None:
         """Ask, before this host is seen to be there: whoever waits for it answers before he waits no longer."""
         self._until = time.monotonic() + _PATIENCE
         self._asked_at = self._clock()
-        self._mine = self._answered = self._store.add(_ASKED, 1)  # earlier questions are for those who were here
+        self._mine = self._store.add(_ASKED, 1)
+        self._answered = self._answered or self._mine  # earlier questions are for those who were here
 
     def answer(self) -> None:
         """Answer what others have asked since; to be called again and again."""
@@ -70,7 +75,7 @@ class Clocks:
             return
         with suppress(RuntimeError):  # a store that is gone is met elsewhere
             asked = self._store.add(_ASKED, 0)
-            for number in range(self._answered + 1, asked + 1):
+            for number in set(range(self._answered + 1, asked + 1)) - {self._mine}:
                 told = json.dumps({"host": self._part.host, "time": self._clock()})
                 self._store.compare_set(f"{_ANSWER}/{number}", "", told)
             self._answered = asked

@@ -13,6 +13,8 @@ def check_command(command: Sequence[str], host: str) -> None:
     if first == "-m":
         if len(command) < 2:
             raise UserError("-m names no module; write it after -m")
+        if command[1] == "samestep" and (job := _job_file(command)) is not None and not Path(job).is_file():
+            raise UserError(f"there is no job file {job} in {Path.cwd()} on {host}")
     elif first.endswith(".py"):
         if not Path(first).is_file():
             raise UserError(f"there is no script {first} in {Path.cwd()} on {host}")
@@ -21,3 +23,8 @@ def check_command(command: Sequence[str], host: str) -> None:
             f"there is no program {first} on {host}; a script of Python's has a name that ends in .py, "
             "and a module stands behind -m"
         )
+
+
+def _job_file(command: Sequence[str]) -> str | None:
+    """The job file among the words of a command of samestep's."""
+    return next((word for word in command if word.endswith((".yaml", ".yml")) and "=" not in word), None)

@@ -116,17 +116,24 @@ class Controller:
             return False
         # A mistake ends the job, but for one that shows when a host comes back: its disk may not be mounted yet.
         own = outcome.exit_code == 1 or outcome.exit_code > _BY_SIGNAL or link.bring in self._waits
-        others = {part.host for each in self._links for part in each.bring.parts} - {host}
+        others = {each for link in self._links for each in link.started} - {host}
         return outcome.exit_code != 0 and own and bool(others - self._outcomes.keys() - self._gave_up.keys())
 
     def _ended(self, link: Link) -> None:
         missing = [part.host for part in link.bring.parts if part.host not in self._outcomes]
         if not missing or self._signal or self._ordered:
             return
-        if self._elastic and any(part.host in self._outcomes for part in link.bring.parts):
+        done = [self._outcomes[part.host].exit_code == 0 for part in link.bring.parts if part.host in self._outcomes]
+        if self._elastic and any(done):
             return  # others behind the same process have done the job without them
-        gave_up = self._gave_up.pop(missing[0], None)
-        reason = _reason(missing[0], gave_up) if gave_up is not None else link.why(missing)
+        lost = [host for host in missing if host not in self._gave_up]
+        gave_up = None if lost else self._gave_up[missing[0]]
+        reason = link.why(lost) if gave_up is None else _reason(missing[0], gave_up)
+        if gave_up is not None and self._over:
+            self._outcomes[missing[0]] = gave_up
+            return
+        for host in missing:
+            self._gave_up.pop(host, None)
         if self._elastic and self._links and not self._over:
             self._await(link, reason, gave_up)
             return
@@ -135,8 +142,9 @@ class Controller:
 
     def _await(self, link: Link, reason: str, gave_up: Outcome | None) -> None:
         """Try a lost host again later, and say so once for each time that it is lost."""
-        # A host that gives up for the same reason as before has not come back in between.
-        same = gave_up is not None and self._reasons.get(link.bring) == reason
+        # A host that soon gives up for the same reason as before has not come back in between.
+        soon = time.monotonic() - link.began < _LONGEST_WAIT
+        same = gave_up is not None and soon and self._reasons.get(link.bring) == reason
         before = None if link.started and not same else self._waits.get(link.bring)
         self._reasons[link.bring] = reason
         if before is None:

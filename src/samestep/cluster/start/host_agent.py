@@ -229,7 +229,7 @@ class HostAgent(_ElasticAgent):
         super()._stop_workers(worker_group)
 
     def _let_stop(self) -> None:
-        """Give the ranks notice, upon which samestep's save and end after a step that all of them take."""
+        """Give the ranks notice and time to save; samestep's own end after a step that all of them take."""
         for rank in self._ranks:
             if rank.alive():
                 with suppress(ProcessLookupError):

@@ -202,9 +202,7 @@ def _from_here(found: Found, wanted: Wanted, variables: Variables) -> Outcome:
     ]
     if variables.kept_back:
         names = ", ".join(variables.kept_back)
-        print(
-            f"samestep: not sent to other hosts, since it may be secret: {names}; --pass NAME does", file=sys.stderr
-        )
+        print(f"samestep: {starter.kept_back}, since it may be secret: {names}; --pass NAME does", file=sys.stderr)
     brings = starter.bring(parts, ways)
     controller = Controller(brings, wanted.folder, variables.values, notice=wanted.notice, elastic=fewest != most)
     return controller.run()

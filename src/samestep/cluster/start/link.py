@@ -3,6 +3,7 @@
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from samestep.cluster.start.remote import MARK
 from samestep.cluster.start.starter import Bring
 
 _NO_COMMAND = (126, 127)  # what a shell ends with that can't run or find a command
-_NO_MODULE = "No module named 'samestep'"
+_NO_PYTHON = ("No module named 'samestep'", "execve()")  # what Python says, and srun
 _LAST_LINES = 12  # of a process that ended before its agent ran
 _LATE = 1.0  # seconds for what was printed to arrive when its process has ended
 
@@ -52,6 +53,7 @@ class Link:
     def __init__(self, bring: Bring, request: bytes, events: "SimpleQueue[Event]") -> None:
         """Start it, and put all that comes from it into `events`."""
         self.bring = bring
+        self.began = time.monotonic()
         self.started: set[str] = set()  # hosts whose agents run
         self._events = events
         self._held: list[tuple[int, bytes]] = []
@@ -135,6 +137,6 @@ class Link:
         if lost:
             return f"{', '.join(lost)} was lost in the middle of the job: {end}{': ' if lines else ''}{lines}"
         said = f"{', '.join(hosts)} can't be reached: {lines or 'no message'} ({end})"
-        if self._process.returncode in _NO_COMMAND or _NO_MODULE in lines:
+        if self._process.returncode in _NO_COMMAND or any(words in lines for words in _NO_PYTHON):
             return f"{said}; samestep is to be installed there too, and --remote-python names the Python that has it"
         return said

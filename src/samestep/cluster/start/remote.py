@@ -58,11 +58,12 @@ def main() -> int:
 
 
 def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> Outcome:
-    if asked["version"] != __version__:  # what follows may mean something else, or nothing
+    theirs = asked.get("version", "an older one")
+    if theirs != __version__:  # what follows may mean something else, or nothing
         return Outcome(
             exit_code=2,
             message=f"the hosts of this job differ in their samestep version: the starting machine has "
-            f'"{asked["version"]}", {host} has "{__version__}"; install the same on both',
+            f'"{theirs}", {host} has "{__version__}"; install the same on both',
         )
     try:
         part = Part.from_json(values)

@@ -53,7 +53,6 @@ class RollCall:
         self.address = store_place.to_serve_at(part, found) if part.serves else part.address
         self._server = store_place.served(part, self.address) if part.serves else None
         self._await_port(self.address, part.port)
-        self._clock = clock
         self._store = self._reached()
         self._clocks = Clocks(self._store, part, clock)
 
@@ -62,13 +61,13 @@ class RollCall:
         address, port = self.address, self._part.port
         found: list[dist.TCPStore | Exception] = []
 
-        def reach() -> None:
+        def connect() -> None:
             try:
                 found.append(store_client(address, port, answer_within=_ANSWER))
             except (RuntimeError, ValueError) as error:
                 found.append(error)
 
-        thread = threading.Thread(target=reach, daemon=True)
+        thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(_ANSWER)
         store = found[0] if found else TimeoutError("no answer")
@@ -126,7 +125,7 @@ class RollCall:
             if found == "answers":
                 with suppress(StartError):  # the connection may break once more
                     self._store = self._reached()
-                    self._clocks = Clocks(self._store, self._part, self._clock)
+                    self._clocks.go_on_with(self._store)
                     return
         raise StartError(f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}")
 

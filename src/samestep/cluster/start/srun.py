@@ -41,4 +41,4 @@ def _gpus(parts: Sequence[Part]) -> list[str]:
     return [f"--gpus={sum(there[part.host] for part in parts)}"]
 
 
-STARTER = Starter(bring=_bring)
+STARTER = Starter(bring=_bring, kept_back="not given to the ranks")

@@ -37,5 +37,7 @@ class Starter:
     """A way to bring agents up."""
 
     bring: Callable[[Sequence[Part], Ways], list[Bring]]
+    # What becomes of variables that may be secrets, for a message.
+    kept_back: str = "not sent to other hosts"
     # What a host's name stands for, in the eyes of this starter: an address or a name that resolves here.
     resolve: Callable[[str, Ways], str] = lambda host, ways: host
