@@ -5,6 +5,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,19 @@ def test_two_mistakes_in_a_file_are_told_together(place: Path, capsys: pytest.Ca
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("samestep: two.yaml:3: recipe.batch is 'many'")
     assert second.startswith('two.yaml:4: unknown key "recipe.sed"')
+
+
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [2.0])])
+def test_ranks_that_do_not_tell_a_mistake_leave_the_first_time_to_tell_it(
+    place: Path, rank: str, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(place / "nowhere.yaml")]) == 2
+    assert slept == waits
+    assert ("no job file" in capsys.readouterr().err) == (rank == "0")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])

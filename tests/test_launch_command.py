@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launching import TOLD, await_files, ranks_alive, started
+from places import BATCH
 from small_jobs import faults_in, losses_in
 
 from samestep.cli import launch_options
@@ -137,6 +138,21 @@ def test_the_restarts_that_a_job_says_hold_for_its_launch(
     Path("hosts").write_text("a slots=1\nb slots=1\n", encoding="utf-8")
     assert main(["train", "job.yaml", "--hostfile", "hosts", "--nodes", "1:2", *words]) == 0
     assert [each.max_restarts for each in asked] == [restarts]
+
+
+def test_a_training_says_which_hosts_of_its_allocation_it_leaves_idle(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("job.yaml").write_text(JOB.replace("FOLDER", "run").replace("dp2", "single"), encoding="utf-8")
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "job.yaml"]) == 0
+    assert capfd.readouterr().err.startswith("samestep: this slurm job has 3 hosts, and the training takes this one")
+
+
+def test_a_job_file_that_is_not_there_is_named_before_any_rank_starts(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--num-procs", "1", "--", "-m", "samestep", "train", "nowhere.yaml"]) == 2
+    assert re.fullmatch(r"samestep: there is no job file nowhere.yaml in \S+ on \S+\n", capfd.readouterr().err)
 
 
 def test_what_ranks_write_is_in_the_runs_folder_and_told_there(capfd: pytest.CaptureFixture[str]) -> None:
