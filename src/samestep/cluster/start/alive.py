@@ -92,7 +92,9 @@ class Alive:
     def leave(self, state: State) -> None:
         """This host's ranks have ended, or will now; without effect where they have done all."""
         self._state = "done" if self._state == "done" else state
-        self._peers, self._tells = (), dict
+        self._tells = dict
+        if state != "changes":  # ranks that save for a change would wait for those of a host that is lost meanwhile
+            self._peers = ()
         self._wake.set()
 
     def done(self) -> None:

@@ -1,0 +1,51 @@
+"""Signs of life: what a host sees of the others while its ranks run, and while they save for a change."""
+
+from collections.abc import Iterator
+
+import pytest
+from small_jobs import wait_until
+
+from samestep.cluster.network.store import store_at
+from samestep.cluster.start.alive import Alive, Peer
+from samestep.cluster.start.limits import Limits
+
+SILENCE = 2.0
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Alive, Alive]]:
+    """Two hosts whose ranks run."""
+    store = store_at("127.0.0.1")
+    limits = Limits(silence=SILENCE)
+    both = [Alive("127.0.0.1", store.port, job="one", node=node, limits=limits) for node in (0, 1)]
+    for node, alive in enumerate(both):
+        other = both[1 - node]
+        alive.enter(0, [Peer(node=1 - node, name=f"host-{'ab'[1 - node]}", agent=other.agent)], dict)
+    yield both[0], both[1]
+    for alive in both:
+        alive.close()
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_host_that_falls_silent_is_lost_also_while_the_others_save(hosts: tuple[Alive, Alive], saves: bool) -> None:
+    one, other = hosts
+    assert one.lost() is None
+    if saves:
+        one.leave("changes")
+    other.close()
+    assert wait_until(one.lost, 15.0) > SILENCE / 2
+    lost = one.lost()
+    assert lost is not None
+    assert (lost.what, lost.host) == ("host", "host-b")
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_host_whose_rank_failed_is_seen_also_while_the_others_save(hosts: tuple[Alive, Alive], saves: bool) -> None:
+    one, other = hosts
+    if saves:
+        one.leave("changes")
+    other.leave("failed")
+    wait_until(one.lost, 10.0)
+    lost = one.lost()
+    assert lost is not None
+    assert (lost.what, lost.state) == ("round", "failed")
