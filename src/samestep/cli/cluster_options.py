@@ -32,7 +32,12 @@ def add_device(parser: "argparse._ActionsContainer") -> None:
 def named(options: argparse.Namespace) -> list[str]:
     """The flags with which hosts were named or filtered."""
     names = ("hostfile", "ray", "place", "include", "exclude", "num_nodes", "num_procs")
-    return ["--" + name.replace("_", "-") for name in names if getattr(options, name) is not None]
+    return [flag(name) for name in names if getattr(options, name) is not None]
+
+
+def flag(name: str) -> str:
+    """An option as the user writes it, of the name that it has here."""
+    return "--" + name.replace("_", "-")
 
 
 def cluster_from(options: argparse.Namespace, device: "DeviceChoice") -> "Found":

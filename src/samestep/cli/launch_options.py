@@ -172,7 +172,6 @@ def check(wanted: "Wanted") -> None:
     """Raise UserError for what can be seen to be wrong before any host is."""
     from samestep.cluster.binding import check_choice
     from samestep.cluster.contracts import table
-    from samestep.cluster.start.limits import Limits
 
     table.check(wanted.engine)
     check_choice(wanted.bind)
@@ -236,7 +235,7 @@ def words_in_a_pod(options: argparse.Namespace) -> list[str]:
     add_arguments(parser)
     usual = parser.parse_args([])
     if refused := [name for name in _OF_NO_POD if getattr(options, name) != getattr(usual, name)]:
-        flags = " and ".join("--pass" if name == "passed" else _flag(name) for name in refused)
+        flags = " and ".join("--pass" if name == "passed" else cluster_options.flag(name) for name in refused)
         raise UserError(
             f"{flags} would have no effect with --k8s: Kubernetes starts the pods and tells them of each other, and "
             "their variables are those of the manifest; leave out what has none"
@@ -246,12 +245,8 @@ def words_in_a_pod(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value != getattr(usual, name):
             text = f"{value:g}" if isinstance(value, float) else str(value)
-            words += [_flag(name), text]
+            words += [cluster_options.flag(name), text]
     return words
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _own_parser() -> argparse.ArgumentParser:

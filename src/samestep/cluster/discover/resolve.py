@@ -39,7 +39,7 @@ def find(given: Given, place: str | None = None) -> Found:
         return _called(place, given, named).find(given)
     if len(named) > 1:
         raise UserError(f"{' and '.join(each.sign for each in named)} both name hosts; leave one of them out")
-    chosen = named[0] if named else next(each for each in PLACES if each.there(given))
+    chosen = named[0] if named else _shown(given)
     return chosen.find(given)
 
 
@@ -49,7 +49,7 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
     For a process that is no rank, and is about to start its own.
     """
     given = Given(environ=environ)
-    place = next(each for each in PLACES if each.there(given))
+    place = _shown(given)
     if not place.everywhere:
         return
     hosts = place.find(given).cluster.hosts
@@ -63,7 +63,7 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
 def idle_hosts(environ: Mapping[str, str]) -> str | None:
     """What to tell where a job has several hosts, of which this process would use its own alone; None elsewhere."""
     given = Given(environ=environ)
-    place = next(each for each in PLACES if each.there(given))
+    place = _shown(given)
     try:
         hosts = place.find(given).cluster.hosts if place.allocates else ()
     except UserError:
@@ -74,6 +74,11 @@ def idle_hosts(environ: Mapping[str, str]) -> str | None:
         f"this {place.name} job has {len(hosts)} hosts, and the training takes this one alone; "
         f"with --place {place.name} it takes all of them"
     )
+
+
+def _shown(given: Given) -> Place:
+    """The first place that shows; this machine always does."""
+    return next(each for each in PLACES if each.there(given))
 
 
 def _called(name: str, given: Given, named: Sequence[Place]) -> Place:

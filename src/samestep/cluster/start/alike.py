@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from samestep import __version__
+from samestep.cluster.start.command import JOB_FILES, is_file, is_ours
 from samestep.cluster.start.part import Part
 from samestep.cluster.variables import is_secret
 
@@ -33,8 +34,6 @@ _REMEDIES = {
 _GIVE = "give both the same"
 
 _SCRIPTS = (".py", ".sh")
-_JOBS = (".yaml", ".yml")
-_OURS = ("-m", "samestep")
 
 # A name and what follows it in the same word: --token=x, run.token=x, {"token": x}, -c "train --token x".
 _NAMED = re.compile(r"([\w.-]+)[\"']?[=:\s]")
@@ -60,7 +59,7 @@ def told(part: Part) -> dict[str, Any]:
         found["device"] = part.device
         found["command"] = _told_words(part.command)
     if (number := _file(part.command)) is not None:
-        kind, path = "job file" if _is_ours(part.command) else "script", Path(part.command[number])
+        kind, path = "job file" if is_ours(part.command) else "script", Path(part.command[number])
         with suppress(OSError):  # a rank will say why it can't be read
             found[kind] = f"{path.name} of SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     if part.alike:
@@ -101,24 +100,13 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _is_ours(command: Sequence[str]) -> bool:
-    return tuple(command[:2]) == _OURS
-
-
 def _file(command: Sequence[str]) -> int | None:
     """Which word names the script that is run, or the job file of samestep's own commands; None where none does."""
     for number, word in enumerate(command):
-        is_meant = word.endswith(_JOBS if _is_ours(command) else _SCRIPTS) or (number == 0 and _is_text(word))
-        if is_meant and _is_file(word):
+        is_meant = word.endswith(JOB_FILES if is_ours(command) else _SCRIPTS) or (number == 0 and _is_text(word))
+        if is_meant and is_file(word):
             return number
     return None
-
-
-def _is_file(word: str) -> bool:
-    try:
-        return Path(word).is_file()
-    except OSError:  # it is too long for a name
-        return False
 
 
 def _is_text(program: str) -> bool:
