@@ -69,7 +69,8 @@ def take(case: Case, task: Looped, batch: int, steps: int) -> Any:
         threads=1,
     ) as session:
         try:
-            model, optimizer = session.prepare(model, optimizer)
+            example = task.collate([task.train_set()[0], task.train_set()[1]]).inputs
+            model, optimizer = session.prepare(model, optimizer, example, batch_buffers=task.batch_buffers())
             for each in session.batches(task.train_set(), batch=batch, collate=task.collate, steps=steps):
                 for group in optimizer.param_groups:
                     group["lr"] = rate(group, each.step)

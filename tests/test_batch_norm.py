@@ -23,11 +23,27 @@ class Block(nn.Module):
         return torch.tanh(self.norm(self.linear(hidden)))
 
 
+class Fused(nn.BatchNorm1d):
+    """A batch norm whose own forward goes on, as those of image models do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input.contiguous()))
+
+
+class FusedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(12, 12, bias=False), Fused(12, momentum=0.3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(self.linear(hidden))
+
+
 class Normed(nn.Module):
     def __init__(self, *, sync: bool) -> None:
         super().__init__()
         self.first = nn.Linear(4, 12)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList([Block(), FusedBlock()])
         self.lines = nn.BatchNorm1d(3, momentum=None)  # type: ignore[arg-type]  # a cumulative average
         self.planes = nn.SyncBatchNorm(3) if sync else nn.BatchNorm2d(3)
         self.cubes = nn.BatchNorm3d(3, affine=False)

@@ -277,7 +277,9 @@ def test_verify_prints_and_writes_its_proof(place: Path) -> None:
     done = samestep("verify", "good.yaml", "--layout", "dp2", "--steps", "3", "--json", "proof.json", place=place)
     assert done.returncode == 0, done.stderr
     proof = json.loads((place / "proof.json").read_text(encoding="utf-8"))
-    differences = proof.pop("max_relative_difference")
+    differences, as_built = proof.pop("max_relative_difference"), proof.pop("as_built")
+    assert as_built["same"] is True
+    assert proof.pop("nonfinite") == []
     assert proof == {"layout": "dp2", "dtype": "float64", "steps": 2, "tolerance": 1e-10, "same_step": True}
     assert differences.keys() == {"loss", "grad_norm", "parameters", "metrics"}
     assert max(differences.values()) < 1e-10

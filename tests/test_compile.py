@@ -24,10 +24,10 @@ def test_compiled_blocks_take_the_same_step(layout: str) -> None:
 @pytest.mark.parametrize(("layout", "what"), [("pp2", "stages are not"), ("cp2", "blocks on parts of the tokens")])
 def test_layouts_that_are_not_compiled_are_refused(layout: str, what: str) -> None:
     with pytest.raises(samestep.LayoutError, match=f"{what}.* run.compile: false would do"):
-        samestep.verify(recipe("bert"), layout=layout, compile=True)
+        samestep.verify(recipe("bert"), layout=layout, compile=True, check=False)
 
 
 def test_dropout_is_not_compiled() -> None:
     task = Points(dropout=0.1)
-    with pytest.raises(samestep.UserError, match=r"run\.compile: .* has p of 0\.1, .* recipe\.dropout: false"):
+    with pytest.raises(samestep.UserError, match=r"compile is true, and 3 \(Dropout\) .* recipe\.dropout: false"):
         samestep.verify(samestep.Recipe(task=task, steps=2), compile=True, dropout=True)

@@ -87,8 +87,9 @@ def test_when_restarts_are_used_up_the_failure_is_told(tmp_path: Path) -> None:
 
 
 def test_a_users_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    # Without the check of the contract, which would find it before any rank starts.
     with pytest.raises(samestep.UserError, match=r"^the user's fault, seen late$"):
-        train(tmp_path / "run", task=Counted(folder=str(tmp_path)), max_restarts=3)
+        train(tmp_path / "run", task=Counted(folder=str(tmp_path)), max_restarts=3, check=False)
     assert len(list(tmp_path.glob("start-*"))) == 1
 
 

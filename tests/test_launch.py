@@ -99,7 +99,7 @@ recipe:
   args: {{way: slow, marker: {marker}}}
   batch: 16
   steps: 50
-run: {{layout: dp2, folder: {folder}}}
+run: {{layout: dp2, folder: {folder}, check: false}}
 """
 
 

@@ -195,7 +195,7 @@ def count_messages(rank: int, layouts: list[str], folder: Path) -> None:
         mesh = build_mesh(layout, "cpu")
         model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(BLOCKS)))
         device = torch.device("cpu")
-        settings = {"precision": "fp32", "autocast": nullcontext, "details": Details()}
+        settings = {"precision": "fp32", "autocast": nullcontext, "details": Details(example=torch.ones(2, 7))}
         spread_model = spread(model, layout, mesh, device, **settings)  # pyright: ignore
         module = spread_model.module  # pyright: ignore
         plain = torch.optim.SGD(module.parameters(), 0.1)

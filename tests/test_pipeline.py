@@ -214,7 +214,7 @@ def test_mixed_precision_trains(tmp_path: Path, precision: Any) -> None:
 def message(task: samestep.Task, layout: str, **values: Any) -> str:
     run = {name: values.pop(name) for name in ("cut_at", "micro_batch") if name in values}
     with pytest.raises(samestep.UserError) as error:
-        samestep.verify(recipe(task, **values), layout=layout, threads=1, **run)
+        samestep.verify(recipe(task, **values), layout=layout, threads=1, check=False, **run)
     return str(error.value)
 
 
@@ -285,7 +285,12 @@ class Alone:
         ),
         (NextWord(kind="llama"), "pp3", ("model.layers.1",), "1 name, which makes 2 stages; the layout has 3, so 2"),
         (NextWord(kind="llama"), "pp2", ("model.layers.0",), "the first layer of a stage but the first, in order"),
-        (tasks.T5(), "pp2", (), "encoder.block.1 gives 2 tensors to the layer after it, and a stage hands on one"),
+        (
+            tasks.T5(),
+            "pp2",
+            ("encoder.block.1",),
+            "encoder.block.0 gives 2 tensors that layers after it take, and a stage hands on one",
+        ),
         (tasks.Skipping(), "pp2", (), "layers of stage 1 take more that is computed from it than the hidden state"),
         (tasks.Repeating(), "pp2", (), "layers.0 is called 2 times in one forward, and a pipeline passes each"),
         (tasks.TiedLayers(), "pp2", (), "is needed by stage 1 too, since it is tied to 2.0.weight"),
@@ -302,7 +307,9 @@ def test_a_model_that_cannot_be_cut_so_is_refused_with_the_reason(
 
 
 def test_a_refusal_in_the_ranks_is_one_line() -> None:
-    assert message(tasks.T5(), "pp2").startswith('layout "pp2": encoder.block.1 gives 2 tensors')
+    assert message(tasks.T5(), "pp2", cut_at=["encoder.block.1"]).startswith(
+        'layout "pp2": encoder.block.0 gives 2 tensors'
+    )
     assert "1 (BatchNorm1d) would take its statistics from one micro-batch's samples" in message(Normed(), "pp2")
 
 

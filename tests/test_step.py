@@ -320,6 +320,6 @@ def test_a_loss_that_is_a_mean_alone_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_a_term_does_no_harm(tmp_path: Path) -> None:
-    result = samestep.train(samestep.Recipe(task=NoWords(), batch=16, steps=2), folder=tmp_path)
+    result = samestep.train(samestep.Recipe(task=NoWords(), batch=16, steps=2), folder=tmp_path, check=False)
     assert result.losses == (0.0, 0.0)
     assert all(torch.isfinite(value).all() for value in load_file(result.model_file).values())

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from samestep import tasks as tasks
     from samestep.api import dry_run, train, verify
     from samestep.comparison.compare import compare
     from samestep.comparison.rows import Comparison
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     )
     from samestep.inference import evaluate, load_model
     from samestep.job import Checkpointing, Job, Run
+    from samestep.job_check import Checked, check
     from samestep.layout import Layout
     from samestep.proof import Proof
     from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
@@ -33,6 +35,8 @@ _HOME = {
     "train": "samestep.api",
     "verify": "samestep.api",
     "dry_run": "samestep.api",
+    "check": "samestep.job_check",
+    "Checked": "samestep.job_check",
     "evaluate": "samestep.inference",
     "load_model": "samestep.inference",
     "compare": "samestep.comparison.compare",
@@ -67,6 +71,7 @@ __all__ = [
     "SGD",
     "AdamW",
     "Batch",
+    "Checked",
     "CheckpointError",
     "Checkpointing",
     "Comparison",
@@ -88,6 +93,7 @@ __all__ = [
     "Usage",
     "UserError",
     "Work",
+    "check",
     "compare",
     "dry_run",
     "evaluate",
@@ -99,6 +105,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tasks":
+        return import_module("samestep.tasks")
     if name not in _HOME:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -13,9 +13,10 @@ from samestep.cluster.device import accelerators, check_devices, device_of
 from samestep.cluster.discover.resolve import check_not_alone
 from samestep.cluster.start import local
 from samestep.cluster.world import join
+from samestep.contract.check import check_contract
 from samestep.engines import resolve as engines
 from samestep.engines.precision import Precision
-from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
+from samestep.errors import InterruptedJobError, LayoutError, NonFiniteError, RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout, unsized
 from samestep.matrix import Row
@@ -29,7 +30,8 @@ from samestep.supervision.check import check_faults
 from samestep.supervision.rank import RankSupervision
 from samestep.supervision.round import Round
 from samestep.supervision.smaller import smaller
-from samestep.tasks.base import Task
+from samestep.tasks import TASKS
+from samestep.tasks.base import Task, check_data
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.training.checkpoints import check_place
 from samestep.training.fit import try_out
@@ -78,7 +80,9 @@ def train_job(job: Job) -> TrainResult:
     job, layout = _settled(job)
     check_folder(job.run.folder)
     check_place(job.run.checkpoint, job.run.folder)
-    _check(job, layout)
+    task = _check(job, layout)
+    if round_ is None or round_.number == 0:
+        _check_contract(job, task)
     found = _trained(job, layout, round_)
     if isinstance(found, Exception):  # on all ranks alike, which have ended in good order
         raise found
@@ -141,6 +145,7 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
         raise UserError(f"steps is {steps}; it must be 1 or more")
     job, layout = _settled(job)
     task = _check(job, layout)
+    _check_contract(job, task, dropout=dropout)
     job = proof_job(job, dropout=dropout)
     ranks = environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
@@ -148,16 +153,20 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
         return _on_ranks(_verify_rank, job, layout, steps, known)
 
 
-def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout: bool = False) -> list[Row]:
+def verify_layouts(
+    job: Job, layouts: Sequence[str], *, steps: int = 5, dropout: bool = False, held_out: int | None = None
+) -> list[Row]:
     """Hold each layout against one process, which takes its steps once for all of them.
 
-    A layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
+    `held_out` is how many held-out samples are evaluated, None: all. A layout that this job can't have is a row with
+    the reason. Raises UserError for what is wrong with the job.
     """
     if job.run.engine_config is not None:
         raise UserError("--layouts goes without run.engine_config, which is for one layout; --layout would do")
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = _check(replace(job, run=replace(job.run, layout="single", processes=None)), Layout())
+    _check_contract(job, task, dropout=dropout)
     job = proof_job(job, dropout=dropout)
     fitting: dict[str, Layout] = {}
     rows: dict[str, Row] = {}
@@ -171,7 +180,7 @@ def verify_layouts(job: Job, layouts: Sequence[str], *, steps: int = 5, dropout:
         else:
             fitting[text] = layout
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
-        known = reference(job, task, steps, Path(folder))
+        known = reference(job, task, steps, Path(folder), held_out=held_out)
         for size in dict.fromkeys(layout.size for layout in fitting.values()):
             rows |= _rows(job, {text: each for text, each in fitting.items() if each.size == size}, steps, known)
     return [rows[text] for text in layouts]
@@ -243,13 +252,16 @@ def _verify_rank_many(
     """Proofs of several layouts one after the other, or why they were refused, and the seconds that each took."""
     found: list[tuple[Proof | str, float]] = []
     with join(device=job.run.device, threads=job.run.threads) as world:
+        task = resolve_task(job.recipe)  # reading the data may take longer than a proof
         for layout in layouts:
             began = time.perf_counter()
             mine = known if world.rank == 0 else None
             result: Proof | str
             try:
-                result = hold_against(job, resolve_task(job.recipe), world, layout, steps, mine)
+                result = hold_against(job, task, world, layout, steps, mine)
             except UserError as error:  # of the layout and the model, which all ranks look at alike
+                if isinstance(error, LayoutError) and not error.alike:
+                    raise  # the layouts are tried again, each in a start of its own
                 result = str(error)
             found.append((result, time.perf_counter() - began))
     return found
@@ -311,11 +323,22 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     layout.check_batch(recipe.batch, job.run.micro_batch)
     task = task or resolve_task(recipe)
     layout.check_model(task.shape())
+    if recipe.task not in [*TASKS]:  # those that ship look at their data themselves
+        check_data(task)
     task.check()
+    if task.batch_buffers() and not engine.abilities.batch_buffers:
+        raise UserError(f'engine "{engine.name}" keeps no batch_buffers() of a task; use engine native')
     engine.check_task(task, layout)
     if here:
         engine.make_ready(job, layout)
     return task
+
+
+def _check_contract(job: Job, task: Task, *, dropout: bool = True) -> None:
+    """Check the task's contract once for all ranks: in the process that starts them, or as the first of them."""
+    ranks = environment.ranks()
+    if job.run.check and (ranks is None or ranks.rank == 0):
+        check_contract(replace(job, recipe=replace(job.recipe, dropout=job.recipe.dropout and dropout)), task)
 
 
 def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> Any:

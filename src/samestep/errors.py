@@ -1,5 +1,11 @@
 """What can go wrong, in two kinds: the user's mistake (no traceback) and a rank's failure (its traceback)."""
 
+import sysconfig
+import traceback
+from pathlib import Path
+
+_PACKAGES = {"site-packages", "dist-packages"}
+
 
 class UserError(Exception):
     """A mistake in what the user gave: one message that names the value, the place and what would do.
@@ -10,6 +16,8 @@ class UserError(Exception):
 
 class LayoutError(UserError):
     """A layout that can't be read, doesn't fit the processes, the model or the batch, or isn't there yet."""
+
+    alike = True  # every rank raises it; False: it may have come on one rank, for which the others wait
 
 
 class CheckpointError(UserError):
@@ -79,3 +87,33 @@ class StartError(Exception):
 
     The command line prints it and exits with 1.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks."""
+    return " ".join(str(error).split())
+
+
+def described(error: BaseException) -> str:
+    """An error in one line: its kind, its message, and the line of the user's code that led to it."""
+    place = place_of(error)
+    return f"{type(error).__name__}: {one_line(error)}" + (f", at {place}" if place else "")
+
+
+def place_of(error: BaseException) -> str | None:
+    """The innermost line of the user's own code in an error's traceback, as file:line.
+
+    Where there is none, that of an installed package other than PyTorch, such as a model of transformers.
+    """
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own, standard = Path(__file__).parent, Path(sysconfig.get_path("stdlib"))
+    frames = [place for place in reversed(frames) if place[0].suffix == ".py" and not place[0].is_relative_to(own)]
+    installed = [place for place in frames if _PACKAGES & set(place[0].parts)]
+    users = [place for place in frames if place not in installed and not place[0].is_relative_to(standard)]
+    others = [place for place in installed if "torch" not in place[0].parts]
+    return next((f"{shown(file)}:{line}" for file, line in (*users, *others)), None)
+
+
+def shown(file: Path) -> str:
+    """A file as messages name it: relative to the current folder where it lies in there."""
+    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)

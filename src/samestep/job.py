@@ -80,6 +80,7 @@ class Run:
     device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one
     threads: Positive | None = None  # a process; None: cores / local ranks
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
+    check: bool = True  # the task's contract, in one process before any rank starts
     compile: bool = False  # torch.compile for each block
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     folder: Path | None = None  # None: runs/<name of the job file>

@@ -62,7 +62,17 @@ class Row:
     def verdict(self) -> str:
         if self.proof is None:
             return "refused" if self.failure is None else "failed"
+        if self.proof.nonfinite:
+            return self.proof.nonfinite[0].kind
         return "same" if self.proof.same_step else "NOT same"
+
+    @property
+    def words(self) -> Sequence[str]:
+        """Why the verdict is what it is, where the differences do not say it."""
+        told = self.reason or self.failure
+        if told or self.proof is None or self.proof.same_step:
+            return [told] if told else []
+        return self.proof.words()
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "proof": self.proof and self.proof.to_json(), "verdict": self.verdict}

@@ -1,7 +1,7 @@
 """The proof: a layout's first steps held against those of one process in float64."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.cluster.world import World, join
-from samestep.engines.base import Trainer
+from samestep.engines.base import StepReport, Trainer
+from samestep.engines.native import NativeTrainer
 from samestep.engines.resolve import resolve as resolve_engine
 from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout
+from samestep.parallel.complex_parameters import as_real
+from samestep.recipe import AdamW
+from samestep.supervision.nonfinite import without_nonfinite
 from samestep.tasks.base import Task
+from samestep.training.as_built import AsBuilt, FirstStep, dense, hold_as_built
+from samestep.training.differences import difference, largest, pairs, relative, relative_tensors
 from samestep.training.fit import Training
+from samestep.training.nonfinite_values import (
+    ONE_PROCESS,
+    NonFiniteValue,
+    first_metric,
+    first_of_steps,
+    first_parameter,
+    of_sides,
+    watched,
+)
 from samestep.training.progress import Bar
+from samestep.training.rounding import Rounding
 
 TOLERANCE = 1e-10
 
@@ -40,20 +56,29 @@ class Proof:
     max_relative_difference: Mapping[str, float]  # of loss, grad_norm, parameters, metrics
     tolerance: float
     worst_parameter: str
+    as_built: AsBuilt | None = None  # how far one process is from the model as its task built it
+    nonfinite: Sequence[NonFiniteValue] = ()
 
     @property
     def same_step(self) -> bool:
+        if self.nonfinite or not (self.as_built is None or self.as_built.same):
+            return False
         judged = _JUDGED_IN_FLOAT32 if self.dtype == "float32" else tuple(self.max_relative_difference)
         return all(self.max_relative_difference[name] < self.tolerance for name in judged)
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
         del values["worst_parameter"]
+        values["nonfinite"] = [{**asdict(each), "words": each.words()} for each in self.nonfinite]
+        if self.as_built is not None:
+            values["as_built"] |= {"same": self.as_built.same, "words": self.as_built.words()}
         # JSON has no infinity: a value that is not a number, or a list of another length, is a null.
-        values["max_relative_difference"] = {
-            name: value if math.isfinite(value) else None for name, value in self.max_relative_difference.items()
-        }
-        return {**values, "same_step": self.same_step}
+        return {**without_nonfinite(values), "same_step": self.same_step}
+
+    def words(self) -> Sequence[str]:
+        """What there is to say beside the differences: a line for each value that is not finite, and the model's."""
+        model = [self.as_built.words()] if self.as_built is not None else []
+        return [*(each.words() for each in self.nonfinite), *model]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +88,23 @@ class Reference:
     losses: Sequence[float]
     grad_norms: Sequence[float]
     parameters: Path  # safetensors
+    rounding: Path | None  # safetensors: by how much rounding alone may have moved each number, where that is known
+    most_rounding: float  # the most of those
     metrics: Mapping[str, Any]
+    held_out: int | None  # how many held-out samples were evaluated; None: all
+    buffers: Mapping[str, Tensor]  # of the model's state, those that the steps have moved
+    as_built: AsBuilt | None = None
+    nonfinite: NonFiniteValue | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """What some steps gave, on one side."""
+
+    losses: Sequence[float]
+    grad_norms: Sequence[float]
+    metrics: Mapping[str, Any]  # after the last of them
+    gradient: str | None  # the first parameter, in the order of backward, whose gradient was not finite
 
 
 def proof_job(job: Job, *, dropout: bool = False) -> Job:
@@ -82,24 +123,81 @@ def proof_job(job: Job, *, dropout: bool = False) -> Job:
     return replace(job, recipe=replace(recipe, precision=precision, dropout=recipe.dropout and dropout))
 
 
-def reference(job: Job, task: Task, steps: int, folder: Path) -> Reference:
+def reference(job: Job, task: Task, steps: int, folder: Path, *, held_out: int | None = None) -> Reference:
     """The steps of one process in float64: the whole global batch in one forward, on the native engine.
 
-    `job` is one that `proof_job` made. The parameters after the last step are written into `folder`.
+    `job` is one that `proof_job` made; `held_out` is how many held-out samples are evaluated, None: all.
+    The parameters after the last step are written into `folder`.
     """
     alone = Run(device=job.run.device, threads=job.run.threads, workers=job.run.workers)
     recipe = replace(job.recipe, precision="fp64")
     with join(alone=True, device=alone.device, threads=alone.threads) as world:
-        training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout())
-        losses, grad_norms, metrics = _take(training, steps, "one process")
+        training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout(), held_out=held_out)
+        first: list[FirstStep] = []
+        optimizer = recipe.optimizer
+        rounding = Rounding(optimizer.eps) if isinstance(optimizer, AdamW) else None
+
+        def after(report: StepReport) -> None:
+            if not first:
+                first.append(_first(training, report))
+            if rounding is not None:
+                norm = report.grad_norm.item()
+                rounding.add(_gradients(training), norm * _clipping(training, norm), report.lr)
+
+        before = _buffers(training.session.trainer)
+        taken = _take(training, steps, ONE_PROCESS, after)
+        buffers = _buffers(training.session.trainer)
         parameters = {name: value.cpu().clone() for name, value in training.session.trainer.parameters()}
-        save_file(parameters, folder / "parameters.safetensors")
+        found = first_of_steps(ONE_PROCESS, taken.losses, taken.grad_norms, taken.gradient)
+        last = len(taken.losses) - 1
+        _save({name: as_real(value) for name, value in parameters.items()}, folder / "parameters.safetensors")
+        if rounding is not None:
+            _save(rounding.moves, folder / "rounding.safetensors")
         return Reference(
-            losses=losses,
-            grad_norms=grad_norms,
+            losses=taken.losses,
+            grad_norms=taken.grad_norms,
             parameters=folder / "parameters.safetensors",
-            metrics=metrics,
+            rounding=folder / "rounding.safetensors" if rounding is not None else None,
+            most_rounding=largest(move.max().item() for move in rounding.moves.values()) if rounding else 0.0,
+            metrics=taken.metrics,
+            held_out=held_out,
+            buffers={name: value for name, value in buffers.items() if not torch.equal(value, before[name])},
+            as_built=hold_as_built(job.recipe, task, training.samples, world.device, first[0]) if first else None,
+            nonfinite=found or first_parameter(ONE_PROCESS, last, parameters),
         )
+
+
+def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    # A parameter may be a transposed view, and what is computed from it has its strides.
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
+
+
+def _buffers(trainer: Trainer) -> dict[str, Tensor]:
+    """What of a whole model's state is no parameter, on the CPU."""
+    parameters = {name for name, _ in trainer.parameters()}
+    return {name: value.clone() for name, value in trainer.state().items() if name not in parameters}
+
+
+def _first(training: Training, report: StepReport) -> FirstStep:
+    """A reference's first step, with its gradients as they were before clipping."""
+    norm = report.grad_norm.item()
+    gradients = {name: gradient / _clipping(training, norm) for name, gradient in _gradients(training)}
+    return FirstStep(loss=report.loss.item(), grad_norm=norm, gradients=gradients)
+
+
+def _gradients(training: Training) -> Iterator[tuple[str, Tensor]]:
+    """The gradients of a reference as its last step left them: clipped."""
+    trainer = training.session.trainer
+    assert isinstance(trainer, NativeTrainer)
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.grad is not None:
+            yield name, dense(parameter.grad)
+
+
+def _clipping(training: Training, norm: float) -> float:
+    """What a step multiplied a gradient of this norm with."""
+    clip = training.recipe.clip
+    return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
 
 def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Reference | None) -> Proof:
@@ -107,125 +205,145 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
 
     Every rank compares the parameters that it holds, and the largest difference over all ranks counts.
     """
-    training = Training(job, task, world, layout)
-    losses, grad_norms, metrics = _take(training, steps, str(layout))
     parts: list[Any] = [known]
     dist.broadcast_object_list(parts)
     expected: Reference = parts[0]
-    shared = load_file(known.parameters) if known is not None else None
-    worst, worst_parameter = _compare_parameters(training.session.trainer, shared, world.device)
+    training = Training(job, task, world, layout, held_out=expected.held_out)
+    taken = _take(training, steps, str(layout))
+    last = len(taken.losses) - 1
+    compared = _compare_parameters(training.session.trainer, known, world.device, expected.rounding is not None)
+    if expected.buffers:
+        compared = _compare_buffers(training.session.trainer, expected, compared)
     mine = {
-        "loss": _largest(relative(a, b) for a, b in _pairs(losses, expected.losses)),
-        "grad_norm": _largest(relative(a, b) for a, b in _pairs(grad_norms, expected.grad_norms)),
-        "parameters": worst,
-        "metrics": difference(metrics, expected.metrics),
+        "loss": largest(relative(a, b) for a, b in pairs(taken.losses, expected.losses)),
+        "grad_norm": largest(relative(a, b) for a, b in pairs(taken.grad_norms, expected.grad_norms)),
+        "parameters": compared.worst,
+        "metrics": difference(taken.metrics, expected.metrics),
     }
     everyone: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyone, (mine, worst_parameter))
-    largest = {name: _largest(differences[name] for differences, _ in everyone) for name in mine}
-    _, worst_parameter = max(everyone, key=lambda pair: pair[0]["parameters"])
+    dist.all_gather_object(everyone, (mine, compared.where, taken.gradient))
+    most = {name: largest(differences[name] for differences, _, _ in everyone) for name in mine}
+    _, worst_parameter, _ = max(everyone, key=lambda told: told[0]["parameters"])
+    # A stage watches its own parameters; the last one is the nearest to the loss.
+    gradient = next((name for _, _, name in reversed(everyone) if name is not None), None)
+    mine_first = first_of_steps(str(layout), taken.losses, taken.grad_norms, gradient)
+    if mine_first is None and compared.nonfinite is not None:
+        mine_first = replace(compared.nonfinite, side=str(layout), step=last)
+    nonfinite = of_sides(expected.nonfinite, mine_first)
+    if not nonfinite:
+        metric = first_metric(str(layout), last, taken.metrics, expected.metrics)
+        nonfinite = () if metric is None else (metric,)
     in_float64 = job.recipe.precision == "fp64"
     return Proof(
         layout=str(layout),
         dtype="float64" if in_float64 else "float32",
-        steps=len(losses),
-        max_relative_difference=largest,
+        steps=len(taken.losses),
+        max_relative_difference=most,
         tolerance=TOLERANCE if in_float64 else FLOAT32_TOLERANCE,
         worst_parameter=worst_parameter,
+        as_built=expected.as_built,
+        nonfinite=nonfinite,
     )
 
 
-def _take(training: Training, steps: int, title: str) -> tuple[list[float], list[float], dict[str, Any]]:
+def _take(training: Training, steps: int, title: str, after: Callable[[StepReport], None] | None = None) -> _Taken:
     """Losses and gradient norms of the first steps, and the metrics after them.
 
     There is an evaluation after the first step as well: the steps that follow must not know of it.
     """
-    losses, grad_norms = [], []
-    with Bar(f"verify: {title}", min(steps, training.total_steps), shown=training.session.is_main) as bar:
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    model = getattr(training.session.trainer, "model", None)
+    with (
+        Bar(f"verify: {title}", min(steps, training.total_steps), shown=training.session.is_main) as bar,
+        watched(model if isinstance(model, nn.Module) else None) as gradients,
+    ):
         for _, report in training.steps(stop=steps):
             losses.append(report.loss.item())
             grad_norms.append(report.grad_norm.item())
             bar.advance()
+            if after is not None:
+                after(report)
             if len(losses) == 1:
                 training.evaluate(bar)
-        return losses, grad_norms, training.evaluate(bar)
+        return _Taken(
+            losses=losses,
+            grad_norms=grad_norms,
+            metrics=training.evaluate(bar),
+            gradient=next(iter(gradients), None),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """A rank's parameters beside those of one process."""
+
+    worst: float  # the largest relative difference
+    where: str  # the parameter that has it
+    nonfinite: NonFiniteValue | None  # the first parameter that is not finite
 
 
 def _compare_parameters(
-    trainer: Trainer, reference: Mapping[str, Tensor] | None, device: torch.device
-) -> tuple[float, str]:
+    trainer: Trainer, known: Reference | None, device: torch.device, rounding_is_known: bool
+) -> _Compared:
     """The largest difference of this rank's parameters from those that rank 0 knows, and where it is.
 
     A parameter's difference is max|a - b| / max(max|b|, root mean square of all parameters). The floor is for
     parameters whose true gradient is zero, such as the biases of attention's keys: they start at zero, and all
-    that moves them is rounding.
+    that moves them is rounding. Where AdamW makes more than the tolerance of that (see `Rounding`), it is taken off.
     """
+    reference = load_file(known.parameters) if known is not None else None
+    moves = load_file(known.rounding) if known is not None and known.rounding is not None else None
     named = list(trainer.parameters())
     floor = _root_mean_square(trainer)
-    worst, where = 0.0, named[0][0]
+    worst, where, nonfinite = 0.0, named[0][0], None
     for name, mine in named:
-        theirs = reference[name].to(device) if reference is not None else torch.empty_like(mine, dtype=torch.float64)
-        dist.broadcast(theirs, src=0)
-        apart = _relative_tensors(mine, theirs, floor)
+        mine = as_real(mine)
+        theirs = _from_rank_0(reference, name, mine, device)
+        apart = relative_tensors(mine, theirs, floor)
+        if rounding_is_known and TOLERANCE <= _on_any_rank(apart, device) < math.inf:
+            apart = relative_tensors(mine, theirs, floor, rounding=_from_rank_0(moves, name, mine, device))
         if apart > worst:
             worst, where = apart, name
-    return worst, where
+        nonfinite = nonfinite or first_parameter("", 0, {name: mine})
+    return _Compared(worst=worst, where=where, nonfinite=nonfinite)
+
+
+def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared) -> _Compared:
+    """The same with the buffers that the reference's steps have moved, such as running statistics.
+
+    A running mean may be of numbers that cancel out, and then it is rounding too: it has the parameters' floor. It
+    follows a bias before it, whose moves by rounding are taken off.
+    """
+    state, floor = trainer.state(), _root_mean_square(trainer)
+    for name, theirs in expected.buffers.items():
+        mine, theirs = as_real(state[name]).double(), as_real(theirs).double()
+        apart = relative_tensors(mine, theirs, floor)
+        if TOLERANCE <= apart < math.inf:
+            apart = relative_tensors(mine, theirs, floor, rounding=torch.full_like(theirs, expected.most_rounding))
+        if apart > compared.worst:
+            compared = replace(compared, worst=apart, where=f"{name} (a buffer)")
+    return compared
+
+
+def _from_rank_0(known: Mapping[str, Tensor] | None, name: str, like: Tensor, device: torch.device) -> Tensor:
+    """A tensor that rank 0 knows by name, in float64 on every rank; zeros where it doesn't know the name."""
+    values = torch.zeros_like(like, dtype=torch.float64)
+    if known is not None and name in known:
+        values = known[name].to(device)
+    dist.broadcast(values, src=0)
+    return values
+
+
+def _on_any_rank(value: float, device: torch.device) -> float:
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def _root_mean_square(trainer: Trainer) -> float:
     squares = numbers = 0.0
     for _, parameter in trainer.parameters():
-        squares += parameter.square().sum().item()
-        numbers += parameter.numel()
+        squares += as_real(parameter).square().sum().item()
+        numbers += as_real(parameter).numel()
     return math.sqrt(squares / numbers)
-
-
-def _relative_tensors(mine: Tensor, theirs: Tensor, floor: float) -> float:
-    if mine.shape != theirs.shape:
-        return math.inf
-    if mine.numel() == 0:
-        return 0.0
-    scale = max(theirs.abs().max().item(), floor)
-    apart = (mine - theirs).abs().max().item()
-    return _or_infinity(apart / scale if apart else apart)
-
-
-def difference(mine: Any, theirs: Any) -> float:
-    """The largest relative difference between two nests of numbers; infinite where their shapes differ.
-
-    The thresholds of a curve are left out: they are predictions, rounded to float32 so that equal ones stay
-    equal, and a difference in the sixteenth digit may round to another float32.
-    """
-    if isinstance(theirs, Mapping):
-        if not isinstance(mine, Mapping) or mine.keys() != theirs.keys():
-            return math.inf
-        return _largest(difference(mine[name], theirs[name]) for name in theirs if name != "thresholds")
-    if isinstance(theirs, (list, tuple)):
-        if not isinstance(mine, (list, tuple)) or len(mine) != len(theirs):
-            return math.inf
-        return _largest(difference(a, b) for a, b in zip(mine, theirs, strict=True))
-    if isinstance(theirs, (int, float)) and isinstance(mine, (int, float)):
-        if math.isnan(theirs) and math.isnan(mine):
-            return 0.0  # undefined for both, such as the recall of a class without samples
-        return relative(float(mine), float(theirs))
-    return 0.0 if mine == theirs else math.inf
-
-
-def _pairs(mine: Sequence[float], theirs: Sequence[float]) -> Iterator[tuple[float, float]]:
-    if len(mine) != len(theirs):
-        yield math.nan, math.nan
-    yield from zip(mine, theirs, strict=False)
-
-
-def relative(mine: float, theirs: float) -> float:
-    """|mine - theirs| / |theirs|; infinite where one is not a number."""
-    apart = abs(mine - theirs)
-    return _or_infinity(apart / abs(theirs) if apart and theirs else apart)
-
-
-def _or_infinity(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _largest(values: Iterator[float] | Any) -> float:
-    return max(values, default=0.0)

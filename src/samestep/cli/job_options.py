@@ -23,7 +23,7 @@ _FLAGS = {
 }
 
 # Flags that some commands add themselves.
-_OWN_FLAGS = {"resume": ("run.checkpoint.resume", "")}
+_OWN_FLAGS = {"resume": ("run.checkpoint.resume", ""), "no-check": ("run.check", "")}
 
 
 def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -41,6 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print the whole job and where each value came from, and stop"
+    )
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-check",
+        action="store_const",
+        const="false",
+        help="leave out the check of the task's contract, which takes a second or two in one process",
     )
 
 

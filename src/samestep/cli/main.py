@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from samestep import __version__, environment
 from samestep.cli import (
+    check,
     checkpoint,
     compare,
     doctor,
@@ -30,6 +31,7 @@ COMMANDS = (
     train,
     launch,
     verify,
+    check,
     evaluate,
     predict,
     compare,

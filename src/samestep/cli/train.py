@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser)
+    job_options.add_check(parser)
     parser.add_argument(
         "--resume",
         nargs="?",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser)
+    job_options.add_check(parser)
     parser.add_argument("more", nargs="*", type=Path, metavar="JOB.yaml", help="with --layouts: further job files")
     parser.add_argument(
         "--layouts", metavar="LAYOUTS", help='a table of many layouts: "all", "fast", or "dp2, fsdp2 tp2"'

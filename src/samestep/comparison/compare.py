@@ -18,6 +18,7 @@ from samestep.comparison.machine import machine
 from samestep.comparison.methods import METHODS, SINGLE, Method, chosen
 from samestep.comparison.rows import Comparison, Row
 from samestep.comparison.same_step import SameStep, best, short_job
+from samestep.contract.check import check_contract
 from samestep.errors import RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.jobfile import LoadedJob, dump
@@ -100,7 +101,11 @@ def _check(job: Job) -> Task:
             f"recipe.task is {job.recipe.task!r}; compare starts each method as a command, which wants the task's "
             'name, such as "my_task.py:MyTask"'
         )
-    return check_job(replace(job, run=Run(device=job.run.device)))
+    alone = replace(job, run=Run(device=job.run.device))
+    task = check_job(alone)
+    if job.run.check:  # once for all methods
+        check_contract(alone, task)
+    return task
 
 
 def _evaluated(job: Job, task: Task, evaluations: int) -> Job:

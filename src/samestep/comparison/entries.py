@@ -52,6 +52,7 @@ def _entry(job: Job, task: Task, method: Method, budget: int) -> Entry:
         engine_config=job.run.engine_config if job.run.engine == method.engine else None,
         threads=threads,
         cut_at=job.run.cut_at if Layout.parse(method.layout).pipeline > 1 else None,
+        check=False,
         tensorboard=False,
         rank_lines=False,
         folder=None,

@@ -1,5 +1,6 @@
 """Loader: a rank's micro-batches, step after step, on its device."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from samestep.data.order import Place, SampleOrder, Share
-from samestep.tasks.base import Batch, Samples
+from samestep.errors import UserError
+from samestep.tasks.base import Batch, Samples, as_batch, missing_sample
+
+# How loading processes start, as PyTorch's do by default; a rank that a fork server made would start them by one as
+# well, which knows neither a task that a job file names nor more than some 100 tensors.
+_FORK = "fork" if sys.platform == "linux" else None
 
 Collate = Callable[[Sequence[Any]], Batch]
 
@@ -56,6 +62,10 @@ class StepBatch:
     def local_samples(self) -> int:
         return sum(micro_batch.samples for micro_batch in self.micro_batches)
 
+    def samples(self) -> list[int]:
+        """The samples that this rank looks at, by their numbers in the data set."""
+        return [number for each in self.micro_batches for number in each.moment.samples.tolist()]
+
 
 class Loader:
     """Iterates over a rank's part of the global batches `start` to `stop`."""
@@ -95,7 +105,7 @@ class Loader:
         for step in range(self.start, self.stop):
             shares = self._shares(step)
             began = time.perf_counter()
-            loaded = [next(batches) for _ in shares]
+            loaded = [given(next(batches)) for _ in shares]
             waited = time.perf_counter() - began
             yield StepBatch(
                 step=step,
@@ -113,10 +123,11 @@ class Loader:
 
     def _data_loader(self) -> DataLoader[Any]:
         return DataLoader(
-            self._samples,  # pyright: ignore[reportArgumentType]  (a length and an index are all it needs)
+            _Reading(self._samples),  # pyright: ignore[reportArgumentType]  (an index is all it needs)
             batch_sampler=_Indices(self),
             collate_fn=_CollateBatch(self._collate),
             num_workers=self._workers,
+            multiprocessing_context=_FORK if self._workers else None,
             pin_memory=self._device.type != "cpu",
             # Its own generator: drawing a seed for workers must not move the model's random state.
             generator=torch.Generator().manual_seed(0),
@@ -147,20 +158,61 @@ class _Indices:
                 yield share.samples.tolist()
 
 
+@dataclass(frozen=True)
+class _Mistake:
+    """What is wrong with a user's data: handed on, since DataLoader adds a traceback to what a worker raises."""
+
+    text: str
+
+
+class _Reading:
+    """A data set, which gives the samples of a batch at once, or a mistake where its length is too large."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any] | _Mistake:
+        together = getattr(self._samples, "__getitems__", None)
+        found: list[Any] = []
+        try:
+            if together is not None:
+                return together(indices)
+            for index in indices:
+                found.append(self._samples[index])
+        except IndexError as error:
+            index = max(indices) if together is not None else indices[len(found)]
+            return _Mistake(f"the data set: {missing_sample(self._samples, index, error)}")
+        except UserError as error:
+            return _Mistake(str(error))
+        return found
+
+
 class _CollateBatch:
     """A task's collate, made into a Batch where it gives a plain pair; a class so that workers can pickle it."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
-    def __call__(self, samples: Sequence[Any]) -> Batch:
-        return Batch(*self._collate(samples))
+    def __call__(self, samples: Sequence[Any] | _Mistake) -> Batch | _Mistake:
+        if isinstance(samples, _Mistake):
+            return samples
+        try:
+            return as_batch(self._collate(samples))
+        except UserError as error:
+            return _Mistake(str(error))
+
+
+def given(loaded: Batch | _Mistake) -> Batch:
+    """What was loaded. Raises UserError for what is wrong with the user's data or collate."""
+    if isinstance(loaded, _Mistake):
+        raise UserError(loaded.text)
+    return loaded
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Move the tensors in a nest of mappings and sequences; floating ones also take the parameters' dtype."""
+    """Move the tensors in a nest of mappings and sequences; real and complex ones also take the parameters' dtype."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+        return value.to(device, in_kind(value, dtype), non_blocking=True)
     if isinstance(value, Mapping):  # also what tokenizers give, which is no dict
         return {key: to_device(inner, device, dtype) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -169,6 +221,13 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
             type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         )  # a named tuple takes them apart
     return value
+
+
+def in_kind(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype | None:
+    """A real dtype for a real tensor, the complex one of the same precision for a complex tensor, else None."""
+    if tensor.is_complex():
+        return dtype.to_complex()
+    return dtype if tensor.is_floating_point() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +262,11 @@ class Chunks:
         self._dtype = dtype
         wanted = [number if number < count else 0 for number in self._mine]
         self._loader = DataLoader(
-            samples,  # pyright: ignore[reportArgumentType]
+            _Reading(samples),  # pyright: ignore[reportArgumentType]
             batch_sampler=[list(range(n * size, min(len(samples), (n + 1) * size))) for n in wanted],
             collate_fn=_CollateBatch(collate),
             num_workers=workers,
+            multiprocessing_context=_FORK if workers else None,
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -215,5 +275,5 @@ class Chunks:
 
     def __iter__(self) -> Iterator[Chunk]:
         for number, batch in zip(self._mine, self._loader, strict=True):
-            parts = (to_device(part, self._device, self._dtype) for part in batch)
+            parts = (to_device(part, self._device, self._dtype) for part in given(batch))
             yield Chunk(batch=Batch(*parts), lent=number >= self._count)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from samestep.cluster.main_memory import cgroup_limit, meminfo
 from samestep.doctor.finding import Asked, Finding, in_gib, ok, problem, warning
 
 SHARED = Path("/dev/shm")
@@ -67,27 +68,3 @@ def shared_memory(asked: Asked) -> Iterator[Finding]:
         yield warning("shared memory", text, remedy, **values)
     else:
         yield ok("shared memory", text, **values)
-
-
-def meminfo(file: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Bytes by the names of /proc/meminfo; nothing where the system has no such file."""
-    try:
-        lines = file.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    sizes = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            sizes[name] = int(value.split()[0]) * 1024
-    return sizes
-
-
-def cgroup_limit(groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process's cgroup may hold, version 2 or 1; None where there is no limit."""
-    for file in (groups / "memory.max", groups / "memory/memory.limit_in_bytes"):
-        try:
-            return int(file.read_text(encoding="ascii"))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return None

@@ -107,5 +107,7 @@ def _of(job: Job, steps: int) -> Job:
     return replace(
         job,
         recipe=replace(job.recipe, steps=steps, epochs=None),
-        run=replace(job.run, checkpoint=checkpoint, inject=(), max_restarts=0, elastic=False, tensorboard=False),
+        run=replace(
+            job.run, checkpoint=checkpoint, inject=(), max_restarts=0, elastic=False, tensorboard=False, check=False
+        ),
     )

@@ -80,7 +80,7 @@ class Accelerate(Engine):
         in_precision = _Precision(how.precision, how.device, accelerator)
         used: Used = UsedAlone()
         if how.layout.zero:
-            used = UsedByShards(model, how.mesh.data_group)
+            used = UsedByShards(model, how.mesh.data_group, may_differ=False)
         elif how.layout.data_ranks > 1:
             used = UsedByReplicas(model, how.mesh.data_group)
         return NativeTrainer(

@@ -39,9 +39,11 @@ class Abilities:
     config: str | None = None  # what its own configuration file is called, where it takes one
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
     checkpoints: bool = False  # whether its trainers are Checkpointed
+    complex_parameters: bool = False  # whether its trainers keep complex parameters complex
     same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
 
     skips: bool = False  # whether its trainers are Skipping
+    batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 

@@ -12,6 +12,7 @@ from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.dropout import same_dropout
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
@@ -30,18 +31,20 @@ class DataParallel(Engine):
         dimensions=frozenset(),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         checkpoints=True,
+        complex_parameters=True,
         skips=True,
     )
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
         keep_no_cache(model)
         devices = accelerators() if how.device.type != "cpu" else 0
-        module = model
+        module, now = model, Now()
         if devices < 2:
             there = f"{devices} accelerator{'' if devices == 1 else 's'}"
             print(
                 f"samestep: engine data-parallel: {there} here; it runs on one device, {how.device}", file=sys.stderr
             )
+            same_dropout(model, now)
         else:
             _check_batch_norm(model, devices)
             module = nn.DataParallel(model)
@@ -55,7 +58,7 @@ class DataParallel(Engine):
                 used=UsedAlone(),
                 model=model,
                 parts=Parts.of(model, how.layout, how.mesh),
-                now=Now(),
+                now=now,
                 autocast=in_precision.autocast,
                 host=HostMemory(how.device),
             ),
@@ -65,6 +68,7 @@ class DataParallel(Engine):
             clip=how.clip,
             mesh=how.mesh,
             device=how.device,
+            answers_draws=devices < 2,  # each device's thread draws for its own part of the batch
         )
 
 

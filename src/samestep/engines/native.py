@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -14,14 +15,18 @@ from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport
 from samestep.engines.precision import Precision
+from samestep.errors import UserError
 from samestep.layout import Layout, Offload
 from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
+from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.optimizer_pieces import OptimizerToFill, optimizer_pieces
 from samestep.parallel.parts import Entry, local
 from samestep.parallel.pieces import Piece, model_entries, model_pieces
 from samestep.parallel.spread import Spread
 from samestep.tasks.base import sum_and_count
+from samestep.tasks.out_of_range import in_one_sentence
 
 
 class NativeTrainer(Checkpointed, Skipping):
@@ -38,7 +43,13 @@ class NativeTrainer(Checkpointed, Skipping):
         clip: float | None,
         mesh: Mesh,
         device: torch.device,
+        failures: LayoutFailures | None = None,
+        answers_draws: bool = True,
     ) -> None:
+        """`failures` tells what goes wrong in the first step and the first forward without gradients.
+
+        `answers_draws`: all random numbers of a forward are drawn by sample number, so no generator may move.
+        """
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
@@ -48,8 +59,17 @@ class NativeTrainer(Checkpointed, Skipping):
         self._clip = clip
         self._mesh = mesh
         self._device = device
+        self._draws_checked = not answers_draws
+        self._failures_of_step = self._failures_of_forward = failures
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        failures, self._failures_of_step = self._failures_of_step, None
+        if failures is None:
+            return self._step(batch, loss)
+        with failures.told():
+            return self._step(batch, failures.of_task(loss))
+
+    def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
         if not self.model.training:
             self.model.train()
         self.model.zero_grad()  # also what the optimizer was not given, or it would add up over the steps
@@ -94,13 +114,29 @@ class NativeTrainer(Checkpointed, Skipping):
             # Two numbers, on their way while backward runs.
             pending.append(dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True))
 
-        self._spread.take(batch.micro_batches, term=term, backward=backward, forwards_done=forwards_done)
+        checking = nullcontext() if self._draws_checked else self._no_other_draws()
+        with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
+            self._spread.take(batch.micro_batches, term=term, backward=backward, forwards_done=forwards_done)
         for work in pending:
             if work is not None:
                 work.wait()
         # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
         totals[1].clamp_(min=1)
         return totals
+
+    @contextmanager
+    def _no_other_draws(self) -> Iterator[None]:
+        """Raise UserError where a first step draws numbers that are not answered by sample (`parallel.dropout`)."""
+        before = generators.state_of_torch(self._device)
+        yield
+        who = generators.moved(before, generators.state_of_torch(self._device))
+        if who is not None:
+            raise UserError(
+                f"the first step drew from {who} generator of random numbers, in a compiled block, a kernel or the "
+                "loss, so every layout would draw others; use nn.Dropout or torch.rand of shape [samples, ...] and "
+                "run.compile: false, or recipe.dropout: false"
+            )
+        self._draws_checked = True
 
     def gradient_scale(self, batch: StepBatch) -> float:
         """What a rank's loss sum is multiplied by, so that the average over the data ranks is sum / samples.
@@ -149,7 +185,9 @@ class NativeTrainer(Checkpointed, Skipping):
     def predict(self, inputs: Any) -> Any:
         if self.model.training:
             self.model.eval()
-        return self._spread.predict(inputs)
+        failures, self._failures_of_forward = self._failures_of_forward, None
+        with self._precision.throughout(), nullcontext() if failures is None else failures.told():
+            return self._spread.predict(inputs)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._spread.parts.whole_parameters(self.model)
@@ -217,6 +255,8 @@ class Native(Engine):
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset(get_args(Offload)),
         checkpoints=True,
+        batch_buffers=True,
+        complex_parameters=True,
         compiles=True,
         skips=True,
     )
@@ -227,6 +267,11 @@ class Native(Engine):
         return layout.tensor == 1 and (layout.zero >= 2 or layout.pipeline > 1)
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        failures = LayoutFailures(model, how.layout)
+        with failures.told():
+            return self._prepare(model, how, failures)
+
+    def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
         in_precision = Precision(how.precision, how.device)
         spread_model = spread(
             model,
@@ -254,4 +299,5 @@ class Native(Engine):
             clip=how.clip,
             mesh=how.mesh,
             device=how.device,
+            failures=failures,
         )

@@ -1,6 +1,7 @@
 """Precision: in which dtype parameters are held and forward is computed, and how losses are scaled for it."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from samestep.errors import UserError
+from samestep.parallel.exact.float64 import in_float64
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -23,6 +25,7 @@ class Precision:
     def __init__(self, name: str, device: torch.device) -> None:
         if name == "fp16" and device.type == "cpu":
             raise UserError("recipe.precision is fp16, which needs an accelerator; bf16 or fp32 would do on a CPU")
+        self._name = name
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(name)
         self._scaler = GradScaler(device.type, enabled=name == "fp16")
@@ -34,6 +37,10 @@ class Precision:
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
+
+    def throughout(self) -> AbstractContextManager[None]:
+        """What forward, loss, backward and scores run in: with fp64 also what a model casts to float32 is float64."""
+        return in_float64(self._name == "fp64")
 
     def backward(self, loss: Tensor) -> None:
         self._scaler.scale(loss).backward()

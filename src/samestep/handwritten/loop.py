@@ -6,7 +6,7 @@ optimizer's groups and schedule, and the metrics. How ranks share the work is wr
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,11 @@ from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError
 from samestep.handwritten import PRECISIONS
 from samestep.layout import Layout
+from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.holdings import Holdings, holdings
+from samestep.parallel.initial import move
 from samestep.recipe import Recipe
-from samestep.tasks.base import Batch, Task, call, sum_and_count
-from samestep.tasks.rms_norm import widen_norms
+from samestep.tasks.base import Batch, Task, as_batch, call, sum_and_count
 from samestep.training.curves import named_parts
 from samestep.training.dropout import switch_off
 from samestep.training.evaluation import plain
@@ -83,9 +84,8 @@ class Loop:
         model = build_model(self.task, self.recipe.seed).model
         if not self.recipe.dropout:
             switch_off(model)
-        if self.recipe.precision == "fp64":
-            widen_norms(model)
-        return model.to(self.device, self._dtype).train()
+        move(model, self.device, self._dtype)
+        return model.train()
 
     def _replicate(self, model: nn.Module) -> nn.Module:
         if self.place.of == 1:
@@ -124,10 +124,13 @@ class Loop:
             yield parts, seconds
 
     def _on_device(self, batch: Any) -> Batch:
-        return Batch(*(to_device(part, self.device, self._dtype) for part in batch))
+        return Batch(*(to_device(part, self.device, self._dtype) for part in as_batch(batch)))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16")
+
+    def _throughout(self) -> AbstractContextManager[None]:
+        return in_float64(self.recipe.precision == "fp64")
 
     def step(self, parts: list[Part], global_samples: int) -> Step:
         """Forward and backward of every micro-batch, then one update.
@@ -141,7 +144,7 @@ class Loop:
         sending = None
         for number, part in enumerate(parts, start=1):
             last = number == len(parts)
-            with nullcontext() if last or self.place.of == 1 else self._without_messages():
+            with nullcontext() if last or self.place.of == 1 else self._without_messages(), self._throughout():
                 with self._autocast():
                     output = call(self.module, part.batch.inputs)
                     loss, terms = sum_and_count(self.task.loss(output, part.batch))
@@ -208,8 +211,10 @@ class Loop:
 
     def _scores(self, indices: range, samples: Any) -> tuple[Tensor, Tensor]:
         batch = self._on_device(self.task.collate([samples[index] for index in indices]))
+        with self._autocast(), self._throughout():
+            output = call(self.model, batch.inputs)
         with self._autocast():
-            predictions, targets = self.task.scores(call(self.model, batch.inputs), batch)
+            predictions, targets = self.task.scores(output, batch)
         return predictions.cpu(), targets.cpu()
 
     def gather(self, mine: Any) -> list[Any]:

@@ -14,11 +14,15 @@ from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.batch_norm import global_batch_norm
-from samestep.parallel.blocks import find_blocks
+from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.calls import Trace
 from samestep.parallel.compiled import check_compile, compile_blocks
+from samestep.parallel.complex_parameters import check_complex
 from samestep.parallel.context.split import split_tokens
 from samestep.parallel.dropout import same_dropout
+from samestep.parallel.exact.batch_buffers import BatchBuffers, find_batch_buffers
+from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.moment import Now
@@ -34,9 +38,10 @@ from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
+from samestep.parallel.shard_units import agreed_units
 from samestep.parallel.spread import Context, Details, Spread, WholeModel
 from samestep.parallel.tensor.slicing import slice_tensors
-from samestep.parallel.trace import Trace, trace
+from samestep.parallel.trace import follow, trace
 from samestep.parallel.used import UsedAlone, UsedByReplicas, UsedByShards
 
 
@@ -55,30 +60,41 @@ def spread(
     Raises LayoutError where it could not take the same step then.
     """
     keep_no_cache(model)
+    check_complex(model, layout, precision)
+    if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1:
+        _check_hooks(model, layout)
+    if layout.cuts_model or layout.zero:
+        _make_contiguous(model)
     if layout.pipeline > 1:
         _check_batch_norm(model, layout)
+    joins = find_batch_buffers(model, details.batch_buffers, layout)
     parts = Parts.of(model, layout, mesh)
     if layout.zero == 1 and precision != "fp16":  # there every rank must see whether a gradient overflowed
         parts.owners = Owners(mesh)
     host, now = HostMemory(device), Now()
     blocks = find_blocks(model)
-    seen = _look(model, layout, details.example) if layout.cuts_model else None  # before anything is changed
+    throughout = partial(in_float64, precision == "fp64")  # also where the model is followed and compared
+    with throughout():
+        seen = _look(model, layout, details.example)  # before anything is changed
     if seen is not None and layout.context > 1:
         split_tokens(model, blocks, seen, mesh, parts, now)
     vocabulary = None
     if seen is not None and layout.tensor > 1:
-        vocabulary = slice_tensors(
-            model, blocks, seen, parts, mesh, now, example=details.example, given=details.tensor_plan
-        )
+        with throughout():
+            vocabulary = slice_tensors(
+                model, blocks, seen, parts, mesh, now, example=details.example, given=details.tensor_plan
+            )
     of_pipeline = None
     if seen is not None and layout.pipeline > 1:
         of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at, device)
         blocks = of_pipeline.blocks
+    blocks = with_forward(blocks)
     if details.compile:
-        check_compile(model, layout)
+        check_compile(layout)
     else:
         same_dropout(model, now)
     global_batch_norm(model, mesh.data_group, now)
+    buffers = BatchBuffers(model, joins, mesh.data_group, now)
     if layout.recompute != "none":
         recompute(blocks, layout.recompute, now)
     if layout.offloads("activations"):
@@ -92,11 +108,13 @@ def spread(
         "autocast": autocast,
         "vocabulary": vocabulary,
         "host": host,
+        "buffers": buffers,
     }
     if layout.zero >= 2:
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         root = of_pipeline or model
-        shard(root, blocks, layout, grid, precision)
+        units = agreed_units(model, blocks, seen, mesh.data_group)
+        shard(root, units.modules, layout, grid, precision)
         disk = common["disk"] = MappedFile(details.offload_folder) if layout.offloads("parameters-disk") else None
         if details.initial is not None:
             memory = torch.device("cpu") if layout.offloads_parameters else device
@@ -105,7 +123,7 @@ def spread(
             move_parameters(model, disk)
         assert isinstance(root, FSDPModule)
         if of_pipeline is None:
-            used = UsedByShards(model, mesh.data_group)
+            used = UsedByShards(model, mesh.data_group, may_differ=units.may_differ)
             return WholeModel(module=root, accumulating=partial(without_messages, root), used=used, **common)
     if of_pipeline is not None:
         if details.initial is not None and layout.zero < 2:
@@ -119,7 +137,10 @@ def spread(
     return WholeModel(module=model, accumulating=nullcontext, used=UsedAlone(), **common)
 
 
-def _look(model: nn.Module, layout: Layout, example: Any) -> Trace:
+def _look(model: nn.Module, layout: Layout, example: Any) -> Trace | None:
+    """What the model's forward does, where the layout wants to know."""
+    if not layout.cuts_model:
+        return follow(model, example) if layout.zero >= 2 and example is not None else None
     if example is None:
         raise UserError(
             f'layout "{layout}" cuts the model itself, for which its forward must be followed once; '
@@ -146,6 +167,24 @@ def spread_optimizer(
     if spread_model.disk is not None:
         keep_state(optimizer, spread_model.disk)
     return optimizer if kind is type(optimizer) else rebuild(optimizer, kind)
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Slices, shards and broadcasts are of parameters whose numbers lie one after the other."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _check_hooks(model: nn.Module, layout: Layout) -> None:
+    """Raise LayoutError for hooks on gradients: here other tensors, or parts of them, take the parameters' place."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise LayoutError(
+                f'layout "{layout}": {name} has a hook on its gradient (register_hook), which would not be called '
+                "with the whole of it; use dp or zero1, or change the gradient in the forward, such as by a mask on "
+                "the parameter"
+            )
 
 
 def _check_batch_norm(model: nn.Module, layout: Layout) -> None:

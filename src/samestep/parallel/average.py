@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from samestep.parallel.buckets import buckets
 from samestep.parallel.parts import sum_gradients_over
@@ -18,3 +19,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, d
         for parameter in bucket:
             if parameter.grad is not None:
                 parameter.grad.div_(ranks)
+
+
+def average_what_is_whole(model: nn.Module, group: ProcessGroup, device_type: str) -> None:
+    """Average the gradients of what a sharded model keeps whole on every rank, such as scalars."""
+    average_gradients((p for p in model.parameters() if not isinstance(p, DTensor)), group, device_type)

@@ -3,7 +3,8 @@
 (Ioffe & Szegedy 2015, algorithm 1.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from samestep.data.loader import Moment
 from samestep.errors import UserError
@@ -25,7 +27,27 @@ def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, now: Now) -> N
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = _OfAnyDimensions  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(module, BatchNorm):
-            vars(module)["forward"] = partial(_forward, module, name, module.forward, group, now)
+            run = _forward if type(module).forward is BatchNorm.forward else _own_forward
+            vars(module)["forward"] = partial(run, module, name, module.forward, group, now)
+
+
+@contextmanager
+def by_running_statistics(model: nn.Module) -> Iterator[None]:
+    """Batch norm in training by its running statistics, or by none: its samples are not coupled then."""
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    before = {module: module.forward for module in norms}
+
+    def uncoupled(forward: Callable[..., Tensor], *arguments: Any, **keywords: Any) -> Tensor:
+        with _ByRunningStatistics():
+            return forward(*arguments, **keywords)
+
+    for module in norms:
+        vars(module)["forward"] = partial(uncoupled, module.forward)
+    try:
+        yield
+    finally:
+        for module in norms:
+            vars(module)["forward"] = before[module]
 
 
 def _forward(
@@ -34,22 +56,147 @@ def _forward(
     moment = now.moment
     if not module.training or moment is None:
         return forward(given)
+    _check_whole(moment, f"{name or 'the model'} ({type(module).__name__})")
+    if dist.get_world_size(group) == 1:
+        return _untracked(module, given) if now.recomputing else forward(given)
+    normed, mean, variance, count = _normed(given, module.weight, module.bias, module.eps, group, moment)
+    if module.track_running_stats and not now.recomputing:
+        module.num_batches_tracked.add_(1)
+        momentum = 1 / int(module.num_batches_tracked) if module.momentum is None else module.momentum
+        _track(module.running_mean, module.running_var, mean, variance, count, momentum)
+    return normed
+
+
+def _own_forward(
+    module: Any,
+    name: str,
+    forward: Callable[..., Tensor],
+    group: dist.ProcessGroup,
+    now: Now,
+    *arguments: Any,
+    **keywords: Any,
+) -> Tensor:
+    """A batch norm whose class has a forward of its own, which casts its input, say, or goes on with a ReLU."""
+    moment = now.moment
+    if not module.training or moment is None:
+        return forward(*arguments, **keywords)
+    tracked: Tensor | None = module.num_batches_tracked
+    before = None if tracked is None else tracked.clone()
+    try:
+        with _ByGlobalStatistics(f"{name or 'the model'} ({type(module).__name__})", group, now, moment):
+            return forward(*arguments, **keywords)
+    finally:  # checkpoint ends a recomputation by an exception, once it has all that backward needs
+        if now.recomputing and tracked is not None and before is not None:
+            tracked.copy_(before)
+
+
+def _check_whole(moment: Moment, what: str) -> None:
     if moment.micro_batches > 1:
         raise UserError(
-            f"{name or 'the model'} ({type(module).__name__}) takes its statistics from the whole batch, and a step "
+            f"{what} takes its statistics from the whole batch, and a step "
             f"of {moment.micro_batches} micro-batches a rank never has it at once; run.micro_batch: null would do, "
             "and so would group norm or layer norm"
         )
-    if dist.get_world_size(group) == 1:
-        return _untracked(module, given) if now.recomputing else forward(given)
+
+
+class _BatchNormCalls(TorchFunctionMode):
+    """Answers the calls of F.batch_norm in training."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        return self.norm(*args, **keywords) if func is F.batch_norm else func(*args, **keywords)
+
+    def norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """What F.batch_norm gives."""
+        raise NotImplementedError
+
+
+class _ByGlobalStatistics(_BatchNormCalls):
+    """Takes the statistics over the ranks of a group, as one process would."""
+
+    def __init__(self, what: str, group: dist.ProcessGroup, now: Now, moment: Moment) -> None:
+        super().__init__()
+        self._what = what
+        self._group = group
+        self._recomputing = now.recomputing
+        self._moment = moment
+        self._calls = 0
+
+    def norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        _check_whole(self._moment, self._what)
+        self._calls += 1
+        if self._calls > 1:
+            raise UserError(
+                f"{self._what} takes batch norm more than once in a forward, such as of parts of the batch, of which "
+                "every layout would have others; use one of the whole batch, group norm or layer norm"
+            )
+        if self._recomputing:
+            # Copies to throw away, as many tensors for backward as at first.
+            running_mean = None if running_mean is None else running_mean.clone()
+            running_var = None if running_var is None else running_var.clone()
+        if dist.get_world_size(self._group) == 1:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+        normed, mean, variance, count = _normed(input, weight, bias, eps, self._group, self._moment)
+        if running_mean is not None and running_var is not None:
+            _track(running_mean, running_var, mean, variance, count, momentum)
+        return normed
+
+
+class _ByRunningStatistics(_BatchNormCalls):
+    """Takes running statistics in place of the batch's; a mean of 0 and a variance of 1 where there are none."""
+
+    def norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        mean = input.new_zeros(input.shape[1]) if running_mean is None else running_mean
+        variance = input.new_ones(input.shape[1]) if running_var is None else running_var
+        return F.batch_norm(input, mean, variance, weight, bias, False, momentum, eps)
+
+
+def _normed(
+    given: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup, moment: Moment
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch norm of [samples, features, ...]; the mean, the biased variance and the count that it was taken by."""
     centred, mean, variance, count = _statistics(given, group, moment)
-    if module.track_running_stats and not now.recomputing:
-        _track(module, mean.detach(), variance.detach(), count)
     shape = [1, -1, *(1 for _ in given.shape[2:])]
-    normed = centred * (variance + module.eps).rsqrt().view(shape)
-    if module.weight is not None:
-        normed = normed * module.weight.view(shape) + module.bias.view(shape)
-    return normed.to(given.dtype)
+    normed = centred * (variance + eps).rsqrt().view(shape)
+    if weight is not None:
+        normed = normed * weight.view(shape)
+    if bias is not None:
+        normed = normed + bias.view(shape)
+    return normed.to(given.dtype), mean, variance, count
 
 
 def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,13 +223,13 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
     return centred, mean, _SumOverRanks.apply(squares, group) / count, count
 
 
-def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+def _track(
+    running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, count: Tensor, momentum: float
+) -> None:
     """Move the running statistics as PyTorch does: the mean, and the unbiased variance."""
     with torch.no_grad():
-        module.num_batches_tracked.add_(1)
-        momentum = 1 / int(module.num_batches_tracked) if module.momentum is None else module.momentum
-        module.running_mean.lerp_(mean.to(module.running_mean), momentum)
-        module.running_var.lerp_((variance * count / (count - 1)).to(module.running_var), momentum)
+        running_mean.lerp_(mean.detach().to(running_mean), momentum)
+        running_var.lerp_((variance.detach() * count / (count - 1)).to(running_var), momentum)
 
 
 def _untracked(module: Any, given: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The blocks of a model: the repeated layers that are sharded, recomputed and cut one by one."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 
@@ -30,3 +32,17 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:
     return any(module is inner for module in outer.modules())
+
+
+def with_forward(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks, and in place of lists of modules that nobody can call the modules in them."""
+    found: list[nn.Module] = []
+    for block in blocks:
+        found += [block] if has_forward(block) else with_forward(list(block.children()))
+    return list(dict.fromkeys(found))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; a list or dictionary of modules can't."""
+    # Asked of the class, since other layouts put a forward of theirs into every module.
+    return type(module).forward is not nn.Module.forward

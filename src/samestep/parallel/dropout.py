@@ -1,8 +1,9 @@
-"""Dropout that drops the same elements however a step is cut.
+"""Dropout, and every other random draw of a forward, the same however a step is cut.
 
 A mask is a function of the seed, the step, the sample's number in the data set, the place in the model and the
 element's position within its sample, and of nothing else: not of ranks, micro-batches, padding or recomputation.
-The place is the name of the module whose forward asks, and how often it has asked in this forward.
+The place is the name of the module whose forward asks, and how often it has asked in this forward. So are the
+numbers of `torch.rand` and its kin (see `samestep.parallel.exact.draws`).
 """
 
 import inspect
@@ -19,14 +20,15 @@ from samestep.data.loader import Moment
 from samestep.errors import UserError
 from samestep.parallel.attention import explicit_attention
 from samestep.parallel.counter import columns, draw, key_of, split, threshold
+from samestep.parallel.exact.draws import Draw, body_of, draw_of
 from samestep.parallel.functions import without_override
 from samestep.parallel.moment import Now, Positions
 
 _SWITCH_OFF = "recipe.dropout: false would do"
 
 
-def same_dropout(model: nn.Module, now: Now) -> None:
-    """Make every dropout of a model that is still whole the same for every layout, in training steps.
+def same_dropout(model: nn.Module, now: Now) -> "Dropout":
+    """Make every dropout and draw of a model that is still whole the same for every layout, in training steps.
 
     Raises UserError for a module whose masks are drawn where nobody can reach them.
     """
@@ -35,6 +37,7 @@ def same_dropout(model: nn.Module, now: Now) -> None:
     for name, module in model.named_modules():
         if _may_drop(module):
             module.forward = dropout.within(name, module.forward)
+    return dropout
 
 
 def _may_drop(module: nn.Module) -> bool:
@@ -61,11 +64,13 @@ def _check(model: nn.Module) -> None:
 
 
 class Dropout(TorchFunctionMode):
-    """Answers every call of a dropout function in a training forward."""
+    """Answers every call of a dropout function, and of one that draws, in a training forward."""
 
     def __init__(self, now: Now) -> None:
         super().__init__()
         self.now = now
+        self.answered: list[tuple[str, str]] = []  # module and function of each draw, if `notes`
+        self.notes = False
         self._name = ""  # of the innermost module whose forward runs
         self._active = False
         self._samples_lead = False  # PyTorch's own code runs, which keeps samples first
@@ -110,13 +115,49 @@ class Dropout(TorchFunctionMode):
                 self._samples_lead = False
         kind = _KINDS.get(func)
         if kind is None:
-            return func(*args, **keywords)
+            return self._answer(func, args, keywords)
         call = kind.signature.bind(*args, **keywords)
         call.apply_defaults()
         given, probability, training, *rest = call.arguments.values()
         if not training or not 0 < probability <= 1 or given.numel() == 0:
             return func(*args, **keywords)  # nothing to drop, or an error of its own
         return self._drop(given, probability, kind, in_place=kind.in_place or any(rest))
+
+    def _answer(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Call a function that is no dropout; what it draws, if anything, is drawn by sample number."""
+        body = body_of(func)
+        if body is not None:
+            with self:
+                return body(*args, **keywords)
+        drawn = draw_of(func, args, keywords)
+        if drawn is None or 0 in drawn.shape:
+            return func(*args, **keywords)
+        what = getattr(func, "__name__", str(func))
+        parts = self.now.part.activations
+        values = drawn.make(
+            *(self._bits(drawn, what, parts) for _ in range(drawn.streams)),
+        )
+        if drawn.into is None:
+            return values.requires_grad_(bool(keywords.get("requires_grad", False)))
+        with torch.no_grad():
+            return drawn.into.copy_(values)
+
+    def _bits(self, drawn: Draw, what: str, parts: Mapping[int, Positions]) -> Tensor:
+        """Uniform int32 numbers of a draw's shape: of each sample, or of the step for a number of no dimension."""
+        moment = self._moment("draw")
+        shape, samples = drawn.shape, len(moment.samples)
+        of_step = len(shape) == 0
+        of_samples = not of_step and shape[0] % samples == 0 and (shape[0] == samples or shape[0] > 1)
+        if not of_step and not of_samples:
+            raise UserError(
+                f"{self._name or 'the model'}: {what} of shape {list(shape)}, in which the {samples} samples of a "
+                "micro-batch are not the first dimension: nobody knows which number is whose; draw numbers of shape "
+                "[samples, ...], or torch.rand(()) for one number that is the whole step's"
+            )
+        # A dimension of one element is broadcast over what another rank holds as well.
+        spread = {dim: at for dim, at in parts.items() if shape and shape[dim] > 1} if _within(parts, shape) else {}
+        numbers = self._numbers(shape, spread, drawn.device, moment, what, of_step=of_step)
+        return numbers.reshape(shape)
 
     def _attention(
         self,
@@ -154,26 +195,50 @@ class Dropout(TorchFunctionMode):
         self, like: Tensor, shape: Sequence[int], probability: float, parts: Mapping[int, Positions]
     ) -> Tensor:
         """Ones where elements are kept and zeros where they are dropped: [*shape], of the dtype of `like`."""
-        moment = self.now.moment
-        if moment is None:
+        numbers = self._numbers(shape, parts, like.device, self._moment("dropout"), "dropout")
+        noise = torch.empty(numbers.shape, dtype=like.dtype, device=like.device)
+        return torch.ge(numbers, threshold(probability), out=noise).view(shape)
+
+    def _moment(self, what: str) -> Moment:
+        if self.now.moment is None:
             raise UserError(
-                f"{self._name or 'the model'}: the model recomputes this dropout in backward by itself, where nobody "
+                f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where nobody "
                 'knows its sample; the layout option "recompute=full" in place of its own checkpointing would do'
             )
-        cut = self._by_sample(shape, len(moment.samples))
+        return self.now.moment
+
+    def _numbers(
+        self,
+        shape: Sequence[int],
+        parts: Mapping[int, Positions],
+        device: torch.device,
+        moment: Moment,
+        what: str,
+        *,
+        of_step: bool = False,
+    ) -> Tensor:
+        """Uniform int32 numbers, [samples, ...]: each a function of its sample, its place and its position.
+
+        `of_step`: one number [1], of the step and the place alone.
+        """
+        if self.notes:
+            self.answered.append((self._name, what))
         site = (self._name, self.now.count(self._name))
         if site not in self._sites:
             self._sites[site] = key_of(*site)
-        keys = split(self._sample_keys(moment, like.device), torch.tensor(self._sites[site], device=like.device))
+        place = torch.tensor(self._sites[site], device=device)
+        if of_step:
+            step = torch.tensor([key_of("step", moment.seed, moment.step)], device=device)
+            return draw(split(step, place), [], self._table(0, 1, device)[1])
+        cut = self._by_sample(shape, len(moment.samples))
+        keys = split(self._sample_keys(moment, device), place)
         rest = [
-            self._table(parts.get(dim, parts.get(dim - len(cut), 0)), size, like.device)
+            self._table(parts.get(dim, parts.get(dim - len(cut), 0)), size, device)
             for dim, size in enumerate(cut)
             if dim
         ]
-        *outer, (_, row) = rest or [self._table(0, 1, like.device)]
-        numbers = draw(keys, [positions for positions, _ in outer], row)
-        noise = torch.empty(numbers.shape, dtype=like.dtype, device=like.device)
-        return torch.ge(numbers, threshold(probability), out=noise).view(shape)
+        *outer, (_, row) = rest or [self._table(0, 1, device)]
+        return draw(keys, [positions for positions, _ in outer], row)
 
     def _by_sample(self, shape: Sequence[int], samples: int) -> Sequence[int]:
         """A shape with samples as its first dimension; [samples x tokens, ...] is [samples, tokens, ...]."""
@@ -205,6 +270,11 @@ class Dropout(TorchFunctionMode):
             known = torch.arange(positions, positions + size, device=device)
             self._tables[key] = known, columns(known)
         return self._tables[key]
+
+
+def _within(parts: Mapping[int, Positions], shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape has every dimension that is in parts."""
+    return all(-len(shape) <= dim < len(shape) for dim in parts)
 
 
 def _in_backward() -> bool:

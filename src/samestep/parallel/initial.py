@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
 
+from samestep.data.loader import in_kind
 from samestep.parallel.record import Record, Region
 from samestep.parallel.recording import Recording, Unrecordable, recorded
 
@@ -110,11 +111,13 @@ def _record(make: Callable[[], nn.Module]) -> InitialModel:
 
 
 def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """`model.to(device, dtype)`, but what is on the meta device stays there."""
+    """`model.to(device, dtype)`, but what is on the meta device stays there, and what is complex stays complex.
+
+    `dtype` is a real one; complex numbers become pairs of it.
+    """
 
     def moved(tensor: Tensor) -> Tensor:
-        real = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.to(tensor.device if tensor.is_meta else device, dtype if real else None)
+        return tensor.to(tensor.device if tensor.is_meta else device, in_kind(tensor, dtype))
 
     model._apply(moved)
 

@@ -122,10 +122,19 @@ def to_owners(owners: Owners, bucket: dist.GradBucket) -> Future[Tensor]:
     """
     buffer = bucket.buffer().div_(owners.data_ranks)
     parameters: list[Any] = bucket.parameters()  # PyTorch's hint says tensors
-    owners.send(parameters, bucket.gradients())
+    owners.send(parameters, _gradients(bucket, parameters))
     done: Future[Tensor] = Future()
     done.set_result(buffer)
     return done
+
+
+def _gradients(bucket: dist.GradBucket, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+    """The bucket's part of each parameter's gradient."""
+    if not parameters[0].is_complex():  # a bucket is of one dtype
+        return bucket.gradients()
+    # The buffer holds pairs of real numbers, of which `bucket.gradients()` gives the first half.
+    flat = torch.view_as_complex(bucket.buffer().view(-1, 2))
+    return flat.split([parameter.numel() for parameter in parameters])
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

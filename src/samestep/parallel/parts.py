@@ -114,12 +114,14 @@ class Parts:
         """Every parameter of the whole model, on every rank; every rank must ask."""
         mine = dict(model.named_parameters())
         for name, entry in self.parameters.items():
-            yield name, self._whole(name, entry, mine.get(name))
+            yield name, self._whole(name, entry, mine.get(name)).contiguous()
 
     def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
         """The whole model's state dict, on the CPU of every rank; every rank must ask."""
         mine = model.state_dict()
-        return {name: self._whole(name, entry, mine.get(name)).cpu() for name, entry in self.state.items()}
+        return {
+            name: self._whole(name, entry, mine.get(name)).cpu().contiguous() for name, entry in self.state.items()
+        }
 
     def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
         part = self.part(name)

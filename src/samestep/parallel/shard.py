@@ -20,13 +20,19 @@ from torch.distributed.fsdp import (
 )
 
 from samestep.layout import Layout
+from samestep.parallel.shard_outputs import hide_tensors, show_tensors
+from samestep.parallel.shard_units import kept_whole
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, grid: DeviceMesh, precision: str) -> None:
-    """Shard a model in place, block by block and then what is left, over the last dimension of `grid`.
+def shard(model: nn.Module, units: Sequence[nn.Module], layout: Layout, grid: DeviceMesh, precision: str) -> None:
+    """Shard a model in place, unit by unit and then what is left, over the last dimension of `grid`.
 
-    With two dimensions, (replicate, shard), the shards are replicated over the first.
+    With two dimensions, (replicate, shard), the shards are replicated over the first. What can't be sharded stays
+    whole on every rank; its gradients are to be averaged by `average_gradients`.
     """
+    for part in [*units, model]:
+        show_tensors(part)
+    whole = kept_whole(model)
     mixed = MixedPrecisionPolicy()
     if precision == "bf16":
         # Half the bytes to gather; gradients are summed over ranks in float32, where bf16 would lose digits.
@@ -35,9 +41,18 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout, grid: D
     if layout.offloads_parameters:
         pinned = grid.device_type != "cpu" and not layout.offloads("parameters-disk")
         offload = CPUOffloadPolicy(pin_memory=pinned)
-    for part in [*(block for block in blocks if not _shares(model, block)), model]:
-        fully_shard(part, mesh=grid, reshard_after_forward=layout.zero == 3, mp_policy=mixed, offload_policy=offload)
-    _prefetch([block for block in blocks if isinstance(block, FSDPModule)])
+    for part in [*units, model]:
+        fully_shard(
+            part,
+            mesh=grid,
+            reshard_after_forward=layout.zero == 3,
+            mp_policy=mixed,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
+    for part in [*units, model]:
+        part.register_forward_hook(hide_tensors)
+    _prefetch([unit for unit in units if isinstance(unit, FSDPModule)])
 
 
 def put_back(root: nn.Module) -> None:
@@ -48,18 +63,6 @@ def put_back(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _shares(model: nn.Module, block: nn.Module) -> bool:
-    """Whether a block has a parameter that also stands elsewhere; tied ones are sharded together, with the rest."""
-    mine = {id(parameter) for parameter in block.parameters()}
-    inside = {id(module) for module in block.modules()}
-    return any(
-        id(parameter) in mine
-        for module in model.modules()
-        if id(module) not in inside
-        for parameter in module.parameters(recurse=False)
-    )
 
 
 def _prefetch(blocks: Sequence[FSDPModule]) -> None:

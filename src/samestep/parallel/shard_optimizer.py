@@ -20,8 +20,18 @@ def shard_optimizer(optimizer: Optimizer, group: ProcessGroup, kind: Callable[..
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from what it imports along
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    class OfAnyDtype(ZeroRedundancyOptimizer):
+        """Parameters of several dtypes, such as real and complex ones.
+
+        PyTorch asks for one dtype for the sake of `parameters_as_bucket_view`, which is not used here: each
+        parameter is sent by itself.
+        """
+
+        def _verify_same_dense_param_type(self) -> None:
+            pass
+
     maker: Any = kind  # PyTorch's hint says a class; it calls whatever it is
-    sharded = rebuild(optimizer, partial(ZeroRedundancyOptimizer, optimizer_class=maker, process_group=group))
+    sharded = rebuild(optimizer, partial(OfAnyDtype, optimizer_class=maker, process_group=group))
     # The same groups, so that a schedule of the given optimizer also sets the rates here.
     sharded.param_groups = optimizer.param_groups
     return sharded

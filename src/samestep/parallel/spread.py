@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
+from samestep.layout import Layout
+from samestep.parallel.average import average_what_is_whole
 from samestep.parallel.buffers import check_buffers, versions
+from samestep.parallel.exact.batch_buffers import BatchBuffers
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.initial import InitialValues
 from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.timeline import Timeline
+from samestep.parallel.repeated_forwards import RepeatedForwards
 from samestep.parallel.shard import put_back
 from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
 from samestep.parallel.used import Used
@@ -43,6 +47,8 @@ class Details:
     cut_at: Sequence[str] = ()
     # Whether each block is compiled by torch.compile.
     compile: bool = False
+    # Buffers that are a mean or a sum over the batch (name or pattern -> which).
+    batch_buffers: Mapping[str, str] = field(default_factory=dict)
     # For layouts that move something to disk; None: the system's folder for temporary files.
     offload_folder: Path | None = None
     # The engine's own configuration file, which is taken as it is.
@@ -67,11 +73,14 @@ class Spread(ABC):
         host: HostMemory,
         vocabulary: Vocabulary | None = None,
         disk: MappedFile | None = None,
+        buffers: BatchBuffers | None = None,
     ) -> None:
         self.model = model  # with the parameters that this rank holds, by their names in the whole model
         self.parts = parts
         self.now = now
         self.autocast = autocast
+        self.buffers = buffers or BatchBuffers(model, {}, parts.mesh.data_group, now)
+        self.repeated = RepeatedForwards(model, joined=self.buffers.joins)
         self._vocabulary = vocabulary  # where the output layer may be sliced
         self.host = host  # where offloaded activations wait
         self.disk = disk  # where offloaded parameters lie
@@ -119,20 +128,26 @@ class WholeModel(Spread):
     ) -> None:
         before = {} if self._buffers_checked else versions(self.model)
         *first, last = micro_batches
-        for micro_batch in first:
-            with self._accumulating():
+        for number, micro_batch in enumerate(first):
+            with self._accumulating(), self.repeated.watched() if number else nullcontext():
                 backward(self._forward(micro_batch, term))
-        loss = self._forward(last, term)
+        with self.repeated.watched() if first else nullcontext():
+            loss = self._forward(last, term)
         forwards_done()
-        backward(self._used.reach(loss))
+        with self.repeated.watched():  # a block may be computed again
+            backward(self._used.reach(loss))
+        self.repeated.check(_times(len(micro_batches), self.parts.layout))
         if self.parts.owners is not None:
             self.parts.owners.settle()
         self._used.settle()
         if self.parts.owners is not None:
             self.parts.owners.sum_replicas(self.model.parameters())
+        self.buffers.settle()
         if not self._buffers_checked:
             self._buffers_checked = True
             check_buffers(self.model, before, self.parts.mesh.data_group)
+        if self.parts.layout.zero >= 2:
+            average_what_is_whole(self.model, self.parts.mesh.data_group, self.parts.mesh.grid.device_type)
         self.parts.sum_gradients(self.model)
 
     def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
@@ -144,3 +159,8 @@ class WholeModel(Spread):
             output = call(self.model, inputs)
         put_back(self.model)
         return output
+
+
+def _times(micro_batches: int, layout: Layout) -> str:
+    again = f", and recompute={layout.recompute} another in backward" * (layout.recompute != "none")
+    return f"a step of this rank runs {micro_batches} forward{'s' * (micro_batches > 1)}{again}"

@@ -88,11 +88,15 @@ class UsedByReplicas(_UsedByRanks):
 class UsedByShards(_UsedByRanks):
     """FSDP2 gathers and reduces unit by unit: ranks must run the same units, and reduce zeros for what is unused."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, may_differ: bool) -> None:
+        """`may_differ`: samples may decide which units run, so that the ranks agree before each."""
         super().__init__(model, group)
         self._watched: dict[int, Tensor] = {}
         self._calls = 0  # a hash of the units that ran, in their order
-        for number, (module, parameters) in enumerate(_units(model)):
+        units = list(_units(model))
+        if may_differ and len(units) > 1:
+            self._agree_before_each(model, [module for module, _ in units])
+        for number, (module, parameters) in enumerate(units):
             # FSDP's own hook, which gathers the parameters, runs before this one.
             module.register_forward_pre_hook(self._watch(number, parameters))
         if isinstance(model, FSDPModule) and hasattr(model, "set_reduce_scatter_unused_params"):  # PyTorch 2.13
@@ -111,6 +115,24 @@ class UsedByShards(_UsedByRanks):
 
         return watch
 
+    def _agree_before_each(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Let the ranks see that they run the same unit, before any of them waits for the others' shards of it."""
+        names = {module: name for name, module in model.named_modules()}
+        told = [names[unit] or "the end of the forward" for unit in units]
+
+        def agree(number: int) -> None:
+            device = local(next(model.parameters()).detach()).device
+            numbers = torch.tensor([number, -number], device=device)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+            high, low = numbers.tolist()
+            if high != -low:
+                raise UserError(_OTHER_BLOCKS.format(f"at {told[-low]} and at {told[high]}"))
+
+        for number, unit in enumerate(units[1:], start=1):
+            # Before FSDP's own hook, which gathers the parameters.
+            unit.register_forward_pre_hook(lambda *_, number=number: agree(number), prepend=True)
+        model.register_forward_hook(lambda *_: agree(0))
+
     def reach(self, loss: Tensor) -> Tensor:
         return loss
 
@@ -118,12 +140,14 @@ class UsedByShards(_UsedByRanks):
         *used, most, least = self._by_any(self._calls, -self._calls)
         self._calls = 0
         if most != -least:
-            raise UserError(
-                "the ranks of one step ran other blocks of the model, or in another order, each for its own samples; "
-                "sharded parameters are gathered block by block, which wants the same of all. Blocks that always "
-                "run, or replicas (dp, zero1x), would do"
-            )
+            raise UserError(_OTHER_BLOCKS.format("in another order"))
         self._forget(used)
+
+
+_OTHER_BLOCKS = (
+    "the ranks of one step run other blocks of the model, each for its own samples (they are {}), and sharded "
+    "parameters are gathered block by block, which wants the same of all; use dp or zero1x, which need no such order"
+)
 
 
 def _units(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[nn.Module, str, str]]]]:

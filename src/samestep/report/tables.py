@@ -123,6 +123,10 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         table.add_row(name.replace("_", " "), f"{value:.2e}")
     console.print(table)
     verdict = "the same step" if proof.same_step else "NOT the same step"
+    if proof.nonfinite:
+        verdict = f"{proof.nonfinite[0].kind}: {verdict}"
+    for words in proof.words():
+        console.print(words, soft_wrap=True)
     console.print(f"{verdict} (tolerance {proof.tolerance:.0e}); worst parameter: {proof.worst_parameter}")
 
 
@@ -144,8 +148,8 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
         )
     console.print(table)
     for row in rows:
-        if row.reason or row.failure:
-            console.print(f"{row.verdict}: {row.job}: {row.reason or row.failure}", soft_wrap=True)
+        for words in row.words:
+            console.print(f"{row.verdict}: {row.job}: {words}", soft_wrap=True)
     counts = Counter(row.verdict for row in rows)
     console.print(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from samestep.errors import UserError
+from samestep.errors import UserError, described, one_line
 from samestep.layout import ModelShape
 from samestep.tasks.prediction import Model, Prediction, ToPredict, from_scores, predict_each
 
@@ -44,6 +44,22 @@ class Samples(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class First(Sequence[Any]):
+    """The first of some samples."""
+
+    def __init__(self, samples: Samples, most: int) -> None:
+        self._samples = samples
+        self._length = min(most, len(samples))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any, /) -> Any:
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        return self._samples[index % self._length]
+
+
 class Task(ABC):
     """What is trained. A task says nothing of ranks, devices or layouts.
 
@@ -76,7 +92,20 @@ class Task(ABC):
         """Put samples together. The default stacks (input, target) pairs."""
         from torch.utils.data import default_collate
 
-        inputs, targets = default_collate(list(samples))
+        first = samples[0]
+        if not (isinstance(first, (tuple, list)) and len(first) == 2):
+            what = f"a {type(first).__name__}" + (f" of {len(first)}" if isinstance(first, (tuple, list)) else "")
+            raise UserError(
+                f"a sample is {what}, and collate is not written, which stacks pairs of (input, target); write "
+                "collate(samples), which returns samestep.Batch(inputs, targets)"
+            )
+        try:
+            inputs, targets = default_collate(list(samples))
+        except (RuntimeError, TypeError) as error:  # of unlike shapes, or no tensors or numbers
+            raise UserError(
+                f"these samples can't be stacked ({one_line(error)}); write collate(samples), which returns "
+                "samestep.Batch(inputs, targets)"
+            ) from error
         # default_collate turns tuples into lists, but a tuple is called as positions and a list as one argument.
         return Batch(tuple(inputs) if isinstance(samples[0][0], tuple) else inputs, targets)
 
@@ -87,6 +116,15 @@ class Task(ABC):
     def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
         """The predictions and the targets that the metrics are updated with."""
         return default_scores(output, batch)
+
+    def batch_buffers(self) -> "Mapping[str, str]":
+        """Buffers of the model that its training forward fills from its samples: name or pattern -> "mean" or "sum".
+
+        "mean" is for what moves by a mean over the samples, such as `usage.lerp_(hits.mean(0), 0.1)`; "sum" for what
+        adds a sum over them, such as `counts += hits.sum(0)`. Both are then those of the global batch under every
+        layout. Batch norm's statistics are by themselves.
+        """
+        return {}
 
     def class_names(self) -> Sequence[str] | None:
         """Names for the rows of per-class metrics, where there are classes."""
@@ -119,7 +157,20 @@ class Task(ABC):
 
 
 def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
-    """What the model gave, and what it should have given."""
+    """What the model gave, and what it should have given. Raises UserError where either is no tensor."""
+    from torch import Tensor
+
+    if not isinstance(output, Tensor):
+        logits = " as `return output.logits, batch.targets`" if hasattr(output, "logits") else ""
+        raise UserError(
+            f"the model gives a {type(output).__name__}, with which no metric can be updated; write "
+            f"scores(output, batch){logits}, which returns predictions and targets"
+        )
+    if not isinstance(batch.targets, Tensor):
+        raise UserError(
+            f"collate gives a {type(batch.targets).__name__} as targets, with which no metric can be updated; write "
+            "scores(output, batch), which returns predictions and targets"
+        )
     return output, batch.targets
 
 
@@ -132,11 +183,140 @@ def call(model: Any, inputs: Any) -> Any:
     return model(inputs)
 
 
-def sum_and_count(loss: Any) -> "tuple[Tensor, Tensor | int]":
-    """What a loss gave, which must be a pair. Raises UserError where it is a mean, or anything else alone."""
-    if isinstance(loss, tuple) and len(loss) == 2:
-        return loss
-    raise UserError(
-        f"the loss gave a {type(loss).__name__} alone; it must give a pair: the sum over the batch's terms, "
-        "and how many terms those are"
+def as_batch(collated: Any) -> Batch:
+    """What a collate gave, as a Batch. Raises UserError where it is no pair of inputs and targets."""
+    if isinstance(collated, Batch):
+        return collated
+    if isinstance(collated, (tuple, list)) and len(collated) == 2:
+        return Batch(*collated)
+    what = f"a {type(collated).__name__}"
+    if isinstance(collated, Mapping):
+        keys = ", ".join(str(key) for key in list(collated)[:6])
+        what += f" with the keys {keys}" if keys else " without keys"
+        fix = "use samestep.Batch(inputs, targets), whose inputs may be such a mapping"
+    elif isinstance(collated, (tuple, list)):
+        what += f" of {len(collated)}"
+        fix = "use samestep.Batch(inputs, targets), whose inputs may be a tuple of several"
+    else:
+        what = "None" if collated is None else what
+        fix = "use samestep.Batch(inputs, targets)"
+    raise UserError(f"collate gave {what}; it must give a pair of inputs and targets: {fix}")
+
+
+def check_data(task: Task) -> None:
+    """Raise UserError where a task's data sets are not what samples can be dealt out of."""
+    check_samples(task.train_set(), "train_set()")
+    held_out = task.eval_set()
+    if held_out is not None:
+        check_samples(held_out, "eval_set()")
+
+
+def check_samples(samples: Any, what: str) -> None:
+    """Raise UserError unless `samples` have a length, an index, and a sample at both ends.
+
+    `what` says what they are, such as "train_set()".
+    """
+    length = _length(samples, what)
+    for index in dict.fromkeys((0, length - 1)) if length else ():
+        try:
+            samples[index]
+        except NotImplementedError:  # of torch's Dataset, whose subclass has no __getitem__
+            raise UserError(f"{what}: {_no_index(samples)}") from None
+        except (IndexError, KeyError) as error:
+            raise UserError(f"{what}: {missing_sample(samples, index, error)}") from error
+
+
+def missing_sample(samples: Any, index: int, error: Exception) -> str:
+    """Says that a data set has no sample where its length has one."""
+    return (
+        f"a {type(samples).__name__} of length {len(samples)} gives no sample {index} ({described(error)}); use a "
+        "__len__ that counts the samples that __getitem__ gives for 0, 1, 2, ..."
     )
+
+
+def _length(samples: Any, what: str) -> int:
+    from torch.utils.data import DataLoader, IterableDataset
+
+    kind = type(samples).__name__
+    if samples is None:
+        raise UserError(f"{what}: None holds no samples; {_USE}")
+    if isinstance(samples, DataLoader):
+        raise UserError(
+            f"{what}: a DataLoader has batches in an order of its own; use the data set that it reads "
+            "(loader.dataset), and its collate_fn as collate"
+        )
+    if isinstance(samples, (str, bytes)) or (isinstance(samples, Mapping) and 0 not in samples and len(samples)):
+        raise UserError(f"{what}: a {kind} is not numbered from 0; {_USE}")
+    if isinstance(samples, IterableDataset) or not hasattr(samples, "__getitem__"):
+        raise UserError(f"{what}: {_no_index(samples)}")
+    try:
+        return len(samples)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UserError(f"{what}: this {kind} has no length ({one_line(error)}); {_USE}") from None
+
+
+_USE = "use a list of samples, or a data set with __len__ and __getitem__"
+
+
+def _no_index(samples: Any) -> str:
+    return (
+        f"a {type(samples).__name__} can only be read from front to back, and samples are dealt out by number; use "
+        "list(...) of it, or a data set with __len__ and __getitem__"
+    )
+
+
+def sum_and_count(loss: Any) -> "tuple[Tensor, Tensor | int]":
+    """What a loss gave: a pair of the sum over its terms, a tensor of one number, and how many terms those are.
+
+    Raises UserError where it is a mean, or anything else.
+    """
+    from torch import Tensor
+
+    if not (isinstance(loss, (tuple, list)) and len(loss) == 2):
+        what = f"a {type(loss).__name__}" + (f" of {len(loss)}" if isinstance(loss, (tuple, list)) else " alone")
+        raise UserError(
+            f"the loss gave {'None' if loss is None else what}; it must give a pair: the sum over the batch's terms, "
+            "and how many terms those are"
+        )
+    total, count = loss
+    if not isinstance(total, Tensor):
+        raise UserError(
+            f"the loss gave a {type(total).__name__} as its sum, which has no gradient; use the tensor, without "
+            ".item() or float()"
+        )
+    if total.ndim or not total.is_floating_point():
+        what = f"of shape {list(total.shape)}" if total.ndim else f"of dtype {total.dtype}"
+        fix = "use .sum() of it" if total.ndim else "use a loss of real numbers"
+        raise UserError(f"the loss gave a tensor {what} as its sum, which must be one real number; {fix}")
+    return total, _count(count, total)
+
+
+def _count(count: Any, total: "Tensor") -> "Tensor | int":
+    """A loss's count, checked where that makes no accelerator wait."""
+    import torch
+
+    if isinstance(count, torch.Tensor):
+        if count.numel() != 1:
+            raise UserError(
+                f"the loss gave a tensor of shape {list(count.shape)} as its count, which must be one number; "
+                "use .sum() of it"
+            )
+        if count.requires_grad:
+            raise UserError(
+                "the loss gave a count that needs a gradient, and a step divides by it as a plain number, which has "
+                "none; use count.detach() if that is meant"
+            )
+        count = count.reshape(())
+        if type(count) is not torch.Tensor or count.device.type != "cpu":
+            return count
+        value = count.item()
+    else:
+        value = count
+    if isinstance(value, complex) or not hasattr(value, "__float__"):
+        raise UserError(f"the loss gave a {type(value).__name__} as its count; use how many terms its sum has")
+    if not 0 <= value < float("inf"):
+        raise UserError(f"the loss gave {value} as its count; use how many terms its sum has, 0 or more")
+    # Where nothing counts, the step is sum / count of the other ranks' terms, to which this sum would be added.
+    if value == 0 and type(total) is torch.Tensor and total.device.type == "cpu" and abs(total.item()) > 0:
+        raise UserError(f"the loss gave a sum of {total.item():.6g} and a count of 0; use how many terms the sum has")
+    return count

@@ -95,18 +95,16 @@ def build(model: DecoderModel, config: "PreTrainedConfig") -> "PreTrainedModel":
     """
     from transformers import AutoModelForCausalLM
 
-    from samestep.tasks.rms_norm import widen_norms
-
     folder = folder_of(model)
     if folder is None:
-        return widen_norms(AutoModelForCausalLM.from_config(config))
+        return AutoModelForCausalLM.from_config(config)
     built, lacking = transformers_model.load(AutoModelForCausalLM, folder, config)
     if lacking:
         raise UserError(
             f"{transformers_model.FOLDER}: {folder} lacks fitting weights for {len(lacking)} parameters, such as "
             f"{lacking[0]}; a folder written by save_pretrained, and no config that changes sizes, would do"
         )
-    return widen_norms(built)
+    return built
 
 
 def check(model: DecoderModel, config: "PreTrainedConfig", vocabulary: int, length: int) -> None:

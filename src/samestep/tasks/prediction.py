@@ -28,11 +28,11 @@ class ToPredict:
 
 def predict_each(task: "Task", model: Model, samples: "Samples", batch: int) -> Iterator[Prediction]:
     """The predictions for samples, in their order."""
-    from samestep.tasks.base import Batch
+    from samestep.tasks.base import as_batch
 
     for start in range(0, len(samples), batch):
         some = [samples[index] for index in range(start, min(start + batch, len(samples)))]
-        collated = Batch(*task.collate(some))
+        collated = as_batch(task.collate(some))
         yield from task.predictions(model(collated.inputs), collated)
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from samestep.data.loader import Chunk
 from samestep.engines.base import Trainer
+from samestep.errors import UserError
 from samestep.tasks.base import Batch
+from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training.curves import named_parts
 
 if TYPE_CHECKING:
@@ -37,19 +39,32 @@ def evaluate(
     Ranks that get no output from `predict` take the others' scores. They exchange them after `at_once` chunks, so
     that the stages of a pipeline need not wait for each other after every one.
     """
+    check_metrics(metrics)
+    if not metrics:
+        return {}
     for metric in metrics.values():
         metric.distributed_available_fn = _alone  # the samples are gathered already
     for some in _batched(chunks, at_once):
         mine = []
         for chunk in some:
-            output = trainer.predict(chunk.batch.inputs)
-            mine.append(None if chunk.lent or output is None else _on_cpu(scores(output, chunk.batch)))
+            with in_one_sentence("evaluation"):
+                output = trainer.predict(chunk.batch.inputs)
+                mine.append(None if chunk.lent or output is None else on_cpu(scores(output, chunk.batch)))
             if advance is not None:
                 advance()
         for predictions, targets in _gather(mine, group):
             for metric in metrics.values():
                 metric.update(predictions, targets)
     return {name: plain(named_parts(metric, metric.compute()), class_names) for name, metric in metrics.items()}
+
+
+def check_metrics(metrics: Any) -> None:
+    """Raise UserError for what is no mapping of torchmetrics objects, or of such that update and compute as they."""
+    if not isinstance(metrics, Mapping):
+        raise UserError(f"metrics are a {type(metrics).__name__}; use a dict of torchmetrics objects by name")
+    for name, metric in metrics.items():
+        if not all(callable(getattr(metric, method, None)) for method in ("update", "compute")):
+            raise UserError(f'metric "{name}" is a {type(metric).__name__}; use a torchmetrics object')
 
 
 def _alone() -> bool:
@@ -63,7 +78,12 @@ def _batched(chunks: Iterable[Chunk], count: int) -> Iterator[list[Chunk]]:
         yield some
 
 
-def _on_cpu(scores: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def on_cpu(scores: Any) -> tuple[Tensor, Tensor]:
+    """Scores as metrics take them. Raises UserError for what is no pair of tensors."""
+    if not (isinstance(scores, (tuple, list)) and len(scores) == 2 and all(isinstance(x, Tensor) for x in scores)):
+        given = ", ".join(type(each).__name__ for each in scores) if isinstance(scores, (tuple, list)) else ""
+        what = f"({given})" if given else f"a {type(scores).__name__}"
+        raise UserError(f"scores gave {what}; it must give a pair of tensors: predictions and targets")
     predictions, targets = scores
     return predictions.detach().cpu(), targets.detach().cpu()
 

@@ -21,10 +21,11 @@ from samestep.parallel.initial import InitialModel, build_recorded
 from samestep.parallel.spread import Details
 from samestep.supervision.nonfinite import NonFinite, left_out
 from samestep.supervision.rank import RankSupervision
-from samestep.tasks.base import Batch, Task
-from samestep.tasks.rms_norm import widen_norms
+from samestep.tasks.base import First, Samples, Task, as_batch
 from samestep.training import result as results
 from samestep.training import usage as usages
+from samestep.training.alike import check_alike
+from samestep.training.built_model import check_memory, check_model, materialize
 from samestep.training.checkpoints import Checkpoints
 from samestep.training.dropout import switch_off
 from samestep.training.loop import StepLog, take_all_steps
@@ -41,10 +42,12 @@ from samestep.training.usage import Usage
 class Training:
     """A recipe's task, model and batches in a session. `verify` takes a few steps of it, `train` all."""
 
-    def __init__(self, job: Job, task: Task, world: World, layout: Layout) -> None:
+    def __init__(self, job: Job, task: Task, world: World, layout: Layout, *, held_out: int | None = None) -> None:
+        """`held_out` is how many held-out samples are evaluated, None: all."""
         recipe = job.recipe
         self.recipe = recipe
         self.task = task
+        self._held_out = held_out
         self.usage: Usage | None = None
         self.evaluation_seconds = 0.0
         self.session = Session(
@@ -62,18 +65,19 @@ class Training:
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 where it goes on from a checkpoint
         built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
+        check_alike(self.samples, built.model)
         if not recipe.dropout:
             switch_off(built.model)
-        if recipe.precision == "fp64":
-            widen_norms(built.model)
+        self.complex = [name for name, tensor in built.model.state_dict().items() if tensor.is_complex()]
         self.session.prepare_with(
             built.model,
             optimizer_of=partial(make_optimizer, recipe.optimizer),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
             details=Details(
-                example=self._example(),
+                example=_example(task, self.samples),
                 initial=built.values,
                 tensor_plan=job.run.tensor_plan,
+                batch_buffers=task.batch_buffers(),
                 cut_at=job.run.cut_at or (),
                 compile=job.run.compile,
                 offload_folder=job.run.offload_folder,
@@ -82,11 +86,6 @@ class Training:
                 micro_batch=job.run.micro_batch,
             ),
         )
-
-    def _example(self) -> Any:
-        """What the model is called with: the inputs of the first samples."""
-        first = [self.samples[index] for index in range(min(2, len(self.samples)))]
-        return Batch(*self.task.collate(first)).inputs
 
     def late_step(self) -> int:
         """The last step of a whole batch, where there is one: what a step looks like when all is warm."""
@@ -147,6 +146,8 @@ class Training:
         samples = self.task.eval_set()
         if samples is None or len(samples) == 0:
             return {}
+        if self._held_out is not None:
+            samples = First(samples, self._held_out)
         began = time.perf_counter()
         metrics = self.session.evaluate(
             samples,
@@ -169,10 +170,22 @@ def build_model(task: Task, seed: int, *, recorded: bool = False) -> InitialMode
 
     def make() -> torch.nn.Module:
         torch.manual_seed(seed)
-        return task.model()
+        model = task.model()
+        check_model(model, "model()")
+        return model
 
     with torch.random.fork_rng(devices=[]):
-        return build_recorded(make) if recorded else InitialModel(model=make(), values=None)
+        built = build_recorded(make) if recorded else InitialModel(model=make(), values=None)
+        if built.values is None:
+            check_memory(built.model, "model()")
+            materialize(built.model, lambda: _example(task, task.train_set()), "model()")
+        return built
+
+
+def _example(task: Task, samples: Samples) -> Any:
+    """What the model is called with: the inputs of the first samples."""
+    first = [samples[index] for index in range(min(2, len(samples)))]
+    return as_batch(task.collate(first)).inputs
 
 
 def fit(
@@ -185,6 +198,7 @@ def fit(
     """
     training = Training(job, task, world, layout)
     session = training.session
+    results.check_weights(training.complex, job.recipe.precision)
     folder = results.folder_of(job)
     supervision.runs(layout, folder)
     timeline = session.trainer.timeline

@@ -18,8 +18,9 @@ def make_optimizer(spec: AdamW | SGD, parameters: Iterable[tuple[str, nn.Paramet
     """An optimizer over named parameters, fused where PyTorch has a fused one for them."""
     make = _MAKERS[type(spec)](spec)
     groups = parameter_groups(parameters, weight_decay=spec.weight_decay, decay_all=spec.decay_all)
-    sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
-    if sharded and type(spec) not in _FUSED_ON_SHARDS:
+    given = [parameter for group in groups for parameter in group["params"]]
+    sharded = any(isinstance(parameter, DTensor) for parameter in given)
+    if (sharded and type(spec) not in _FUSED_ON_SHARDS) or any(parameter.is_complex() for parameter in given):
         return make(groups)
     try:
         return make(groups, fused=True)
@@ -53,7 +54,14 @@ def parameter_groups(
         {"params": [p for p in trained if decay_all or p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if not decay_all and p.ndim < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return [part for group in groups for part in _of_one_kind(group) if part["params"]]
+
+
+def _of_one_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Shards apart from what a sharded model keeps whole: PyTorch's fused kernels don't take both at once."""
+    shards = [p for p in group["params"] if isinstance(p, DTensor)]
+    whole = [p for p in group["params"] if not isinstance(p, DTensor)]
+    return [{**group, "params": shards}, {**group, "params": whole}]
 
 
 def make_schedule(spec: Schedule, total_steps: int, optimizer: Optimizer) -> LambdaLR:

@@ -142,6 +142,15 @@ def _write_json(file: Path, values: Any) -> None:
     file.write_text(json.dumps(without_nonfinite(values), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def check_weights(complex: Sequence[str], precision: str) -> None:
+    """Raise UserError where the weights file of a run can't hold the tensors of these names."""
+    if complex and precision == "fp64":
+        raise UserError(
+            f"recipe.precision is fp64 and {complex[0]} of the model is complex, and {MODEL_FILE} has no complex128; "
+            "use fp32, for whose complex64 it has a type"
+        )
+
+
 def _write_weights(file: Path, state: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 

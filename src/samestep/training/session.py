@@ -35,15 +35,18 @@ from samestep.engines.precision import parameter_dtype
 from samestep.engines.resolve import check, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
+from samestep.parallel.complex_parameters import first_complex
 from samestep.parallel.initial import move
 from samestep.parallel.pipeline.rules import micro_batches
 from samestep.parallel.spread import Details
 from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
+from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training import evaluation
 from samestep.training.evaluation import Scores
 from samestep.training.own_optimizer import no_schedule, point_to
 from samestep.training.progress import Bar
+from samestep.training.session_checks import check_dealt, check_prepared, check_step
 from samestep.training.state import load_state, save_state
 
 if TYPE_CHECKING:
@@ -110,14 +113,21 @@ class Session:
             raise UserError("session.prepare(model, optimizer) must come before the first step")
         return self._trainer
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, example: Any = None) -> tuple[nn.Module, Optimizer]:
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        example: Any = None,
+        *,
+        batch_buffers: Mapping[str, str] | None = None,
+    ) -> tuple[nn.Module, Optimizer]:
         """Spread a model and its optimizer, which must not have stepped yet, and return both.
 
         The model must be the same on every rank: build it under `torch.manual_seed(...)`. Tensor, pipeline and
         context parallel layouts want an `example` too: what the model may be called with, a few samples.
+        `batch_buffers` is as in `Task.batch_buffers`.
         """
-        if optimizer.state:
-            raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
+        check_prepared(model, optimizer)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.prepare_with(
             model,
@@ -125,6 +135,7 @@ class Session:
             schedule_of=no_schedule,
             details=Details(
                 example=example,
+                batch_buffers=batch_buffers or {},
                 tensor_plan=self._tensor_plan,
                 cut_at=self._cut_at,
                 compile=self._compile,
@@ -139,22 +150,24 @@ class Session:
         self, model: nn.Module, *, optimizer_of: OptimizerOf, schedule_of: ScheduleOf, details: Details
     ) -> Trainer:
         """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds."""
+        _check_complex(model, self.engine)
         move(model, self.world.device, self._dtype)
         if details.example is not None:
             details = replace(details, example=to_device(details.example, self.world.device, self._dtype))
-        self._trainer = self.engine.prepare(
-            model,
-            Preparation(
-                layout=self.layout,
-                mesh=self.mesh,
-                device=self.world.device,
-                precision=self._precision,
-                clip=self._clip,
-                optimizer_of=optimizer_of,
-                schedule_of=schedule_of,
-                details=details,
-            ),
-        )
+        with in_one_sentence("the first samples"):  # with which some layouts try the model
+            self._trainer = self.engine.prepare(
+                model,
+                Preparation(
+                    layout=self.layout,
+                    mesh=self.mesh,
+                    device=self.world.device,
+                    precision=self._precision,
+                    clip=self._clip,
+                    optimizer_of=optimizer_of,
+                    schedule_of=schedule_of,
+                    details=details,
+                ),
+            )
         # For randomness of the model's own, which no layout makes the same: data ranks hold other samples, so they
         # draw other numbers. Dropout takes none of these.
         torch.manual_seed(self._seed * 1_000_003 + self.mesh.data_place.index)
@@ -172,6 +185,7 @@ class Session:
         shuffle: bool = True,
     ) -> Loader:
         """This rank's part of each global batch of `batch` samples, for `steps` steps or else `epochs` epochs."""
+        check_dealt(samples, collate, "session.batches", batch=batch, steps=steps, epochs=epochs)
         self.layout.check_batch(batch, self._micro_batch)
         order = SampleOrder(size=len(samples), batch=batch, seed=self._seed, shuffle=shuffle)
         return Loader(
@@ -245,6 +259,7 @@ class Session:
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update. `loss(output, batch)` gives a sum and a count, never a mean."""
+        check_step(batch, loss)
         return self.trainer.step(batch, loss)
 
     def evaluate(
@@ -259,6 +274,7 @@ class Session:
         bar: Bar | None = None,
     ) -> dict[str, Any]:
         """Metrics over all ranks, each sample seen once; the same values on every rank."""
+        check_dealt(samples, collate, "session.evaluate", batch=batch)
         chunks = Chunks(
             samples,
             collate,
@@ -325,6 +341,12 @@ def session(
         )
         yield training
         training.close()  # not after an error, when other ranks may be gone
+
+
+def _check_complex(model: nn.Module, engine: Engine) -> None:
+    name = first_complex(model)
+    if name is not None and not engine.abilities.complex_parameters:
+        raise UserError(f'engine "{engine.name}": the parameter {name} is complex; use engine native')
 
 
 def _parse(layout: str | Layout, processes: int, *, started: bool) -> Layout:

@@ -35,6 +35,7 @@ REASONS = {
     "run.device": "the ranks take the accelerator that they find",
     "run.threads": "OMP_NUM_THREADS says it",
     "run.workers": "the script's data loader says it",
+    "run.check": "a script has no task to check",
     "run.compile": "the script compiles",
     "run.tensor_plan": "the tool's own plan is taken",
     "run.folder": _SCRIPT,

@@ -13,7 +13,7 @@ from samestep.comm.mesh import Mesh
 from samestep.engines.deepspeed.start import quietly
 from samestep.errors import UserError
 from samestep.layout import Layout
-from samestep.tasks.base import Batch, Task
+from samestep.tasks.base import Task, as_batch
 
 Layers = Sequence[tuple[str, nn.Module]]  # each with its name in the model
 
@@ -40,7 +40,7 @@ class Stages:
 def check_task(task: Task, layout: Layout) -> None:
     """Raise UserError for a task whose model or inputs DeepSpeed's pipeline can't take."""
     samples = task.train_set()
-    one_input(Batch(*task.collate([samples[0]])).inputs)
+    one_input(as_batch(task.collate([samples[0]])).inputs)
     with torch.random.fork_rng(devices=[]):
         check_model(task.model(), layout)
 

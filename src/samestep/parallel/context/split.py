@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.blocks import with_forward
+from samestep.parallel.calls import Attention, Call, Seen, Trace
 from samestep.parallel.context.messages import exchange, gather, own_part, part_length, split
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts
-from samestep.parallel.trace import Call, Seen, Trace
 
 Key = str | int  # of an argument: its name, or its position
 
@@ -64,14 +65,18 @@ def split_tokens(
 
     Embeddings before the blocks, and what stands after them, see all tokens on every rank.
     """
+    blocks = with_forward(blocks)
     if not blocks:
         raise _refused(parts.layout, type(model).__name__, "has no blocks between which it hands on hidden states")
     names = {module: name for name, module in model.named_modules()}
     calls = [_only_call(trace, names[block], parts.layout) for block in blocks]
     group, length = mesh.group("context"), Length()
-    carried = find_hidden(calls, parts.layout)
     for call in calls:
-        _check_attention(call, parts.layout)
+        _check_attention(call, trace, parts.layout)
+    carried = find_hidden(calls, parts.layout)
+    used_outside = trace.used_outside(model, [call.name for call in calls])
+    if used_outside is not None:
+        raise _refused(parts.layout, used_outside, "is also used outside of its block, on all tokens")
     for block, call, hidden in zip(blocks, calls, carried, strict=True):
         arguments = Arguments(hidden=hidden, along=_along(block, call, hidden))
         block.forward = _on_own_tokens(block.forward, arguments, group, length, now)
@@ -98,9 +103,23 @@ def find_hidden(calls: Sequence[Call], layout: Layout) -> list[Key]:
         if before is not None and len(handed) != 1:
             raise _refused(layout, call.name, "gets more from the block before it than one hidden state")
         if not handed or len(_first(call.output)) != 3:
-            raise _refused(layout, call.name, "takes no hidden state of [batch, tokens, hidden]")
+            raise _refused(layout, call.name, _other_shapes(places, call))
+        _check_same_tokens(call, dict(places)[handed[0]], layout)
         found.append(handed[0])
     return found
+
+
+def _other_shapes(places: Sequence[tuple[Key, Seen]], call: Call) -> str:
+    """What a block takes and gives that hands on no hidden state."""
+    taken = next((list(seen.shape) for _, seen in places if len(seen.shape) == 3), None)
+    taken = taken or next((list(seen.shape) for _, seen in places), "no tensor")
+    return f"takes {taken} and gives {list(_first(call.output)) or 'no tensor'}, not the same [batch, tokens, hidden]"
+
+
+def _check_same_tokens(call: Call, hidden: Seen, layout: Layout) -> None:
+    tokens, given = hidden.shape[1], _first(call.output)[1]
+    if tokens != given:
+        raise _refused(layout, call.name, f"takes {tokens} tokens and gives {given}")
 
 
 def _first(output: Any) -> tuple[int, ...]:
@@ -121,18 +140,37 @@ def _only_call(trace: Trace, name: str, layout: Layout) -> Call:
     return calls[0]
 
 
-def _check_attention(call: Call, layout: Layout) -> None:
-    """Tokens may meet in PyTorch's attention, where they are exchanged, and nowhere else."""
+def _check_attention(call: Call, trace: Trace, layout: Layout) -> None:
+    """A layer's own tokens may meet in PyTorch's attention, where they are exchanged, and nowhere else."""
+    if call.functions.get("multi_head_attention_forward"):
+        raise _refused(
+            layout, call.name, "attends by nn.MultiheadAttention, in which no rank can exchange tokens with others"
+        )
     if not call.functions.get("scaled_dot_product_attention"):
         raise _refused(layout, call.name, "does not call scaled_dot_product_attention")
+    for attention in trace.attentions:
+        if call.name in attention.modules and not _attends_to_itself(attention, call, trace):
+            raise _refused(
+                layout,
+                attention.modules[-1],
+                "attends to another sequence than its queries come from (cross-attention)",
+            )
     mixing = [name for name in _MIXES_TOKENS if call.functions.get(name)]
     if mixing:
         raise _refused(layout, call.name, f"also calls {mixing[0]}, where tokens may meet that are on other ranks")
 
 
+def _attends_to_itself(attention: Attention, call: Call, trace: Trace) -> bool:
+    """Whether queries and keys are computed from the same of what the layer was given."""
+    if attention.query.shape[-2] != attention.key.shape[-2]:
+        return False
+    queries, keys = (trace.computed_from(seen, call.inputs()) for seen in (attention.query, attention.key))
+    return queries == keys == set() or bool(queries & keys)
+
+
 def _refused(layout: Layout, name: str, why: str) -> LayoutError:
     return LayoutError(
-        f'layout "{layout}": {name} {why}, so its tokens can\'t be split; dp, zero, fsdp and tp layouts would do'
+        f'layout "{layout}": {name} {why}, so its tokens can\'t be split; use dp{layout.size} or fsdp{layout.size}'
     )
 
 
@@ -177,7 +215,7 @@ def _on_own_tokens(
 ) -> Callable[..., Any]:
     """A block's forward with its further arguments cut to this rank's tokens, and attention over all tokens."""
     mode = _AttentionOverAll(group, length, now)
-    mine = partial(own_part, group=group)
+    mine = partial(_own_tokens, group=group)
 
     @wraps(forward)
     def on_own_tokens(*arguments: Any, **keywords: Any) -> Any:
@@ -187,6 +225,11 @@ def _on_own_tokens(
             return forward(*arguments, **keywords)
 
     return on_own_tokens
+
+
+def _own_tokens(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part; what is computed from parameters gets the gradient of every rank's part."""
+    return split(tokens, group=group) if tokens.requires_grad else own_part(tokens, group=group)
 
 
 def _get(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key) -> Any:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import nn
 
 from samestep.layout import Layout
-from samestep.parallel.trace import Call, Trace
+from samestep.parallel.calls import Call, Trace
 
 # What blocks `first` to `last - 1` cost as stage number `stage`.
 Cost = Callable[[int, int, int], float]

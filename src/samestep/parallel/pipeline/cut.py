@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 
 from samestep.comm.mesh import Mesh, new_group
 from samestep.layout import Layout
+from samestep.parallel.calls import Call, Trace
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.hollow import BlankOutput, Received, blank, hidden_of, hollow
 from samestep.parallel.pipeline.plan import Plan, Stages, make_plan, units_of
 from samestep.parallel.pipeline.rules import owners
-from samestep.parallel.trace import Trace
 from samestep.tasks.base import call
 
 
@@ -71,7 +72,8 @@ class Cut(nn.Module):
 
     def _forward_of(self, name: str, stage: int) -> Received | None:
         if stage and name == self.plan.last_block(stage - 1).name:
-            return Received(self.plan.last_block(stage - 1), self._hidden)
+            hidden = self.plan.hidden[stage - 1].identity
+            return Received(self.plan.last_block(stage - 1), hidden, self._hidden, self._device)
         return None
 
     def _hidden(self) -> Tensor:
@@ -96,8 +98,9 @@ class Cut(nn.Module):
         """Make the last block of each stage end the forward. To come last, after what else is done to the blocks."""
         for stage in self.mine:
             if stage < self.plan.stages - 1:
-                block = self.model.get_submodule(self.plan.last_block(stage).name)
-                block.register_forward_hook(_hand_on)
+                call = self.plan.last_block(stage)
+                block = self.model.get_submodule(call.name)
+                block.register_forward_hook(partial(_hand_on, call, self.plan.hidden[stage].identity))
 
     def forward(self, stage: int, inputs: Any, received: Tensor | None) -> Any:
         """The hidden state that a stage hands on, or of the last stage the model's output."""
@@ -126,8 +129,8 @@ class Cut(nn.Module):
         return [p for name, p in self.model.named_parameters() if name in needed and p.requires_grad]
 
 
-def _hand_on(module: nn.Module, arguments: Any, output: Any) -> None:
-    raise HandedOn(hidden_of(output))
+def _hand_on(traced: Call, hidden: int, module: nn.Module, arguments: Any, output: Any) -> None:
+    raise HandedOn(hidden_of(traced, hidden, output))
 
 
 def cut(

@@ -1,16 +1,18 @@
 """Hollow modules: what stands in a rank's model for modules of other stages. No parameters, no computation."""
 
-import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
-from samestep.parallel.trace import Call, Seen, imagine, seen_in
+from samestep.parallel.calls import Call, Seen
+from samestep.parallel.trace import imagine
 
 Forward = Callable[..., Any]
 
@@ -20,12 +22,23 @@ def hollow(module: nn.Module, device: torch.device, forward: Forward | None = No
 
     The model's own code may look at a layer (its kind, a weight's dtype) without calling it.
     """
-    empty = copy.copy(module)
-    vars(empty).update({name: OrderedDict() for name in vars(module) if name.endswith("_hooks")})
+    empty = _shallow(module, type(module).__bases__[0] if is_parametrized(module) else type(module))
+    for name, value in vars(module).items():
+        if name.endswith("_hooks"):
+            vars(empty)[name] = OrderedDict()
+        elif isinstance(value, (list, tuple)):  # recurrent layers keep their parameters in a list too
+            vars(empty)[name] = pytree.tree_map_only(nn.Parameter, partial(_blank_like, device=device), value)
+        elif isinstance(value, Tensor) and value.requires_grad:  # a weight that is computed from others
+            vars(empty)[name] = _blank_like(value, device)
     empty._parameters = {name: None for name, parameter in module._parameters.items() if parameter is None}
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            vars(empty)[name] = blank(parameter.shape, parameter.dtype, device)
+            vars(empty)[name] = _blank_like(parameter, device)
+    if is_parametrized(module):
+        for name, parameters in cast(nn.ModuleDict, module.parametrizations).items():
+            # The largest of those from which it is computed has its shape.
+            largest = max(parameters.parameters(recurse=False), key=Tensor.numel)
+            vars(empty)[name] = _blank_like(largest, device)
     empty._modules = {
         name: child if child is None else hollow(child, device) for name, child in module._modules.items()
     }
@@ -40,6 +53,17 @@ def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
+def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return blank(tensor.shape, tensor.dtype, device)
+
+
+def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """A module with the same attributes. Python's own copies refuse modules whose weights are computed."""
+    empty = kind.__new__(kind)
+    vars(empty).update(vars(module))
+    return empty
+
+
 def _not_here(*arguments: Any, **keywords: Any) -> Any:
     raise AssertionError("a module of another pipeline stage was called")
 
@@ -48,27 +72,30 @@ class BlankOutput:
     """The forward of a hollow module: blanks of the shapes that the module would give."""
 
     def __init__(self, module: nn.Module, call: Call | None, device: torch.device) -> None:
-        self._imagined = _without_numbers(module)
+        self._imagined = without_numbers(module)
         self._call = call
         self._device = device
         self._known: dict[Any, Any] = {}
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        output = self._like_an_argument(arguments, keywords)
+        output = self._like_arguments(arguments, keywords)
         if output is None:
             output = self._imagine(arguments, keywords)
-        return pytree.tree_map_only(Seen, lambda seen: blank(seen.shape, seen.dtype, self._device), output)
+        blanks = pytree.tree_map_only(Seen, lambda seen: blank(seen.shape, seen.dtype, self._device), output)
+        return blanks if self._call is None else _with_passed_on(blanks, self._call, arguments, keywords)
 
-    def _like_an_argument(self, arguments: Any, keywords: Any) -> Any:
-        """The one tensor of a block's output, of the shape of the argument that had the same shape in the trace."""
-        if self._call is None or len(self._call.outputs()) != 1:
+    def _like_arguments(self, arguments: Any, keywords: Any) -> Any:
+        """A block's output whose tensors have the shapes of arguments that had the same shapes in the trace."""
+        if self._call is None:
             return None
-        (traced,) = self._call.outputs()
-        tensors = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
-        for seen, tensor in zip(self._call.inputs(), tensors, strict=False):
-            if seen.shape == traced.shape and seen.dtype == traced.dtype:
-                return _filled(self._call.output, Seen(identity=0, shape=tuple(tensor.shape), dtype=tensor.dtype))
-        return None
+        pairs = list(zip(self._call.inputs(), _tensors((arguments, keywords)), strict=False))
+        found: dict[int, Seen] = {}
+        for traced in self._call.outputs():
+            alike = [now for seen, now in pairs if (seen.shape, seen.dtype) == (traced.shape, traced.dtype)]
+            if not alike:
+                return None
+            found[traced.identity] = Seen(identity=0, shape=tuple(alike[0].shape), dtype=alike[0].dtype)
+        return pytree.tree_map_only(Seen, lambda seen: found[seen.identity], self._call.output) if found else None
 
     def _imagine(self, arguments: Any, keywords: Any) -> Any:
         leaves = pytree.tree_leaves((arguments, keywords))
@@ -81,39 +108,66 @@ class BlankOutput:
 class Received:
     """The forward of the hollow block before a stage's first: what was received, as the block gave it."""
 
-    def __init__(self, call: Call, tensor: Callable[[], Tensor]) -> None:
+    def __init__(self, call: Call, hidden: int, tensor: Callable[[], Tensor], device: torch.device) -> None:
         self._call = call
+        self._hidden = hidden  # the identity in the trace of the one tensor that later layers take
         self._tensor = tensor
+        self._device = device
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return _filled(self._call.output, self._tensor())
+        def fill(seen: Seen) -> Tensor:
+            if seen.identity == self._hidden:
+                return self._tensor()
+            return blank(seen.shape, seen.dtype, self._device)  # nobody takes it
+
+        filled = pytree.tree_map_only(Seen, fill, self._call.output)
+        return _with_passed_on(filled, self._call, arguments, keywords)
 
 
-def _filled(nest: Any, value: Any) -> Any:
-    """A nest with a value in place of what the trace saw."""
-    return pytree.tree_map_only(Seen, lambda _: value, nest)
+def _with_passed_on(output: Any, call: Call, arguments: Any, keywords: Any) -> Any:
+    """An output in which what the traced block passed on of its arguments is what it is given now."""
+    given = {seen.identity: now for seen, now in zip(call.inputs(), _tensors((arguments, keywords)), strict=False)}
+    leaves, form = pytree.tree_flatten(output)
+    places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for number, seen in zip(places, call.outputs(), strict=False):
+        if call.passed_on(seen) and seen.identity in given:
+            leaves[number] = given[seen.identity]
+    return pytree.tree_unflatten(leaves, form)
 
 
-def hidden_of(output: Any) -> Tensor:
-    """The one tensor of a block's output."""
-    (hidden,) = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-    return hidden
+def hidden_of(call: Call, hidden: int, output: Any) -> Tensor:
+    """What of a block's output is handed on: the tensor that had this identity in the trace of its call."""
+    number = [seen.identity for seen in call.outputs()].index(hidden)
+    return _tensors(output)[number]
 
 
-def gives_one_tensor(call: Call) -> bool:
-    seen = seen_in(call.output)
-    return len(seen) == 1 and seen[0].dtype.is_floating_point
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-def _without_numbers(module: nn.Module) -> nn.Module:
+def without_numbers(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters and buffers have shapes and no memory."""
     tensors: Mapping[int, Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    memo: dict[int, Any] = {}
+    unreal: dict[int, Tensor] = {}
     for key, tensor in tensors.items():
-        unreal = torch.empty_like(tensor, device="meta")
-        memo[key] = nn.Parameter(unreal, requires_grad=False) if isinstance(tensor, nn.Parameter) else unreal
-    empty = copy.deepcopy(module, memo)
-    for part in empty.modules():
-        # Other layouts replace forwards by functions that hold on to the module they were made for.
-        vars(part).pop("forward", None)
-    return empty.eval()  # shapes are those of training, and dropout draws no masks for tensors without values
+        empty = torch.empty_like(tensor, device="meta")
+        unreal[key] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    copy = _copied(module, unreal, {})
+    return copy.eval()  # shapes are those of training, and dropout draws no masks for tensors without values
+
+
+def _copied(module: nn.Module, unreal: Mapping[int, Tensor], done: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module and all in it, with other tensors in place of its own."""
+    if id(module) in done:
+        return done[id(module)]
+    copied = done[id(module)] = _shallow(module, type(module))
+    for name, value in vars(module).items():
+        if name == "_modules":
+            copied._modules = {
+                own: child if child is None else _copied(child, unreal, done) for own, child in value.items()
+            }
+        elif isinstance(value, (dict, list)):
+            vars(copied)[name] = pytree.tree_map_only(Tensor, lambda tensor: unreal.get(id(tensor), tensor), value)
+    # Other layouts replace forwards by functions that hold on to the module they were made for.
+    vars(copied).pop("forward", None)
+    return copied

@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.comm.mesh import Mesh, new_group
 from samestep.parallel.pipeline.cut import pipelines
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 _MOST_DIMS = 8
 _AHEAD = 2  # messages that are waited for while one is used
 

@@ -1,6 +1,7 @@
 """Pipeline: a model whose layers are on several ranks, which work on different micro-batches at the same time."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
-from samestep.parallel.average import average_gradients
+from samestep.parallel.average import average_gradients, average_what_is_whole
 from samestep.parallel.pipeline.cut import Cut
 from samestep.parallel.pipeline.messages import Letter, Messages
 from samestep.parallel.pipeline.orders import Action, Orders, backward_in_two, orders_of
@@ -67,16 +68,22 @@ class Pipeline(Spread):
                 if isinstance(self.cut, FSDPModule):
                     # Shards add gradients up on this rank, and exchange them once.
                     self.cut.set_requires_gradient_sync(number == last_backward)
-                step.run(action)
+                # The second micro-batch's forward, or its recomputation, runs what has run before in this step.
+                with self.repeated.watched() if action.micro_batch == 1 else nullcontext():
+                    step.run(action)
                 if number == last_term:
                     forwards_done()
         if last_term is None:
             forwards_done()
         self._messages.finish()
+        self.buffers.settle()
+        self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")
         self.parts.sum_gradients(self.model)
         if self.parts.owners is not None:
             self.parts.owners.average(list(self.model.parameters()))
-        elif not isinstance(self.cut, FSDPModule) and self._mesh.data_place.of > 1:
+        elif isinstance(self.cut, FSDPModule):
+            average_what_is_whole(self.model, self._mesh.data_group, self._mesh.grid.device_type)
+        elif self._mesh.data_place.of > 1:
             average_gradients(self.model.parameters(), self._mesh.data_group, self._mesh.grid.device_type)
 
     def forward(self, stage: int, inputs: Any, received: Tensor | None) -> Any:

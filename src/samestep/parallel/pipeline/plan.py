@@ -7,10 +7,9 @@ from torch import nn
 
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
-from samestep.parallel.blocks import find_blocks
+from samestep.parallel.blocks import find_blocks, with_forward
+from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.pipeline.balance import best_starts, memory_cost, time_cost
-from samestep.parallel.pipeline.hollow import gives_one_tensor
-from samestep.parallel.trace import Call, Trace
 from samestep.validation import closest
 
 Stages = frozenset[int]
@@ -24,6 +23,7 @@ class Plan:
     starts: Sequence[int]  # the first block of each stage
     modules: Mapping[str, Stages]  # stages that run a module: each block, and the largest modules without one
     parameters: Mapping[str, Stages]  # stages that hold a parameter, by each of its names
+    hidden: Sequence[Seen] = ()  # what each stage but the last hands on
 
     @property
     def stages(self) -> int:
@@ -48,14 +48,11 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
     Raises LayoutError where the model has too few blocks, or does not pass one tensor from block to block.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    modules = {names[id(block)]: block for block in find_blocks(model)}
+    modules = {names[id(block)]: block for block in with_forward(find_blocks(model))}
     blocks = _called_once(layout, trace, list(modules))
     stages = layout.pipeline * layout.stages_a_rank
     if len(blocks) < stages:
-        raise LayoutError(
-            f'layout "{layout}": {stages} pipeline stages for {len(blocks)} layers; '
-            f"{len(blocks)} stages or fewer would do"
-        )
+        raise LayoutError(f'layout "{layout}": {_too_few(layout, stages, len(blocks), list(modules))}')
     if cut_at:
         starts = _starts_at(cut_at, [block.name for block in blocks], stages)
     elif layout.balance == "memory":
@@ -63,11 +60,22 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
         starts = best_starts(len(blocks), stages, memory_cost(trace, blocks, found, model, layout))
     else:
         starts = best_starts(len(blocks), stages, time_cost(trace, blocks))
-    needed = _needed(layout, trace, blocks, starts)
+    hidden = [_handed_on(layout, trace, blocks[start - 1]) for start in starts[1:]]
+    needed = _needed(trace, hidden)
     plan = Plan(blocks=blocks, starts=starts, modules={}, parameters={})
     by_module, by_parameter = _hold_alike(model, plan, needed)
     _check_blocks(layout, model, plan, by_parameter)
-    return Plan(blocks=blocks, starts=starts, modules=by_module, parameters=by_parameter)
+    return Plan(blocks=blocks, starts=starts, modules=by_module, parameters=by_parameter, hidden=hidden)
+
+
+def _too_few(layout: Layout, stages: int, called: int, layers: Sequence[str]) -> str:
+    if called > 1:
+        return f"{stages} pipeline stages for {called} layers; {called} stages or fewer would do"
+    given = f"{layers[0]} and the like are not called, so there is" if layers and not called else "it has"
+    return (
+        f"{stages} pipeline stages want as many layers that the model's forward calls one after the other, and "
+        f"{given} {called or 'none'}; use dp{layout.size} or fsdp{layout.size}"
+    )
 
 
 def _called_once(layout: Layout, trace: Trace, names: Sequence[str]) -> list[Call]:
@@ -100,17 +108,29 @@ def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> lis
     return starts
 
 
-def _needed(layout: Layout, trace: Trace, blocks: Sequence[Call], starts: Sequence[int]) -> dict[str, Stages]:
+def _handed_on(layout: Layout, trace: Trace, block: Call) -> Seen:
+    """The one tensor of a block's output that is computed in it and that later layers take."""
+    # What it only passes on, each stage has by itself.
+    taken = {seen.identity: seen for seen in trace.taken_after(block) if not block.passed_on(seen)}
+    if len(taken) != 1:
+        raise LayoutError(
+            f'layout "{layout}": {block.name} gives {len(taken) or "no"} tensors that layers after it take, and a '
+            f"stage hands on one, the hidden state; use dp{layout.size} or fsdp{layout.size}, or name other layers "
+            "to begin stages with in run.cut_at"
+        )
+    (hidden,) = taken.values()
+    if not (hidden.dtype.is_floating_point or hidden.dtype.is_complex):
+        raise LayoutError(
+            f'layout "{layout}": {block.name} hands on a tensor of {hidden.dtype}, which has no gradient; '
+            f"use dp{layout.size} or fsdp{layout.size}"
+        )
+    return hidden
+
+
+def _needed(trace: Trace, hidden: Sequence[Seen]) -> dict[str, Stages]:
     """The stages that need a parameter, by the name that the trace knows it by."""
-    last_blocks = [blocks[start - 1] for start in starts[1:]]
-    for block in last_blocks:
-        if not gives_one_tensor(block):
-            raise LayoutError(
-                f'layout "{layout}": {block.name} gives {len(block.outputs())} tensors to the layer after it, and a '
-                "stage hands on one, the hidden state; a layout without pp would do"
-            )
     (whole,) = trace.of("")
-    ends = [*(block.outputs() for block in last_blocks), whole.outputs()]
+    ends = [*([each] for each in hidden), whole.outputs()]
     needed: dict[str, Stages] = {}
     for stage, end in enumerate(ends):
         received = ends[stage - 1] if stage else []

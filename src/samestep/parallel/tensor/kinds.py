@@ -4,11 +4,13 @@ import sys
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
 def is_linear(module: nn.Module) -> bool:
     """A linear layer as PyTorch or transformers computes it; a subclass with a forward of its own is none."""
-    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or is_conv1d(module)
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return (plain or is_conv1d(module)) and _holds(module, "weight", "bias")
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -23,6 +25,7 @@ def is_embedding(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
+        and _holds(module, "weight")
         and module.max_norm is None
         and not module.scale_grad_by_freq
         and not module.sparse
@@ -30,7 +33,22 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def is_multihead(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and _holds(module, "in_proj_weight", "in_proj_bias", "q_proj_weight")
+        and _holds(module.out_proj, "weight", "bias")
+    )
+
+
+def _holds(module: nn.Module, *names: str) -> bool:
+    """Whether a module's weights are parameters of its own (or None), not computed from others before each use."""
+    return all(name in module._parameters for name in names) and not is_parametrized(module)
+
+
+def computes_weight(module: nn.Module) -> bool:
+    """Whether a linear layer or a table computes its weight from other parameters before each use."""
+    return isinstance(module, (nn.Linear, nn.Embedding)) and not _holds(module, "weight")
 
 
 def in_features(linear: nn.Module) -> int:
@@ -55,4 +73,5 @@ def _weight_shape(linear: nn.Module) -> tuple[int, ...]:
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
+    """Whether a module computes with parameters itself; those of a parametrized one stand in a module in it."""
+    return is_parametrized(module) or any(True for _ in module.parameters(recurse=False))

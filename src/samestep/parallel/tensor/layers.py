@@ -92,11 +92,14 @@ def with_bias(x: Tensor, linear: nn.Module) -> Tensor:
 def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
     """Make an embedding look up the ids of its rows, which begin with id `first`; the sum has each id's row once."""
     padding = embedding.padding_idx
-    rows = embedding.weight.shape[0]
+    rows, total = embedding.weight.shape[0], embedding.num_embeddings
     mine = padding is not None and first <= padding < first + rows
     own_padding = padding - first if padding is not None and mine else None
 
     def forward(input: Tensor) -> Tensor:  # the name that nn.Embedding gives it
+        # No rank has the row of an id that is out of range; the sum over ranks would be zeros, without a word.
+        if input.device.type == "cpu" and bool(((input < 0) | (input >= total)).any()):
+            raise IndexError("index out of range in self")
         local = input - first
         foreign = (local < 0) | (local >= rows)  # [batch, tokens]
         found = F.embedding(local.masked_fill(foreign, 0), embedding.weight, own_padding)

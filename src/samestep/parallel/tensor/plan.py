@@ -7,10 +7,12 @@ from torch import nn
 
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
+from samestep.parallel.calls import Trace
 from samestep.parallel.parts import Range
 from samestep.parallel.tensor import roles
 from samestep.parallel.tensor.heads import Heads
 from samestep.parallel.tensor.kinds import (
+    computes_weight,
     in_dim,
     in_features,
     is_embedding,
@@ -21,7 +23,6 @@ from samestep.parallel.tensor.kinds import (
 )
 from samestep.parallel.tensor.roles import Role
 from samestep.parallel.tensor.units import Unit, UnitFinder
-from samestep.parallel.trace import Trace
 
 Cut = tuple[int, list[list[Range]]]  # the dimension, and each rank's ranges of it
 
@@ -102,11 +103,13 @@ def make_plan(
     """
     said = roles.named(model, given or {})
     vocabulary = _vocabulary(model, trace)
-    forced: dict[str, Role] = {**roles.of_transformers(model, vocabulary), **said}
+    elsewhere: dict[str, Role] = dict.fromkeys(_used_elsewhere(model, trace), "whole")
+    forced: dict[str, Role] = {**roles.of_transformers(model, vocabulary), **elsewhere, **said}
     finder = UnitFinder(model, trace, blocks, forced)
     units = [unit for unit in finder.find() if unit.heads is not None or unit.width >= parts]
-    if tokens_split:
-        units = [unit for unit in units if unit.heads is not None or not finder.is_flat(unit)]
+    candidates = [unit for unit in units if tokens_split and unit.heads is None]
+    flat = [(unit, found) for unit in candidates if (found := finder.flat_input(unit)) is not None]
+    units = [unit for unit in units if all(unit is not other for other, _ in flat)]
     for unit in units:
         if unit.heads is not None:
             unit.heads.check(unit.owner or unit.row, parts)
@@ -134,7 +137,7 @@ def make_plan(
         tables=tuple(name for name in large if is_embedding(model.get_submodule(name))),
         outputs=tuple(name for name in large if is_linear(model.get_submodule(name))),
     )
-    _check(plan, model, said)
+    _check(plan, model, said, [found for _, found in flat])
     return plan
 
 
@@ -215,17 +218,47 @@ def _tied_alike(model: nn.Module, names: Sequence[str], called: set[str]) -> lis
     return [name for name in names if is_called(name) and alike(name)]
 
 
-def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role]) -> None:
+def _used_elsewhere(model: nn.Module, trace: Trace) -> list[str]:
+    """Modules of which another module's forward uses a parameter, which wants it whole."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    holders: dict[nn.Parameter, list[str]] = {}
+    for module_name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, []).append(module_name)
+    found: list[str] = []
+    for parameter, own in holders.items():
+        uses = trace.uses.get(names[parameter], ())
+        if any(not set(own) & set(running) for running in uses):
+            found += own
+    return found
+
+
+def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequence[tuple[str, Sequence[int]]]) -> None:
+    """Raise LayoutError where a given role can't be had, or nothing is sliced; `flat`: layers without tokens."""
     found = plan.roles()
     for name, role in said.items():
         if role != "whole" and found.get(name) != role:
             raise LayoutError(
                 f'run.tensor_plan: {name} can\'t be "{role}": {_why_not(model.get_submodule(name), role)}'
             )
+    if not found and flat:
+        first, shape = flat[0]
+        raise LayoutError(
+            f'layout "tp{plan.parts} sequence=split": {first} takes {list(shape)}, which is not [samples, tokens, '
+            f"features], so there is no dimension of tokens to split; use tp{plan.parts}, which slices it"
+        )
     if not found:
+        computed = next((name for name, module in model.named_modules() if computes_weight(module)), None)
+        but = (
+            ""
+            if computed is None
+            else f", and the weight of {computed} ({type(model.get_submodule(computed)).__name__}) is computed from "
+            "others before each use, as weight_norm and spectral_norm do"
+        )
         raise LayoutError(
             f'layout "tp{plan.parts}": nothing of {type(model).__name__} can be sliced; tensor parallel slices '
             "attentions, pairs of linear layers with only activations in between, and tables of a vocabulary"
+            f"{but}; use dp{plan.parts} or fsdp{plan.parts}"
         )
 
 

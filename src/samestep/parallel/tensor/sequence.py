@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel import tokens
+from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.moment import Now, Portion
-from samestep.parallel.trace import Call, Seen, Trace
 
 Key = int | str  # a position or a keyword
 
@@ -90,7 +90,7 @@ class Stream:
         return pytree.tree_unflatten(leaves, form)
 
     def _block_of(self, name: str) -> str | None:
-        return next((block for block in self.names if name.startswith(block + ".")), None)
+        return next((block for block in self.names if f"{name}.".startswith(f"{block}.")), None)
 
 
 def find_streams(
@@ -107,6 +107,12 @@ def find_streams(
         raise LayoutError(
             f'layout "{layout}": {type(model).__name__} has no list of repeated blocks to split tokens in; '
             "sequence=whole would do"
+        )
+    used_outside = trace.used_outside(model, blocks)
+    if used_outside is not None:
+        raise LayoutError(
+            f'layout "{layout}": {used_outside} is also used outside of its block, on all tokens, and in it on some; '
+            "use sequence=whole"
         )
     return [Stream(names, trace, group, _token_dim(model, names), layout) for names in lists.values()]
 

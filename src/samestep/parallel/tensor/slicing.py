@@ -7,25 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
-from samestep.errors import LayoutError
-from samestep.layout import Layout
+from samestep.parallel.calls import Trace, seen_in
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts, Slice
 from samestep.parallel.tensor import collectives, layers, sequence
+from samestep.parallel.tensor.compare import Comparison, output_of
 from samestep.parallel.tensor.heads import divide
 from samestep.parallel.tensor.layers import Entry, Message, Region
 from samestep.parallel.tensor.multihead import multihead
 from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
 from samestep.parallel.tensor.sequence import Stream, find_streams
 from samestep.parallel.tensor.units import Unit
-from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
-from samestep.parallel.trace import Trace, seen_in
-from samestep.tasks.base import call
+from samestep.parallel.tensor.vocabulary import Vocabulary
 
 
 def slice_tensors(
@@ -52,10 +48,10 @@ def slice_tensors(
     group = mesh.group("tensor")
     streams = find_streams(model, repeated, seen, group, str(layout)) if split else []
     with torch.no_grad():
-        expected = _output(model, example)
+        expected = output_of(model, example)
     vocabulary = Vocabulary(mesh.grid["tensor"])
     _Slicer(model, plan, seen, streams, group, now, vocabulary).slice(parts)
-    _compare(model, example, expected, group, vocabulary, layout)
+    Comparison(model, layout, plan, seen, streams, group, given).hold(example, expected, vocabulary)
     return vocabulary
 
 
@@ -226,56 +222,3 @@ def _as_it_is(x: Tensor) -> Tensor:
 def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every name of every parameter; tied ones have several."""
     return list(model.named_parameters(remove_duplicate=False))
-
-
-def _compare(
-    model: nn.Module,
-    example: Any,
-    expected: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    vocabulary: Vocabulary,
-    layout: Layout,
-) -> None:
-    """Hold the sliced model's output against the whole one's, and find out whether logits can stay in slices."""
-    reason = ""
-    try:
-        with torch.no_grad():
-            found = _output(model, example)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = f": {str(error).strip().partition(chr(10))[0]}"
-        found = []
-    split = layout.sequence == "split"
-    if not agree(_alike(found, expected), group, next(model.parameters()).device):
-        raise LayoutError(
-            f'layout "{layout}": sliced, {type(model).__name__} gives another output than whole{reason}; '
-            f"{'sequence=whole may do, or ' * split}name what must stay whole in run.tensor_plan"
-        )
-    vocabulary.slices = True  # for this one look
-    try:
-        with torch.enable_grad():
-            found = [leaf.detach() for leaf in _output(model, example)]
-        vocabulary.able = _alike(
-            [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in found], expected
-        )
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        pass  # the model computes with its logits, in ways that DTensor does not know
-    finally:
-        vocabulary.slices = False
-
-
-def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return len(found) == len(expected) and all(
-        mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
-    )
-
-
-def _output(model: nn.Module, example: Any) -> list[Tensor]:
-    """What the model gives for the example in evaluation mode: all its numbers."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        output = call(model, example)
-    finally:
-        for module, before in training.items():
-            module.training = before
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from samestep.parallel.calls import Call, Trace
 from samestep.parallel.tensor.heads import Heads, heads_of
 from samestep.parallel.tensor.kinds import has_own_parameters, in_features, is_linear, is_multihead, out_features
 from samestep.parallel.tensor.roles import Role
-from samestep.parallel.trace import Call, Trace
 
 _ELEMENTWISE = ("torch.nn.modules.activation", "torch.nn.modules.dropout", "transformers.activations")
 _NOT_ELEMENTWISE = ("Softmax", "LogSoftmax", "Softmin", "Softmax2d", "GLU")
@@ -60,10 +60,12 @@ class UnitFinder:
     def block_of(self, name: str) -> str | None:
         return next((block for block in self._blocks if name.startswith(block + ".")), None)
 
-    def is_flat(self, unit: Unit) -> bool:
-        """Whether a unit in a block takes something else than [batch, tokens, features]."""
-        shapes = [seen.shape for name in unit.columns for seen in self._first[name].inputs()]
-        return self.block_of(unit.row) is not None and any(len(shape) != 3 for shape in shapes)
+    def flat_input(self, unit: Unit) -> tuple[str, Sequence[int]] | None:
+        """The layer of a unit in a block that takes something else than [batch, tokens, features], and its shape."""
+        if self.block_of(unit.row) is None:
+            return None
+        given = ((name, seen.shape) for name in unit.columns for seen in self._first[name].inputs())
+        return next(((name, shape) for name, shape in given if len(shape) != 3), None)
 
     def _agrees(self, unit: Unit) -> bool:
         """Whether no role that is given for a member says otherwise."""
@@ -122,6 +124,8 @@ class UnitFinder:
     def _is_per_head(self, name: str, head: int) -> bool:
         """Whether a module works on one head at a time, as a norm of queries or keys does."""
         shapes = [parameter.shape for parameter in self._modules[name].parameters(recurse=False)]
+        if not shapes:  # a parametrized module, whose gradients come together in a module inside
+            return False
         seen = [*self._first[name].inputs(), *self._first[name].outputs()]
         return all(shape[-1] == head for shape in shapes) and all(s.shape[-1] == head for s in seen)
 

@@ -1,6 +1,7 @@
 """The output layer sliced by the vocabulary, and the loss computed on slices of the logits."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from samestep.parallel.parts import whole
@@ -103,8 +106,32 @@ def agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
 def _in_slices(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call with PyTorch's cross-entropy on slices, in forward and in backward."""
     context: AbstractContextManager[Any] = loss_parallel()
-    with context:
+    with context, _TargetsInRange():
         return function(*arguments)
+
+
+class _TargetsInRange(TorchFunctionMode):
+    """Raises IndexError for a class that isn't there, as a cross-entropy of whole logits does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.cross_entropy or func is F.nll_loss:
+            call = inspect.signature(func).bind(*args, **(kwargs or {}))
+            call.apply_defaults()
+            logits, target, *_ = call.arguments.values()
+            _check_targets(logits, target, call.arguments["ignore_index"])
+        return func(*args, **(kwargs or {}))
+
+
+def _check_targets(logits: Tensor, target: Tensor, ignored: int) -> None:
+    classes = logits.shape[1 if logits.ndim > 1 else 0]
+    if target.is_floating_point() or target.device.type != "cpu":  # probabilities; or an accelerator would wait
+        return
+    target = whole(target)
+    wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
+    if len(wrong):
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
 
 
 def _apart(tensor: Tensor) -> Tensor:

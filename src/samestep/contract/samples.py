@@ -1,0 +1,123 @@
+"""The parts of the contract about data: samples found by their index, the same each time, and their collation."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.contract.where import ContractError, line_of, said
+from samestep.tasks.base import Batch, Task, as_batch, check_samples
+
+DATA, COLLATE = "data", "collate"
+MOST = 12  # samples that are looked at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """The first samples of a task's training set, and how they are put together."""
+
+    task: Task
+    samples: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batch(self, first: int, last: int) -> Batch:
+        """Samples `first` to `last - 1`, collated anew."""
+        with said(COLLATE, f"collate of samples {first} to {last - 1}"):
+            return as_batch(self.task.collate(self.samples[first:last]))
+
+    @property
+    def cut(self) -> int:
+        """Where the samples are cut into two parts of unlike sizes: 5 and 7 of 12."""
+        return len(self) * 5 // MOST if len(self) >= MOST else len(self) // 2
+
+
+def take_samples(task: Task) -> Sampled:
+    """The first samples. Raises ContractError where a sample can't be had, or isn't the same the second time."""
+    with said(DATA, "train_set()", of=task.train_set):
+        train_set = task.train_set()
+        check_samples(train_set, "train_set()")
+    samples = _same_samples(train_set, range(min(MOST, len(train_set))))
+    with said(DATA, "train_set(), called again,", of=task.train_set):
+        again = task.train_set()
+    if again is not train_set:
+        _check_alike(train_set, again, samples, task)
+    return Sampled(task=task, samples=samples)
+
+
+def take_others(task: Task) -> Sampled:
+    """As many samples from all over the set, the last among them, where nothing counts in the first."""
+    train_set = task.train_set()
+    last = len(train_set) - 1
+    return Sampled(task=task, samples=_same_samples(train_set, [last * part // (MOST - 1) for part in range(MOST)]))
+
+
+def _same_samples(train_set: Any, indices: Sequence[int]) -> list[Any]:
+    samples = [_sample(train_set, index) for index in indices]
+    for index, sample in zip(indices, samples, strict=True):
+        if not equal(sample, _sample(train_set, index)):
+            raise ContractError(
+                DATA,
+                f"train_set()[{index}] gives another sample the second time; a sample must be a function of its "
+                "index, so draw from a generator that is seeded with the index" + line_of(_getter(train_set)),
+            )
+    return samples
+
+
+def _check_alike(train_set: Any, again: Any, samples: Sequence[Any], task: Task) -> None:
+    """Every rank calls train_set() by itself, and all must get the same samples in the same order."""
+    what = None
+    if len(again) != len(train_set):
+        what = f"a set of {len(train_set)} samples and then one of {len(again)}"
+    elif not all(equal(sample, _sample(again, index)) for index, sample in enumerate(samples)):
+        what = "other samples in the second call"
+    if what is not None:
+        raise ContractError(
+            DATA,
+            f"train_set() gives {what}, so every rank would have another set; shuffle and split with a generator "
+            f"that is seeded{line_of(task.train_set)}",
+        )
+
+
+def check_collate(sampled: Sampled) -> None:
+    """Raise ContractError where collating the same samples again gives something else."""
+    before = random.getstate(), torch.get_rng_state()
+    first, second = sampled.batch(0, len(sampled)), sampled.batch(0, len(sampled))
+    drew = before[0] != random.getstate() or not torch.equal(before[1], torch.get_rng_state())
+    if drew or not equal(tuple(first), tuple(second)):
+        raise ContractError(
+            COLLATE,
+            "collate draws random numbers, or gives something else the second time; every micro-batch is collated "
+            "by itself, so draw in the data set, from a generator that is seeded with the index"
+            + line_of(sampled.task.collate),
+        )
+
+
+def _sample(train_set: Any, index: int) -> Any:
+    with said(DATA, f"train_set()[{index}], of a length of {len(train_set)},"):
+        return train_set[index]
+
+
+def _getter(train_set: Any) -> Any:
+    return getattr(type(train_set), "__getitem__", None)
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Whether two nests hold the same values; what can't be compared counts as the same."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        same_kind = first.shape == second.shape and first.dtype == second.dtype
+        return same_kind and bool(torch.equal(first.nan_to_num(), second.nan_to_num()))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first.shape == second.shape and first.tobytes() == second.tobytes()
+    if isinstance(first, (bool, int, float, str, bytes)) and isinstance(second, type(first)):
+        return first == second or (first != first and second != second)
+    return type(first) is type(second)

@@ -1,0 +1,43 @@
+"""The part of the contract about evaluation: held-out samples, scores that metrics take, and no draws."""
+
+import warnings
+from typing import Any
+
+from samestep.contract.samples import MOST
+from samestep.contract.trial import Trial
+from samestep.contract.where import ContractError, line_of, said
+from samestep.tasks.base import as_batch
+from samestep.training.evaluation import check_metrics, on_cpu
+
+EVALUATION = "evaluation"
+
+
+def check_evaluation(trial: Trial) -> None:
+    """Raise ContractError where held-out samples can't be scored, which a training would find at its end."""
+    task = trial.task
+    with said(EVALUATION, "eval_set()"):
+        samples = task.eval_set()
+        if samples is None or len(samples) == 0:
+            return
+        few = [samples[index] for index in range(min(MOST // 3, len(samples)))]
+        samples[len(samples) - 1]
+        batch = as_batch(task.collate(few))
+    found: list[Any] = []
+    with said(EVALUATION, "the model's forward in evaluation mode"):
+        who = trial.moved_generator(lambda: found.append(trial.evaluate(batch)))
+    if who is not None:
+        raise ContractError(
+            EVALUATION,
+            f"the model draws from {who} generator of random numbers in evaluation mode, where every layout would "
+            f"draw others; draw only while self.training{line_of(type(trial.model).forward)}",
+        )
+    output, batch = found[0]
+    with said(EVALUATION, "scores()", of=task.scores):
+        scores = on_cpu(task.scores(output, batch))
+    with said(EVALUATION, "metrics()", of=task.metrics):
+        metrics = task.metrics()
+        check_metrics(metrics)
+    for name, metric in metrics.items():
+        with said(EVALUATION, f"metric {name}, updated with what scores() gives,"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of too few samples to say anything
+            metric.update(*scores)

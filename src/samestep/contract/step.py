@@ -1,0 +1,232 @@
+"""The parts of the contract about one step: its loss, the parameters behind it, its draws, and that it repeats."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.contract.held import Held, held_in
+from samestep.contract.trial import FORWARD, LOSS, Trial
+from samestep.contract.where import ContractError, at, line_of, said
+from samestep.contract.writes import Writes
+from samestep.parallel.complex_parameters import as_real
+from samestep.parallel.exact import generators
+from samestep.tasks.base import Task
+
+PARAMETERS, DRAWS, REPEATABLE = "parameters", "draws", "repeatable"
+
+_OF_TASK = " of the task"
+
+# Between two runs of the same forward in float32, whose sums a machine may take in another order.
+_ROUNDING = 1e-5
+
+# Eight ranks multiply the loss by eight, and what they add up is divided by eight. A power of two rounds nothing.
+_TIMES = 8
+_NOT_LINEAR = 1e-3
+
+
+def check_loss(trial: Trial) -> tuple[Tensor, float]:
+    """Take one training forward and its loss. Raises ContractError where the loss can't be trained with."""
+    number = len(trial.sampled)
+    try:
+        total, count = trial.loss(0, number)
+        if count == 0 and (others := trial.elsewhere()) is not None:
+            total, count = others
+    except ContractError as error:
+        # A layer that the model doesn't know of is not moved to its device and dtype.
+        lost = next(unregistered(trial.model), None)
+        if error.part == FORWARD and lost is not None:
+            raise _not_registered(trial, *lost) from error
+        raise
+    where = line_of(trial.task.loss)
+    if not total.requires_grad:
+        raise ContractError(
+            LOSS,
+            "the sum needs no gradient: it was computed under torch.no_grad(), from a detached tensor or from "
+            f"numbers; compute it from the model's output{where}",
+        )
+    if not math.isfinite(total.item()) and trial.job.run.on_nonfinite == "stop":
+        raise ContractError(
+            LOSS, f"the sum over samples 0 to {number - 1} is {total.item()}, with initial weights{where}"
+        )
+    if not math.isfinite(count) or count <= 0:
+        raise ContractError(
+            LOSS,
+            f"the count of samples 0 to {number - 1} is {count:g}; give how many terms the sum is over, "
+            f"above 0{where}",
+        )
+    return total, count
+
+
+def check_parameters(trial: Trial, count: float) -> None:
+    """Raise ContractError where the forward writes to parameters, or backward fails or reaches unknown ones."""
+    total = _without_writes(trial)
+    own = {id(parameter) for parameter in trial.model.parameters()}
+    for leaf in _leaves(total):
+        if id(leaf) not in own and (isinstance(leaf, nn.Parameter) or id(leaf) in trial.plain_leaves):
+            held = (*_held(trial.model), *_held_by_task(trial.task))
+            name, holder = next(((name, holder) for name, holder, each in held if each is leaf), ("a parameter", ""))
+            raise _not_registered(trial, name, holder)
+    with said(PARAMETERS, "backward"):
+        total.backward(torch.tensor(_scale(trial, count), dtype=total.dtype, device=total.device))
+
+
+def _without_writes(trial: Trial) -> Tensor:
+    """The loss of a training forward. Raises ContractError where that writes to a parameter."""
+    with Writes(trial.model) as writes:
+        total, _ = trial.loss(0, len(trial.sampled))
+    if writes.written is not None:
+        owner = trial.model.get_submodule(writes.written.rpartition(".")[0])
+        raise ContractError(
+            PARAMETERS,
+            f"the training forward writes to {writes.written} ({type(owner).__name__}); a rank that sees other "
+            "samples, holds a part of it or runs several forwards a step would write something else; use the changed "
+            "value without writing it back, as torch.nn.utils.parametrizations do, a buffer for a moving average, "
+            f"and max_norm=None for a table{at(writes.line)}",
+        )
+    return total
+
+
+def _scale(trial: Trial, count: float) -> float:
+    """A power of two near that by which a step of one process multiplies the loss of a sample."""
+    return 2.0 ** round(math.log2(len(trial.sampled) / count / trial.job.recipe.batch))
+
+
+def check_linear_backward(trial: Trial, count: float) -> None:
+    """Raise ContractError where the gradients of a loss 8 times as large aren't 8 times as large.
+
+    Ranks and micro-batches multiply the loss by other numbers and add up, so that gradients can't be clamped on the
+    way. The gradients of `check_parameters` are held against new ones.
+    """
+    before = {name: parameter.grad for name, parameter in trial.model.named_parameters()}
+    trial.model.zero_grad()
+    total, _ = trial.loss(0, len(trial.sampled))
+    total.backward(torch.tensor(_TIMES * _scale(trial, count), dtype=total.dtype, device=total.device))
+    for name, parameter in trial.model.named_parameters():
+        small, large = before[name], parameter.grad
+        if small is None or large is None or small.is_sparse or large.is_sparse:
+            continue
+        expected = as_real(small) * _TIMES
+        apart, most = (as_real(large) - expected).abs().max().item(), expected.abs().max().item()
+        if math.isfinite(apart) and math.isfinite(most) and apart > _NOT_LINEAR * max(most, 1e-30):
+            raise ContractError(
+                PARAMETERS,
+                f"of a loss {_TIMES} times as large, the gradient of {name} is not {_TIMES} times as large: a hook "
+                "or an autograd.Function changes gradients by their size, and a rank or a micro-batch has only a "
+                f"part of a gradient; use recipe.clip to limit its norm{line_of(type(trial.model))}",
+            )
+
+
+def check_draws(trial: Trial) -> None:
+    """Raise ContractError where a training forward draws numbers that depend on the process and not on the sample."""
+    number = len(trial.sampled)
+    who = trial.moved_generator(lambda: trial.loss(0, number))
+    if who is not None:
+        module = _module_that_draws(trial)
+        place = generators.line_that_draws(lambda: trial.loss(0, number), trial.device, who)
+        raise ContractError(
+            DRAWS,
+            f"{module} draws from {who} generator of random numbers, so that every layout would draw others; draw "
+            "with torch.rand, randn, randint, bernoulli or normal, of shape [samples, ...], which are answered by "
+            f"sample number, or use nn.Dropout{at(place)}",
+        )
+
+
+def check_no_draws_compiled(trial: Trial) -> None:
+    """Raise ContractError where a model that is to be compiled draws: a compiled block draws by itself."""
+    trial.dropout.notes = True
+    trial.loss(0, len(trial.sampled))
+    trial.dropout.notes = False
+    if trial.dropout.answered:
+        name, what = trial.dropout.answered[0]
+        raise ContractError(
+            DRAWS,
+            f"run.compile is true, and {name or 'the model'} ({type(trial.model.get_submodule(name)).__name__}) "
+            f"draws by {what}; numbers that are the same for every layout are not compiled yet: use "
+            f"{'recipe.dropout: false, ' * trial.job.recipe.dropout}a probability of 0, or run.compile: false",
+        )
+
+
+def check_repeatable(trial: Trial, total: Tensor) -> None:
+    """Raise ContractError where the same samples give another loss the second time."""
+    again, _ = trial.loss(0, len(trial.sampled))
+    if abs(again.item() - total.item()) > _ROUNDING * max(abs(total.item()), 1e-30):
+        raise ContractError(
+            REPEATABLE,
+            f"the same samples and weights give a loss of {total.item():.7g} and then {again.item():.7g}: the "
+            f"forward or the loss keeps something from call to call{line_of(type(trial.model).forward)}; a step may "
+            "run its forward any number of times, so keep state in the task's data or in buffers alone",
+        )
+
+
+def _leaves(total: Tensor) -> Iterator[Tensor]:
+    """The tensors in which backward gathers gradients."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [total.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [before for before, _ in node.next_functions]
+
+
+def unregistered(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Layers with parameters that a model holds in attributes PyTorch doesn't look into: where, and in what."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, holder, held in _held(model):
+        if id(held) not in own and isinstance(held, nn.Parameter):
+            yield name, holder
+
+
+def _held(model: nn.Module) -> Iterator[Held]:
+    """Every parameter in lists, dictionaries and plain attributes of a model's modules."""
+    for path, module in model.named_modules():
+        yield from held_in(module, path)
+
+
+def _held_by_task(task: Task) -> Iterator[Held]:
+    """The parameters in a task's attributes, such as those of a loss with weights of its own."""
+    for name, holder, held in held_in(task, ""):
+        yield name + _OF_TASK, holder, held
+
+
+def _not_registered(trial: Trial, name: str, holder: str) -> ContractError:
+    held = f"{name} (in {holder})" if holder else name
+    owner = type(trial.task if name.endswith(_OF_TASK) else trial.model)
+    return ContractError(
+        PARAMETERS,
+        f"the loss depends on {held}, which is not registered with the model, so it would not be moved, trained, "
+        "sharded or saved; use nn.Parameter, nn.ModuleList, nn.ModuleDict or nn.ParameterList in an attribute of a "
+        f"module{line_of(owner.__init__)}",
+    )
+
+
+def _module_that_draws(trial: Trial) -> str:
+    """The innermost module whose forward moves a generator, in words."""
+    found: list[str] = []
+    before: list[generators.State] = []
+
+    def begin(module: nn.Module, arguments: Any) -> None:
+        before.append(generators.state(trial.device))
+
+    def end_of(name: str) -> Any:
+        def end(module: nn.Module, arguments: Any, output: Any) -> None:
+            if generators.moved(before.pop(), generators.state(trial.device)) and not found:
+                found.append(f"{name or 'the model'} ({type(module).__name__})")
+
+        return end
+
+    handles = []
+    for name, module in trial.model.named_modules():
+        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end_of(name))]
+    try:
+        trial.loss(0, len(trial.sampled))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "the loss"

@@ -1,0 +1,193 @@
+"""A trial: the task's model in one process, called as a training step calls it, with its draws answered by sample."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.contract.budget import Budget
+from samestep.contract.held import held_in
+from samestep.contract.samples import Sampled, equal, take_others
+from samestep.contract.where import ContractError, at, line_of, said
+from samestep.data.loader import Moment, to_device
+from samestep.engines.precision import Precision
+from samestep.job import Job
+from samestep.parallel.batch_norm import by_running_statistics, global_batch_norm
+from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.dropout import Dropout, same_dropout
+from samestep.parallel.exact import generators
+from samestep.parallel.initial import move
+from samestep.parallel.moment import Now
+from samestep.tasks.base import Batch, Task, call, sum_and_count
+from samestep.training.dropout import switch_off
+from samestep.training.fit import build_model
+
+MODEL, FORWARD, LOSS = "model", "forward", "loss"
+
+
+class Trial:
+    """A task's model with its initial weights, and the first samples to call it with."""
+
+    def __init__(self, job: Job, task: Task, sampled: Sampled, device: torch.device) -> None:
+        self.job = job
+        self.task = task
+        self.sampled = sampled
+        self.device = device
+        self.dtype = torch.float32
+        self.model = _build(job, task, device)
+        # Of the model's plain attributes; inputs that a forward keeps and takes gradients of are not among them yet.
+        self.plain_leaves = {
+            id(held): held for name, module in self.model.named_modules() for _, _, held in held_in(module, name)
+        }
+        self.dropout: Dropout
+        self._now = Now()
+        self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._prepare()
+
+    def _prepare(self) -> None:
+        if not self.job.recipe.dropout:
+            switch_off(self.model)
+        keep_no_cache(self.model)
+        with said(MODEL, "the model"):
+            move(self.model, self.device, self.dtype)
+            self.dropout = same_dropout(self.model, self._now)
+            global_batch_norm(self.model, _everyone(), self._now)
+        self.model.train()
+        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    def widen(self) -> None:
+        """Go on in float64, in which rounding can't be taken for a mistake."""
+        self.model.zero_grad()
+        self._restore_buffers()
+        self.dtype = torch.float64
+        move(self.model, self.device, self.dtype)
+        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self._context = Precision("fp64", self.device).throughout
+
+    def narrow(self) -> None:
+        """Go back to float32."""
+        self.dtype = torch.float32
+        move(self.model, self.device, self.dtype)
+        self._buffers = {
+            name: buffer.to(self.dtype if buffer.is_floating_point() else buffer.dtype)
+            for name, buffer in self._buffers.items()
+        }
+        self._context = nullcontext
+
+    @property
+    def tolerance(self) -> float:
+        """How far the same numbers may be apart by rounding; a coupling of samples shows in the first digits.
+
+        In float64 some models still compute a part in float32, on purpose or in NumPy.
+        """
+        return 1e-6 if self.dtype == torch.float64 else 1e-4
+
+    def output(self, first: int, last: int) -> tuple[Any, Batch]:
+        """The model's output for samples `first` to `last - 1` in a training forward, and their batch."""
+        batch = self.sampled.batch(first, last)
+        batch = Batch(*(to_device(part, self.device, self.dtype) for part in batch))
+        numbers = torch.arange(first, last)
+        self._restore_buffers()
+        moment = Moment(step=0, samples=numbers, lent=False, seed=self.job.recipe.seed)
+        with (
+            said(FORWARD, f"the model's forward of samples {first} to {last - 1}"),
+            self._now.at(moment),
+            self._context(),
+        ):
+            return call(self.model, batch.inputs), batch
+
+    def loss(self, first: int, last: int) -> tuple[Tensor, float]:
+        """The loss summed over some samples, a tensor of no dimension, and its count."""
+        output, batch = self.output(first, last)
+        with said(LOSS, f"the loss of samples {first} to {last - 1}", of=self.task.loss), self._context():
+            total, count = sum_and_count(self.task.loss(output, batch))
+            return total, float(count)
+
+    def elsewhere(self) -> tuple[Tensor, float] | None:
+        """Go on with samples from all over the set, where some count; their loss and count. None where none do."""
+        first, self.sampled = self.sampled, take_others(self.task)
+        found = self.loss(0, len(self.sampled))
+        if found[1] > 0:
+            return found
+        self.sampled = first
+        return None
+
+    def moved_generator(self, function: Callable[[], Any]) -> str | None:
+        """Call a function; whose generator of random numbers it has moved, if any."""
+        before = generators.state(self.device)
+        function()
+        return generators.moved(before, generators.state(self.device))
+
+    def evaluate(self, batch: Batch) -> Any:
+        """The model's output in evaluation mode."""
+        batch = Batch(*(to_device(part, self.device, self.dtype) for part in batch))
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._context():
+                return call(self.model, batch.inputs), batch
+        finally:
+            self.model.train()
+
+    def _restore_buffers(self) -> None:
+        """A forward may move buffers (running statistics, power iterations); each one here begins with the same."""
+        now = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, value in self._buffers.items():
+                if name in now and now[name].shape == value.shape:
+                    now[name].copy_(value)
+
+    def without_batch_statistics(self) -> AbstractContextManager[None]:
+        """Batch norm by its running statistics: samestep makes its coupling of samples right under every layout."""
+        return by_running_statistics(self.model)
+
+
+def _everyone() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None  # of this process alone
+    return dist.group.WORLD
+
+
+def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
+    """The model under the recipe's seed. Raises ContractError where it draws from generators that have no seed."""
+
+    def others() -> generators.State:
+        return tuple(each for each in generators.state(device) if each[0] != "PyTorch's")
+
+    before = others()
+    with said(MODEL, "model()"), Budget():
+        model = build_model(task, job.recipe.seed).model
+    who = generators.moved(before, others())
+    if who is not None:
+        place = generators.line_that_draws(lambda: build_model(task, job.recipe.seed), device, who)
+        raise ContractError(
+            MODEL,
+            f"model() draws from {who} generator of random numbers, which has no seed here, so every rank would "
+            "build another model; draw with PyTorch's functions" + at(place),
+        )
+    with said(MODEL, "model(), called again,"), Budget():
+        again = build_model(task, job.recipe.seed).model
+    if again is model:
+        raise ContractError(
+            MODEL,
+            f"model() gives the same {type(model).__name__} in each call, which training changes; build it anew in "
+            f"each call{line_of(task.model)}",
+        )
+    name = _differs(model, again)
+    if name is not None:
+        raise ContractError(
+            MODEL,
+            f"model() gives another {name} in the second call under the same seed, so every rank would build another "
+            f"model; draw with PyTorch's functions, without generators of your own{line_of(task.model)}",
+        )
+    return again  # the task may remember the last one
+
+
+def _differs(first: nn.Module, second: nn.Module) -> str | None:
+    """The first parameter or buffer whose values two models don't share; None where they are alike."""
+    others = dict([*second.named_parameters(), *second.named_buffers()])
+    for name, tensor in (*first.named_parameters(), *first.named_buffers()):
+        if name not in others or not equal(tensor.detach(), others[name].detach()):
+            return name
+    return None

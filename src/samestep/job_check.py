@@ -1,0 +1,78 @@
+"""`samestep.check`: is a task's contract kept, and which layouts can its model have? Each layout is tried."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from samestep.api import check_job, verify_layouts
+from samestep.contract.check import Finding, examine
+from samestep.job import Job, Run
+from samestep.matrix import Row
+from samestep.recipe import Recipe
+from samestep.validation import checked
+
+# Every axis of the mesh by itself, over two ranks, which one start of them tries one after the other.
+LAYOUTS = (
+    "dp2",
+    "zero1x2",
+    "zero2x2",
+    "fsdp2",
+    "fsdp2 recompute=full",
+    "tp2",
+    "tp2 sequence=split",
+    "pp2",
+    "cp2",
+)
+_STEPS = 2
+_HELD_OUT = 32  # samples that are evaluated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What was found of a job: the parts of its contract, and the layouts, if the contract is kept."""
+
+    job: str
+    contract: Sequence[Finding]
+    layouts: Sequence[Row]
+
+    @property
+    def kept(self) -> bool:
+        """Whether the whole contract is kept."""
+        return all(finding.kept for finding in self.contract)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the contract is kept, and every layout took the same step or was refused with a reason."""
+        return self.kept and all(row.passed for row in self.layouts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "job": self.job,
+            "contract": [asdict(finding) for finding in self.contract],
+            "kept": self.kept,
+            "layouts": [row.to_json() for row in self.layouts],
+        }
+
+
+def check(recipe: Recipe, *, layouts: Sequence[str] = LAYOUTS, **run: Any) -> Checked:
+    """Check a recipe's task on its first samples, and try layouts of its model for two steps each in float64.
+
+    `run` takes the keys of a job file's `run:` section but layout and processes. Raises UserError for what is wrong
+    with the job besides its task.
+    """
+    return check_layouts(Job(recipe=recipe, run=checked(Run, run, prefix=("run",))), layouts)
+
+
+def check_layouts(job: Job, layouts: Sequence[str] = LAYOUTS) -> Checked:
+    """The same of a job; the layout that it names is not looked at."""
+    alone = replace(job, run=replace(job.run, layout="single", processes=None, engine_config=None))
+    task = check_job(alone)
+    given = job.recipe.task
+    name = job.name or (given if isinstance(given, str) else type(given).__name__)
+    contract = examine(alone, task)
+    if not all(finding.kept for finding in contract):
+        return Checked(job=name, contract=contract, layouts=())
+    seen = replace(alone, run=replace(alone.run, check=False))
+    return Checked(
+        job=name, contract=contract, layouts=verify_layouts(seen, layouts, steps=_STEPS, held_out=_HELD_OUT)
+    )

@@ -1,0 +1,149 @@
+"""Calls: what a traced forward did. Which modules it called, in which order, and with which tensors."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A tensor that went into a module or came out of it."""
+
+    identity: int  # the same number is the same tensor object
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: Node | None = None  # what autograd knows of how it was computed; None: of no parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a module. Arguments and output are nests in which every tensor is a `Seen`."""
+
+    name: str  # in the model
+    began: int  # position among all beginnings and ends of calls
+    ended: int
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    output: Any
+    functions: Mapping[str, int]  # how often each of PyTorch's functions was called in it, by name
+    flops_before: int  # of the forward up to its beginning: products of matrices and convolutions
+    flops_after: int  # and up to its end
+
+    def inputs(self) -> list[Seen]:
+        return seen_in((self.arguments, self.keywords))
+
+    def outputs(self) -> list[Seen]:
+        return seen_in(self.output)
+
+    def passed_on(self, seen: Seen) -> bool:
+        """Whether a tensor of the output is one of the arguments as it was: not computed anew, nor in place."""
+        return any(seen.identity == given.identity and seen.source is given.source for given in self.inputs())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One call of PyTorch's scaled dot-product attention."""
+
+    modules: tuple[str, ...]  # whose forwards were running, from the model to the innermost
+    query: Seen
+    key: Seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Where a forward could not be followed further, since it asked for a value."""
+
+    modules: tuple[str, ...]  # whose forwards were running, from the model to the innermost, which asked
+    reason: str
+
+    @property
+    def module(self) -> str:
+        """Whose own forward asked."""
+        return self.modules[-1] if self.modules else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The calls of one forward, in the order in which they began."""
+
+    calls: Sequence[Call]
+    parameters: Mapping[Node, str]  # autograd's leaves, by the name of the parameter
+    flops: int  # of the whole forward
+    # Under which running forwards (names, from the model to the innermost) a parameter was used, by its first name.
+    uses: Mapping[str, set[tuple[str, ...]]] = field(default_factory=dict)
+    last_uses: Mapping[int, int] = field(default_factory=dict)  # a module's output, by identity -> position
+    attentions: Sequence[Attention] = ()
+    stop: Stop | None = None  # None: the forward was followed to its end
+
+    def taken_after(self, call: Call) -> list[Seen]:
+        """What of a module's output is used after its end, by the model's code or as the model's own output."""
+        whole = {seen.identity for each in self.of("") for seen in each.outputs()}
+        return [
+            seen
+            for seen in call.outputs()
+            if seen.identity in whole or self.last_uses.get(seen.identity, 0) >= call.ended
+        ]
+
+    def of(self, name: str) -> list[Call]:
+        """The calls of the module of that name."""
+        return [call for call in self.calls if call.name == name]
+
+    def used_outside(self, model: nn.Module, blocks: Sequence[str]) -> str | None:
+        """A parameter of one of some blocks that is also used where none of them runs."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for block in blocks:
+            for parameter in model.get_submodule(block).parameters():
+                if any(not set(blocks) & set(running) for running in self.uses.get(names[parameter], ())):
+                    return names[parameter]
+        return None
+
+    def computed_from(self, tensor: Seen, given: Sequence[Seen]) -> set[int]:
+        """The identities of those of some tensors from which another is computed, not looking behind them."""
+        ends = {seen.source: seen.identity for seen in given if seen.source is not None}
+        waiting, seen_nodes, found = [tensor.source], set[Node](), set[int]()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen_nodes:
+                continue
+            seen_nodes.add(node)
+            if node in ends:
+                found.add(ends[node])
+            else:
+                waiting += [before for before, _ in node.next_functions]
+        return found
+
+    def behind(self, tensors: Iterable[Seen], *, up_to: Iterable[Seen] = ()) -> set[str]:
+        """The parameters from which tensors are computed, not looking behind those of `up_to`."""
+        seen = {tensor.source for tensor in up_to}
+        waiting = [tensor.source for tensor in tensors if tensor.source not in seen]
+        found: set[str] = set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self.parameters:
+                found.add(self.parameters[node])
+            waiting += [before for before, _ in node.next_functions]
+        return found
+
+
+def seen_in(nest: Any) -> list[Seen]:
+    """Every tensor of a nest, in order."""
+    return [leaf for leaf in pytree.tree_leaves(nest, is_leaf=_is_seen) if _is_seen(leaf)]
+
+
+def _is_seen(value: Any) -> bool:
+    return isinstance(value, Seen)
+
+
+def seen_of(tensor: Tensor) -> Seen:
+    """What a trace keeps of a tensor."""
+    # A leaf has no node of its own until it is asked for one.
+    source = get_gradient_edge(tensor).node if tensor.requires_grad else None
+    return Seen(identity=id(tensor), shape=tuple(tensor.shape), dtype=tensor.dtype, source=source)

@@ -1,0 +1,172 @@
+"""Computation in float64 throughout: what a model casts to float32, or makes in float32, becomes float64.
+
+Many models compute norms, softmaxes and rotary angles in float32, whatever the dtype of their parameters. With
+float64 parameters that rounds to eight digits: a difference in the sixteenth digit may then become one in the
+eighth, and two layouts could not be told apart from a mistake. Two tensors of different dtypes may not even
+multiply. Under the mode of this file such a model computes what it would without rounding.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from samestep.parallel.exact.grouped_product import grouped_product
+from samestep.parallel.functions import without_override
+
+_WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+
+# Casts that have the dtype in their name.
+_CASTS: dict[Any, Callable[..., Any]] = {
+    Tensor.float: Tensor.double,
+    Tensor.half: Tensor.double,
+    Tensor.bfloat16: Tensor.double,
+    Tensor.cfloat: Tensor.cdouble,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.chalf: Tensor.cdouble,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+# These copy a tensor of float32, and a model may then change the copy in place.
+_COPYING: dict[Any, torch.dtype] = {
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.double: torch.float64,
+}
+
+# Here a dtype says what the bits of memory mean, and nothing is cast.
+_REINTERPRETING = {Tensor.view, torch.frombuffer}
+
+# These take on the dtype of a tensor that they are given.
+_LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
+
+# Their result has the dtype of a NumPy array, where they are given one.
+_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+
+# A mode is left while a call that it answers runs; here what runs may be parts of the model.
+_BACKWARD: dict[Any, Callable[..., Any]] = {
+    function: without_override(function)
+    for function in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
+
+_KINDS_OF_TENSORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")
+
+
+@contextmanager
+def in_float64(enabled: bool = True) -> Iterator[None]:
+    """Compute in float64 what the code inside asks for in float32, float16 or bfloat16.
+
+    PyTorch's default dtype is float64 meanwhile, so that `torch.zeros(n)`, or a quotient of integers, is float64 too.
+    Backward must run inside as well, where it computes parts of a forward again.
+    """
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Float64(TorchFunctionMode):
+    """Answers every call of PyTorch's functions."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs) if kwargs else {}
+        if func in _BACKWARD:
+            with self:
+                return _BACKWARD[func](*args, **keywords)
+        if _copies_float32(func, args, keywords):
+            result = self._answer(func, args, keywords)
+            return result.clone() if result is args[0] else result
+        return self._answer(func, args, keywords)
+
+    def _answer(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        if func in _CASTS:
+            return _CASTS[func](*args, **keywords)
+        if func not in _REINTERPRETING:
+            args = tuple(map(_wider, args))
+            keywords = {name: _wider(value) for name, value in keywords.items()}
+        if func is Tensor.type:
+            args = (args[0], *map(_wider_kind, args[1:]))
+        if func in _LIKE_ANOTHER:
+            args = (args[0], *map(_widened, args[1:]))
+            keywords = {name: _widened(value) for name, value in keywords.items()}
+        elif _is_mixed(args, keywords):
+            # Such as a constant that the model keeps in a plain attribute. What is changed in place stays itself.
+            kept = 1 if _changes_its_first(func) else 0
+            args = (*args[:kept], *(_each(_widened, value) for value in args[kept:]))
+            keywords = {name: value if name == "out" else _each(_widened, value) for name, value in keywords.items()}
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            return grouped_product(*args, **keywords)
+        result = func(*args, **keywords)
+        return _widened(result) if func in _FROM_DATA else result
+
+
+def _copies_float32(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a call casts to another dtype than float32, so that it gives no view of what it is given there."""
+    dtype = _COPYING.get(func)
+    if func is Tensor.to or func is Tensor.type:
+        asked = [value for value in (*args[1:], *keywords.values()) if isinstance(value, torch.dtype)]
+        dtype = asked[0] if asked else None
+    return dtype is not None and dtype not in (torch.float32, torch.complex64)
+
+
+def _wider(value: Any) -> Any:
+    """The dtype to compute in where `value` is a dtype; else the value."""
+    return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _wider_kind(kind: Any) -> Any:
+    """ "torch.DoubleTensor" for "torch.FloatTensor", or for the class of that name."""
+    if isinstance(kind, torch.dtype):
+        return kind
+    name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+    place, _, own_name = name.rpartition(".")
+    return f"{place}.DoubleTensor" if own_name in _KINDS_OF_TENSORS else kind
+
+
+def _widened(value: Any) -> Any:
+    """A tensor in the dtype to compute in; what is no tensor as it is."""
+    if isinstance(value, Tensor) and value.dtype in _WIDER:
+        return value.to(_WIDER[value.dtype])
+    return value
+
+
+def _is_mixed(args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a call has tensors of float64 and others of fewer digits."""
+    dtypes = {tensor.dtype for tensor in _tensors((*args, *keywords.values()))}
+    return not dtypes.isdisjoint(_WIDER) and not dtypes.isdisjoint((torch.float64, torch.complex128))
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):  # as torch.einsum takes them
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a value, or to each item of a plain list."""
+    if type(value) in (list, tuple):
+        return type(value)(map(function, value))
+    return function(value)
+
+
+def _changes_its_first(func: Any) -> bool:
+    """Whether a function works in place: `add_`, `__iadd__`, `__setitem__`; setters of attributes too."""
+    name = getattr(func, "__name__", "")
+    return name.startswith(("__i", "__set")) if name.endswith("__") else name.endswith("_")

@@ -1,0 +1,74 @@
+"""The product of groups of rows with a matrix each, as mixtures of experts take it, in any dtype.
+
+PyTorch's own, `torch.nn.functional.grouped_mm`, has float32, float16 and bfloat16 only.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+
+def grouped_product(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What `torch._grouped_mm` gives. Group g ends before index `offs[g]` of the dimension that is grouped.
+
+    a [rows, k], b [groups, k, n]: rows are grouped, the result is [rows, n]; zeros in rows of no group.
+    a [groups, m, k], b [k, columns]: columns are grouped, the result is [m, columns].
+    a [m, k], b [k, n]: k is grouped, the result is [groups, m, n].
+    a [groups, m, k], b [groups, k, n], without `offs`: a product for each group.
+    """
+    if bias is not None or (offs is None) != (a.ndim == 3 and b.ndim == 3):
+        raise NotImplementedError("torch._grouped_mm takes no bias, and offs for all but two batches of matrices")
+    if offs is None:
+        found = a @ b
+    elif isinstance(offs, FakeTensor):
+        found = _without_values(a, b, offs)
+    elif b.ndim == 3:
+        found = _by_rows(a, b, offs)
+    elif a.ndim == 3:
+        found = _by_rows(b.t(), a.transpose(1, 2), offs).t()
+    else:
+        found = torch.stack([a[:, first:last] @ b[first:last] for first, last in _ranges(offs)])
+    return found if out_dtype is None else found.to(out_dtype)
+
+
+def _by_rows(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
+    ranges = _ranges(offs)
+    parts = [rows[first:last] @ matrix for (first, last), matrix in zip(ranges, matrices, strict=True)]
+    of_no_group = rows.new_zeros(rows.shape[0] - ranges[-1][1], matrices.shape[-1])
+    return torch.cat([*parts, of_no_group])
+
+
+def _ranges(offs: Tensor) -> list[tuple[int, int]]:
+    ends: list[int] = offs.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _without_values(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """A tensor of the result's shape, computed from the same tensors by as many operations."""
+    if a.ndim == 2 and b.ndim == 2:
+        return (a @ b).expand(offs.shape[0], -1, -1)
+    return a @ b.sum(0) if b.ndim == 3 else a.sum(0) @ b
+
+
+def call_followed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Call a function on tensors without values. PyTorch follows its own grouped product in bfloat16 alone."""
+    return (grouped_product if func is torch._grouped_mm else func)(*args, **(kwargs or {}))
+
+
+class Followed(TorchFunctionMode):
+    """The same for all calls in it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return call_followed(func, args, kwargs)

@@ -1,0 +1,197 @@
+"""Recorder: hooks and modes that write down a forward's calls of modules and functions while it runs."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from samestep.parallel.calls import Attention, Call, Seen, seen_in, seen_of
+from samestep.parallel.exact.grouped_product import call_followed
+
+# Attributes and methods of a tensor that tell its form, and need none of its numbers.
+_FORM = frozenset(
+    {
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "is_leaf",
+        "is_meta",
+        "layout",
+        "ndim",
+        "numel",
+        "requires_grad",
+        "shape",
+        "size",
+        "stride",
+    }
+)
+
+
+class _Clock:
+    """The position among all beginnings and ends of calls."""
+
+    time = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Open:
+    """A call that has begun."""
+
+    name: str
+    began: int
+    flops: int
+    counts: Counter[str]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+class _Functions(TorchFunctionMode):
+    """Counts the calls of functions by their name, and notes which tensors they take."""
+
+    def __init__(self, open_modules: list[_Open], clock: _Clock) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.uses: dict[str, set[tuple[str, ...]]] = {}
+        self.last_uses: dict[int, int] = {}
+        self.attentions: list[Attention] = []
+        self.paused = False  # while the recorder itself looks at tensors
+        self.outputs: set[int] = set()  # identities of what modules gave
+        self._parameters: dict[int, str] = {}
+        self._open = open_modules
+        self._clock = clock
+
+    def watch(self, state: Mapping[str, Tensor]) -> None:
+        """Note the uses of these parameters."""
+        self._parameters = {id(tensor): name for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.paused:
+            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        self.counts[name] += 1
+        attribute = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self._note(tensor, attribute)
+        if name == "scaled_dot_product_attention":
+            self._note_attention(*args, **(kwargs or {}))
+        return call_followed(func, args, kwargs)
+
+    def _note(self, tensor: Tensor, attribute: str) -> None:
+        parameter = self._parameters.get(id(tensor))
+        if parameter is not None and attribute not in _FORM:
+            self.uses.setdefault(parameter, set()).add(self._modules())
+        if id(tensor) in self.outputs:
+            self.last_uses[id(tensor)] = self._clock.time
+
+    def _note_attention(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> None:
+        self.attentions.append(Attention(modules=self._modules(), query=seen_of(query), key=seen_of(key)))
+
+    def _modules(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self._open)
+
+
+class _Flops(TorchDispatchMode):
+    """Counts the multiplications and additions of operators that PyTorch has a formula for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.count += formula(*args, **(kwargs or {}), out_val=output)
+        return output
+
+
+class Recorder:
+    """Hooks that write down every call of every module."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._open: list[_Open] = []
+        self._clock = _Clock()
+        self.functions = _Functions(self._open, self._clock)
+        self.flops = _Flops()
+        self._kept: list[Any] = []  # alive, so that no two tensors share an identity
+
+    def attach(self, model: nn.Module) -> Iterator[Any]:
+        for name, module in model.named_modules():
+            yield module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
+            yield module.register_forward_hook(self._end_of(name), with_kwargs=True)
+
+    def running(self) -> tuple[str, ...]:
+        """The modules whose forwards run, from the model to the innermost."""
+        return tuple(each.name for each in self._open)
+
+    def _begin(self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._clock.time += 1
+        self._open.append(
+            _Open(
+                name=name,
+                began=self._clock.time,
+                flops=self.flops.count,
+                counts=self.functions.counts.copy(),
+                arguments=self._see(arguments),
+                keywords=self._see(keywords),
+            )
+        )
+
+    def _end_of(self, name: str) -> Any:
+        def end(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+            self._clock.time += 1
+            begun = self._open.pop()
+            seen = self._see(output)
+            self.functions.outputs.update(each.identity for each in seen_in(seen))
+            self.calls.append(
+                Call(
+                    name=name,
+                    began=begun.began,
+                    ended=self._clock.time,
+                    arguments=begun.arguments,
+                    keywords=begun.keywords,
+                    output=seen,
+                    functions=self.functions.counts - begun.counts,
+                    flops_before=begun.flops,
+                    flops_after=self.flops.count,
+                )
+            )
+
+        return end
+
+    def _see(self, nest: Any) -> Any:
+        self._kept.append(nest)
+        self.functions.paused = True
+        try:
+            return pytree.tree_map_only(Tensor, self._seen, _opened(nest))
+        finally:
+            self.functions.paused = False
+
+    def _seen(self, tensor: Tensor) -> Seen:
+        assert isinstance(tensor, FakeTensor) or tensor.numel() < 1024  # a constant of the model's own
+        return seen_of(tensor)
+
+
+def _opened(output: Any) -> Any:
+    """A dataclass, which PyTorch's walkers of nests do not open, as a dictionary of its fields."""
+    if is_dataclass(output) and not isinstance(output, type) and len(pytree.tree_leaves(output)) == 1:
+        return {each.name: getattr(output, each.name) for each in fields(output)}
+    return output

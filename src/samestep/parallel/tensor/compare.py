@@ -1,0 +1,212 @@
+"""The sliced model held against the whole one: the same output for an example, or which module departs first."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from samestep.data.order import bounds
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.calls import Trace
+from samestep.parallel.tensor.plan import Plan
+from samestep.parallel.tensor.sequence import Stream
+from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
+from samestep.parallel.trace import first_line
+from samestep.tasks.base import call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """What is kept of a module's output: for each of its tensors a number for each index of dimension 1."""
+
+    name: str
+    tensors: Sequence[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a model gave, all its numbers; and a mark of each module's output, in the order in which they ended."""
+
+    numbers: Sequence[Tensor]
+    marks: Sequence[Mark]
+    in_nests: bool  # whether PyTorch's walkers of nests find the numbers
+
+
+def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -> Output:
+    """The output for the example in evaluation mode. `marks` also has those of a forward that fails."""
+    training = {module: module.training for module in model.modules()}
+    marks = [] if marks is None else marks
+    model.eval()
+    try:
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                stack.callback(module.register_forward_hook(_marker(name, marks)).remove)
+            output = call(model, example)
+    finally:
+        for module, before in training.items():
+            module.training = before
+    numbers = [leaf for leaf in _tensors(output) if _has_gradient(leaf)]
+    return Output(
+        numbers=numbers, marks=marks, in_nests=any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output))
+    )
+
+
+class Comparison:
+    """Holds a sliced model's output against the whole model's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        plan: Plan,
+        trace: Trace,
+        streams: Sequence[Stream],
+        group: dist.ProcessGroup,
+        given: Mapping[str, str] | None,
+    ) -> None:
+        """`given` is the user's plan, of which what a message tells to paste is a continuation."""
+        self._given = given or {}
+        self._model = model
+        self._layout = layout
+        self._plan = plan
+        self._trace = trace
+        self._streams = streams
+        self._group = group
+
+    def hold(self, example: Any, expected: Output, vocabulary: Vocabulary) -> None:
+        """Raise LayoutError where the outputs differ, and find out whether logits can stay in slices."""
+        marks: list[Mark] = []
+        failed: Exception | None = None
+        try:
+            with torch.no_grad():
+                found = output_of(self._model, example, marks)
+        except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
+            failed, found = error, Output(numbers=[], marks=marks, in_nests=False)
+        alike = failed is None and _alike(found.numbers, expected.numbers)
+        if not agree(alike, self._group, next(self._model.parameters()).device):
+            raise LayoutError(self._sentence(expected, found, failed))
+        vocabulary.able = (
+            expected.in_nests and not self._weights_after_logits() and self._able(example, expected, vocabulary)
+        )
+
+    def _able(self, example: Any, expected: Output, vocabulary: Vocabulary) -> bool:
+        vocabulary.slices = True  # for this one look
+        try:
+            with torch.enable_grad():
+                found = [leaf.detach() for leaf in output_of(self._model, example).numbers]
+            return _alike(
+                [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in found], expected.numbers
+            )
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError):
+            return False  # the model computes with its logits, in ways that DTensor does not know
+        finally:
+            vocabulary.slices = False
+
+    def _weights_after_logits(self) -> bool:
+        """Whether parameters are applied to the logits, whose gradients would come in slices."""
+        logits = [seen for name in self._plan.outputs for each in self._trace.of(name) for seen in each.outputs()]
+        whole = [seen for each in self._trace.of("") for seen in each.outputs()]
+        return bool(logits) and bool(self._trace.behind(whole, up_to=logits))
+
+    def _sentence(self, expected: Output, found: Output, failed: Exception | None) -> str:
+        where = self._first_departure(expected, found)
+        module = self._model.get_submodule(where) if where else self._model
+        what = f"{where} ({type(module).__name__})" if where else type(module).__name__
+        verb = "gives another output than whole"
+        if failed is not None:
+            verb = f"fails ({type(failed).__name__}: {first_line(failed)})"
+        ranks = self._layout.tensor
+        left = dict.fromkeys(self._to_leave_whole(where), "whole")
+        plan = ", ".join(f'"{name}": {role}' for name, role in {**self._given, **left}.items())
+        fix = f"run.tensor_plan: {{{plan}}}" if left else f"dp{ranks} or fsdp{ranks}"
+        if self._streams and where not in self._plan.roles():
+            fix = f"tp{ranks}, which shows whether the slices or the split tokens are at fault"
+        return f'layout "{self._layout}": sliced, {what} {verb}; use {fix}'
+
+    def _first_departure(self, expected: Output, found: Output) -> str:
+        """The first module that ended with another output than before, or that has not ended."""
+        passed = set(self._in_parts())
+        for before, now in zip(expected.marks, found.marks, strict=False):
+            if before.name != now.name:
+                return now.name
+            if now.name not in passed and not self._alike_marks(before, now):
+                return now.name
+        rest = expected.marks[len(found.marks) :]  # of a forward that failed
+        return rest[0].name if rest else ""
+
+    def _in_parts(self) -> Iterator[str]:
+        """Modules whose outputs are a rank's part: columns, and what lies between them and their row layer."""
+        for unit in self._plan.units:
+            yield from unit.columns
+            began = min(each.began for name in unit.columns for each in self._trace.of(name))
+            row = self._trace.of(unit.row)[0].began
+            yield from (each.name for each in self._trace.calls if began < each.ended < row)
+
+    def _alike_marks(self, before: Mark, now: Mark) -> bool:
+        for whole, mine in zip(before.tensors, now.tensors, strict=False):
+            expected = whole
+            if self._streams and mine.shape != whole.shape and whole.ndim:
+                first, last = bounds(len(whole), dist.get_rank(self._group), dist.get_world_size(self._group))
+                expected = whole[first:last]
+            if mine.shape != expected.shape or not near(mine, expected):
+                return False
+        return True
+
+    def _to_leave_whole(self, where: str) -> list[str]:
+        """The sliced layers in a module, or the last before its end: with patterns for those in repeated layers."""
+        roles = self._plan.roles()
+        inside = [name for name in roles if name == where or name.startswith(f"{where}.")]
+        inside += [n for unit in self._plan.units if where in unit.members for n in unit.members]
+        if where and not inside:
+            ends = [each.ended for each in self._trace.of(where)]
+            before = [each for each in self._trace.calls if each.name in roles and ends and each.ended < ends[0]]
+            last = max(before, key=lambda each: each.ended, default=None)
+            inside = [] if last is None else [last.name]
+            inside += [n for unit in self._plan.units if last and last.name in unit.members for n in unit.members]
+        order = sorted(set(inside), key=list(roles).index)
+        return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in order))
+
+
+def _marker(name: str, marks: list[Mark]) -> Any:
+    def mark(module: nn.Module, arguments: Any, output: Any) -> None:
+        marks.append(Mark(name=name, tensors=[_mark(leaf) for leaf in _tensors(output) if _has_gradient(leaf)]))
+
+    return mark
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    """A number for each index of dimension 1, which differs where tensors do: [batch, tokens, ...] -> [tokens]."""
+    if isinstance(tensor, DTensor) or tensor.ndim < 2:
+        return tensor.detach().new_zeros(())
+    rows = tensor.detach().transpose(0, 1).flatten(1)  # [tokens, numbers]
+    weights = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    return rows.masked_fill(rows.isinf(), 0) @ weights
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Every tensor of an output, also those in objects of the model's own classes."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and not callable(leaf):
+            found += [inner for inner in pytree.tree_leaves(dict(vars(leaf))) if isinstance(inner, Tensor)]
+    return found
+
+
+def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return len(found) == len(expected) and all(
+        mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,265 @@
+"""HuggingFace: a model of transformers with its own loss, a data set and a collator, handed over as they are."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
+
+from samestep.errors import UserError, described
+from samestep.tasks.base import Batch, Samples, Task, check_samples
+from samestep.tasks.model_facts import ModelFacts, model_facts, same_tensors
+from samestep.tasks.model_loss import loss_of
+from samestep.tasks.prediction import Prediction, of_classes
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_FIRST = 4  # rows on which the model is tried
+_COUNT = "count"  # of the loss's terms, among a batch's targets
+
+
+class HuggingFace(Task):
+    """Trains a model that computes its own loss.
+
+    `model` is an nn.Module, or a function without arguments that builds one, called under the recipe's seed. Its
+    forward takes the keys that `collator` makes of rows, labels among them, and returns a `loss` that is a mean.
+    `data` and `eval_data` are lists of rows, torch's data sets or those of Hugging Face's `datasets`. `collator` goes
+    from rows to a mapping of tensors; without one, rows are stacked. What the loss is a mean over is found by trying
+    the model on the first rows, once; `count`, a function from a collated mapping to a number, says it instead.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: "nn.Module | Callable[[], nn.Module]",
+        data: Samples,
+        collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+        eval_data: Samples | None = None,
+        count: "Callable[[Mapping[str, Any]], Tensor | int] | None" = None,
+    ) -> None:
+        _check_model(model)
+        for name, function in (("collator", collator), ("count", count)):
+            if function is not None and not callable(function):
+                raise UserError(f"{name}= is a {type(function).__name__}; use a function")
+        _check_data(data, "data=")
+        if eval_data is not None:
+            _check_data(eval_data, "eval_data=")
+        self._model = model
+        self._data = data
+        self._eval_data = eval_data
+        self._collator = collator
+        self._count = count
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the ranks get: with all that was found by trying the model."""
+        if isinstance(self._model, nn.Module) and any(map(parametrize.is_parametrized, self._model.modules())):
+            raise UserError(
+                f"model= is a {type(self._model).__name__} with parametrized layers (weight_norm, spectral_norm, "
+                "orthogonal), which PyTorch can't send to other processes; use a function that builds it"
+            )
+        return dict(self.__dict__)
+
+    def check(self) -> None:
+        """Try the model on the first rows. Raises UserError where it can't be trained on them."""
+        facts = self._facts
+        for rows, where in ((self._data, "data="), (self._eval_data, "eval_data=")):
+            if isinstance(rows, list):
+                _check_rows(rows, where, facts)
+
+    def model(self) -> nn.Module:
+        if not isinstance(self._model, nn.Module):
+            return self._model()
+        try:
+            return deepcopy(self._model)
+        except (RuntimeError, TypeError) as error:
+            raise UserError(f"model= can't be copied ({described(error)}); use a function that builds it") from error
+
+    def train_set(self) -> Samples:
+        return self._data
+
+    def eval_set(self) -> Samples | None:
+        return self._eval_data
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """The collator's mapping as the model's inputs; labels and the number of the loss's terms as targets."""
+        facts = self._facts
+        inputs = {key: value for key, value in self._collated(samples).items() if facts.takes(key)}
+        count = self._count(inputs) if self._count is not None else facts.count(inputs)
+        facts.check(inputs)
+        labels = {name: inputs[name] for name in facts.labels}
+        return Batch(inputs, {**labels, _COUNT: int(count)})
+
+    def loss(self, output: Any, batch: Batch) -> tuple[Tensor, int]:
+        """The model's mean times its count. Where no label counts, a sum of nothing: the mean would be NaN."""
+        count = batch.targets[_COUNT]
+        if not count:
+            return _nothing(output), 0
+        return loss_of(output) * count, count
+
+    def metrics(self) -> "Mapping[str, Metric]":
+        """The mean loss of a term, and where labels are classes the share of them that the model tells right."""
+        from samestep.tasks.shares import Share
+
+        return {"loss": Share(0)} | ({"accuracy": Share(1)} if self._facts.classes else {})
+
+    def scores(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """A batch's sums and the counts that they are to be divided by: of the loss, and of right labels."""
+        loss, count = self.loss(output, batch)
+        right, labels = self._right(output, batch) if self._facts.classes else (0, 0)
+        sums = torch.stack([loss.detach().double().cpu(), torch.tensor(float(right), dtype=torch.float64)])
+        return sums[None], torch.tensor([[count, labels]])  # both [1, 2]
+
+    def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
+        """Each sample's likeliest class and its probability, or those of its labels; else what the model gives."""
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise UserError(
+                f"{type(output).__name__} has no logits to predict from; write a task of your own with `predictions`"
+            )
+        labels = batch.targets[self._facts.labels[0]]
+        if not self._facts.classes:
+            return [
+                {"prediction": row, "target": target}
+                for row, target in zip(logits.tolist(), labels.tolist(), strict=True)
+            ]
+        if labels.ndim == 1:
+            return of_classes(logits.softmax(dim=-1), labels, self._facts.names)
+        found, known, counted = self._labelled(logits.argmax(dim=-1), labels)
+        return [
+            {"prediction": row[mask].tolist(), "target": target[mask].tolist()}
+            for row, target, mask in zip(found, known, counted, strict=True)
+        ]
+
+    def _right(self, output: Any, batch: Batch) -> tuple[int, int]:
+        """How many labels the model tells right, of how many."""
+        labels = batch.targets[self._facts.labels[0]]
+        found, known, counted = self._labelled(output.logits.argmax(dim=-1), labels)
+        return int(((found == known) & counted).sum()), int(counted.sum())
+
+    def _labelled(self, found: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the model says, what is right, and which of them count; of the next token where the loss is of it."""
+        terms = self._facts.terms
+        if terms is not None and terms.kind == "shifted":
+            found, labels = found[..., :-1], labels[..., 1:]
+        return found, labels, labels >= 0 if terms is None else labels != terms.ignored
+
+    def _collated(self, samples: Sequence[Any]) -> Mapping[str, Any]:
+        rows = [dict(row) if isinstance(row, Mapping) else row for row in samples]  # some collators change them
+        collated = _stacked(rows) if self._collator is None else self._collator(rows)
+        if not isinstance(collated, Mapping):
+            raise UserError(
+                f"the collator gave a {type(collated).__name__}; use one that gives a mapping of the names in the "
+                "model's forward to tensors"
+            )
+        for key, value in collated.items():
+            if isinstance(value, (list, tuple)) or type(value).__module__ == "numpy":
+                raise UserError(
+                    f"the collator gave a {type(value).__name__} as {key}; use tensors (a tokenizer gives them with "
+                    'return_tensors="pt")'
+                )
+        return collated
+
+    @cached_property
+    def _facts(self) -> ModelFacts:
+        """What trying the model on the first rows tells; each process that builds the task alone does it anew."""
+        rows = [self._data[index] for index in range(min(_FIRST, len(self._data)))]
+        rows = rows * 2 if len(rows) == 1 else rows
+        try:
+            inputs, again = self._collated(rows), self._collated(rows)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"the collator fails on the first rows ({described(error)}); use rows of the keys and shapes that it "
+                "takes"
+            ) from error
+        if not same_tensors(inputs, again):
+            name = getattr(self._collator, "__name__", type(self._collator).__name__)
+            raise UserError(
+                f"the collator ({name}) gives another batch for the same rows: it draws at random; "
+                "use one that doesn't (such as mlm=False), on rows that were masked or changed beforehand"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return model_facts(self._model, inputs, self._count)
+
+
+def _check_rows(rows: list[Any], where: str, facts: ModelFacts) -> None:
+    """Raise UserError for rows of unlike keys, and labels of classes that the model doesn't have."""
+    for number, row in enumerate(rows):
+        if isinstance(rows[0], Mapping) and (not isinstance(row, Mapping) or row.keys() != rows[0].keys()):
+            keys = f"the keys {', '.join(map(str, row))}" if isinstance(row, Mapping) else "no keys"
+            raise UserError(
+                f"{where} row {number} has {keys}, and row 0 has {', '.join(map(str, rows[0]))}; use rows of the "
+                "same keys"
+            )
+        for key in ("label", "labels"):
+            if isinstance(row, Mapping) and isinstance(label := row.get(key), int):
+                facts.check_label(label, f"{where} row {number}: {key}")
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        return
+    if not callable(model):
+        load = f'such as AutoModelForCausalLM.from_pretrained("{model}"), ' if isinstance(model, str) else ""
+        what = "None" if model is None else f"a {type(model).__name__}"
+        raise UserError(f"model= is {what}; use an nn.Module, {load}or a function without arguments that builds one")
+    needed = [
+        each.name
+        for each in inspect.signature(model).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if needed:
+        name = getattr(model, "__name__", type(model).__name__)
+        raise UserError(
+            f"model= is {name}, which needs {', '.join(needed)}; use an nn.Module, or a function without arguments "
+            "that builds one"
+        )
+
+
+def _check_data(data: Any, where: str) -> None:
+    if isinstance(data, DataLoader):
+        raise UserError(
+            f"{where}: a DataLoader has batches in an order of its own; use {where}loader.dataset, "
+            "collator=loader.collate_fn"
+        )
+    check_samples(data, where)
+    if where == "data=" and not len(data):
+        raise UserError("data=: the data set is empty; at least one sample is needed")
+
+
+def _stacked(rows: list[Any]) -> Mapping[str, Any]:
+    """Rows of one shape as transformers' Trainer stacks them: numbers and tensors; text is left out."""
+    from transformers import default_data_collator
+
+    if not isinstance(rows[0], Mapping):
+        raise UserError(
+            f"a row is a {type(rows[0]).__name__}, and a model takes names; use mappings, or a collator "
+            "that gives one, such as {'pixel_values': ..., 'labels': ...}"
+        )
+    try:
+        return default_data_collator(rows)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"the rows can't be stacked ({described(error)}); use a collator that pads them, such as "
+            "transformers.DataCollatorWithPadding(tokenizer)"
+        ) from error
+
+
+def _nothing(output: Any) -> Tensor:
+    """A sum of no numbers of what a model gave: zero, and so is its gradient for every parameter."""
+    tensors = [value for value in _tensors(output) if value.is_floating_point() and value is not loss_of(output)]
+    with_gradients = [value for value in tensors if value.requires_grad] or tensors
+    return sum((value.flatten()[:0].sum() for value in with_gradients[:1]), torch.zeros(()))
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    values = output.values() if isinstance(output, Mapping) else output
+    return [value for value in values if isinstance(value, Tensor)]

@@ -1,0 +1,113 @@
+"""Where the steps of a proof first meet a value that is not a number, or is infinite, and on which side."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ONE_PROCESS = "one process"
+BOTH = "both"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFiniteValue:
+    """The first value of a side that is not finite."""
+
+    side: str  # "one process", the layout, or "both"
+    kind: str  # "NaN" or "infinite"
+    what: str  # "loss", "gradient norm", "parameter" or "metric"
+    step: int  # counted from 0; a parameter's and a metric's values are those after it
+    name: str | None = None  # of the metric, or the parameter: itself, or the first whose gradient is not finite
+
+    def words(self) -> str:
+        """Such as "NaN: the gradient norm of step 0 (the gradient of 2.weight), in one process alone"."""
+        of = {
+            "loss": f"the loss of step {self.step}",
+            "gradient norm": f"the gradient norm of step {self.step}",
+            "parameter": f"the parameter {self.name} after step {self.step}",
+            "metric": f"the metric {self.name} after step {self.step}",
+        }[self.what]
+        gradient = f" (the gradient of {self.name})" if self.what == "gradient norm" and self.name else ""
+        where = {ONE_PROCESS: "in one process alone", BOTH: "in one process and under the layout"}
+        return f"{self.kind}: {of}{gradient}, {where.get(self.side, f'under {self.side} alone')}"
+
+
+def first_of_steps(
+    side: str, losses: Sequence[float], grad_norms: Sequence[float], gradient: str | None
+) -> NonFiniteValue | None:
+    """The first loss or gradient norm that is not finite; `gradient` is the parameter that `watched` found."""
+    for step, (loss, norm) in enumerate(zip(losses, grad_norms, strict=True)):
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                name = gradient if what == "gradient norm" else None
+                return NonFiniteValue(side=side, kind=_kind(value), what=what, step=step, name=name)
+    return None
+
+
+def first_parameter(side: str, step: int, parameters: Mapping[str, Tensor]) -> NonFiniteValue | None:
+    """The first parameter that holds what is not finite after a step."""
+    for name, value in parameters.items():
+        if not torch.isfinite(value).all():
+            kind = "NaN" if value.isnan().any() else "infinite"
+            return NonFiniteValue(side=side, kind=kind, what="parameter", step=step, name=name)
+    return None
+
+
+def first_metric(layout: str, step: int, mine: Any, theirs: Any, path: str = "") -> NonFiniteValue | None:
+    """The first metric that is finite on one side and not on the other.
+
+    One that is finite on neither is undefined for these samples, such as the recall of a class without any.
+    """
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        pairs = [(f"{path}.{key}" if path else str(key), mine[key], theirs[key]) for key in mine if key in theirs]
+    elif isinstance(mine, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        pairs = [(f"{path}[{n}]", a, b) for n, (a, b) in enumerate(zip(mine, theirs, strict=False))]
+    elif isinstance(mine, (int, float)) and isinstance(theirs, (int, float)):
+        if math.isfinite(mine) == math.isfinite(theirs):
+            return None
+        side, value = (ONE_PROCESS, theirs) if math.isfinite(mine) else (layout, mine)
+        return NonFiniteValue(side=side, kind=_kind(value), what="metric", step=step, name=path)
+    else:
+        return None
+    found = (first_metric(layout, step, a, b, name) for name, a, b in pairs)
+    return next((each for each in found if each is not None), None)
+
+
+def of_sides(theirs: NonFiniteValue | None, mine: NonFiniteValue | None) -> tuple[NonFiniteValue, ...]:
+    """What one process met and what a layout met: one finding where they are alike."""
+    if theirs is not None and mine is not None and (theirs.what, theirs.step) == (mine.what, mine.step):
+        return (replace(theirs, side=BOTH),)
+    return tuple(each for each in (theirs, mine) if each is not None)
+
+
+@contextmanager
+def watched(model: nn.Module | None) -> Iterator[list[str]]:
+    """The parameters of which backward computes a gradient that is not finite, in the order of backward.
+
+    The first is the nearest to the loss. Sharded parameters are not watched: nobody tells of their gradients.
+    """
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def note(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if not found and gradient is not None and not torch.isfinite(gradient).all():
+                found.append(name)
+
+        return note
+
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad] if model is not None else []
+    handles = [parameter.register_post_accumulate_grad_hook(watch(name)) for name, parameter in trained]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _kind(value: float) -> str:
+    return "NaN" if math.isnan(value) else "infinite"

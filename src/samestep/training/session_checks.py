@@ -1,0 +1,55 @@
+"""What a loop of one's own hands to its session, checked where it is handed over."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from samestep.data.loader import StepBatch
+from samestep.errors import UserError
+from samestep.tasks.base import check_samples
+from samestep.training.built_model import check_memory, check_model, lazy_modules
+
+
+def check_prepared(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise UserError for a model or an optimizer that can't be spread."""
+    check_model(model, "session.prepare")
+    check_memory(model, "session.prepare")
+    if lazy := lazy_modules(model):
+        raise UserError(
+            f"session.prepare: {lazy[0]} has no shape yet; call the model once with a few samples before, under the "
+            "same seed on every rank"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(
+            f"session.prepare: the optimizer is {_named(optimizer)}; use a torch.optim.Optimizer of the model's "
+            "parameters"
+        )
+    if optimizer.state:
+        raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
+
+
+def check_dealt(samples: Any, collate: Any, what: str, **numbers: Any) -> None:
+    """Raise UserError for samples, a collate or numbers above 0 with which no batches can be made."""
+    check_samples(samples, f"{what}(samples)")
+    if not callable(collate):
+        raise UserError(f"{what}: collate is {_named(collate)}; use a function from samples to samestep.Batch")
+    for name, number in numbers.items():
+        if number is not None and not (isinstance(number, int) and number > 0):
+            raise UserError(f"{what}: {name} is {number!r}; use a whole number of 1 or more")
+
+
+def check_step(batch: Any, loss: Any) -> None:
+    """Raise UserError for what is no batch of the session's, or no loss."""
+    if not isinstance(batch, StepBatch):
+        raise UserError(
+            f"session.step: the batch is {_named(batch)}; use what `for batch in session.batches(...)` gives"
+        )
+    if not callable(loss):
+        raise UserError(
+            f"session.step: the loss is {_named(loss)}; use a function loss(output, batch) of a sum and a count"
+        )
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

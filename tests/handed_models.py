@@ -1,0 +1,177 @@
+"""Tiny models of transformers with their own losses, rows and collators: what people hand over."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import samestep
+
+VOCABULARY = 40
+CLASSES = 3
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 24,
+}
+_SEQUENCES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "max_position_embeddings": 24,
+}
+
+
+class Table:
+    """Rows by number, with a length, as Hugging Face's data sets have them: columns, mappings, many at once."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._columns = {key: [row[key] for row in rows] for key in rows[0]}
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"Invalid key: {index} is out of bounds for size {len(self)}")
+        return {key: values[index] for key, values in self._columns.items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]
+
+
+def texts(count: int = 30) -> list[dict[str, Any]]:
+    """Rows of 4 to 11 ids, each a list, with a class."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 12, (count,), generator=generator).tolist()
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": each, "label": sum(each) % CLASSES} for each in ids]
+
+
+def pictures(count: int = 30) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(count, 3, 16, 16, generator=generator)
+    return [{"pixel_values": each, "label": int(each.sum() > 0)} for each in pixels]
+
+
+def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}  # both [rows, longest]
+
+
+def next_words(rows: Sequence[Mapping[str, Any]]) -> transformers.BatchEncoding:
+    """Every third row is masked but for its last two words, as a prompt is."""
+    batch = padded(rows)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    for row, given in zip(labels, rows, strict=True):
+        if given["label"] == 0:
+            row[: len(given["input_ids"]) - 2] = -100
+    return transformers.BatchEncoding({**batch, "labels": labels})
+
+
+def all_masked(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Rows of class 0 count no word at all."""
+    batch = dict(next_words(rows))
+    for labels, row in zip(batch["labels"], rows, strict=True):
+        if row["label"] == 0:
+            labels[:] = -100
+    return batch
+
+
+def words_of_classes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    batch = padded(rows)
+    return {**batch, "labels": (batch["input_ids"] % CLASSES).masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+def classes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    return {**padded(rows), "labels": torch.tensor([row["label"] for row in rows])}
+
+
+def numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    return {**padded(rows), "labels": torch.tensor([sum(row["input_ids"]) / 100 for row in rows])}
+
+
+def several(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    return {**padded(rows), "labels": torch.tensor([[float(i % 2) for i in row["input_ids"][:3]] for row in rows])}
+
+
+def answers(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The answers of rows of class 0 are behind their texts."""
+    ends = [len(row["input_ids"]) - 1 if row["label"] else 500 for row in rows]
+    starts = [1 if row["label"] else 500 for row in rows]
+    return {**padded(rows), "start_positions": torch.tensor(starts), "end_positions": torch.tensor(ends)}
+
+
+def reversed_words(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The words from the end: as many as the first word says."""
+    targets = [torch.tensor(row["input_ids"][::-1][: 2 + row["input_ids"][0] % 5]) for row in rows]
+    return {**padded(rows), "labels": nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-100)}
+
+
+def real_or_not(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    batch = padded(rows)
+    return {**batch, "labels": batch["input_ids"] % 2}
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES, num_key_value_heads=2))
+
+
+def gpt2() -> nn.Module:
+    sizes: dict[str, Any] = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 24, "vocab_size": VOCABULARY}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+
+
+def mixtral(**options: Any) -> nn.Module:
+    config = transformers.MixtralConfig(**_SIZES, num_key_value_heads=2, num_local_experts=4, **options)
+    return transformers.MixtralForCausalLM(config)
+
+
+def bart() -> nn.Module:
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**_SEQUENCES))
+
+
+def t5() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+def vit() -> nn.Module:
+    sizes = {key: value for key, value in _SIZES.items() if key not in ("vocab_size", "max_position_embeddings")}
+    sizes |= {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+
+
+def bert(head: Any = transformers.BertForSequenceClassification, **options: Any) -> nn.Module:
+    return head(transformers.BertConfig(**_SIZES, **{"num_labels": CLASSES, **options}))
+
+
+def electra() -> nn.Module:
+    return transformers.ElectraForPreTraining(transformers.ElectraConfig(**_SIZES, embedding_size=24))
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return build()
+
+
+def handed(build: Callable[[], nn.Module], rows: Any, collator: Any = None, **more: Any) -> Any:
+    """A model with values of its own, as one that was loaded, and its data as a table, held-out rows among them."""
+    more = {"eval_data": Table(rows[:7]), **more}
+    return samestep.tasks.HuggingFace(model=seeded(build), data=Table(rows), collator=collator, **more)

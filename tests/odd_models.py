@@ -1,0 +1,411 @@
+"""Odd models that people build, tiny: no lists of like blocks that each hand on one tensor, or not those alone."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import samestep
+
+WORDS = 29
+SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 24}
+
+
+class Layer(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Linear], nn.Module] = lambda linear: linear) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), wrap(nn.Linear(12, 20)), wrap(nn.Linear(20, 12))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(F.gelu(self.up(self.norm(hidden))))
+
+
+class Net(nn.Module):
+    """An embedding, some layers and an output layer, each layer called with what the one before it gave."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(WORDS, 12), nn.ModuleList(layers), nn.Linear(12, WORDS)
+
+    def forward(self, words: Tensor) -> Any:
+        return self.head(self.between(self.embed(words)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Scaled(Net):
+    """Scalars: trained ones in each layer and at the end, a frozen one, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+        self.gains = nn.ParameterList(torch.tensor(0.5 + i) for i in range(3))
+        self.gains[1].requires_grad_(False)
+        self.unused = nn.Parameter(torch.tensor(3.0))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            hidden = layer(hidden) * gain
+        return hidden
+
+
+class Gained(Net):
+    """A parameter of the layers themselves, which works on each token."""
+
+    class Layer(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) * self.gain
+
+    def __init__(self) -> None:
+        super().__init__(*(Gained.Layer() for _ in range(3)))
+
+
+class Lists(Net):
+    """Each layer is a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.ModuleList([nn.LayerNorm(12), Layer(), nn.Linear(12, 12)]) for _ in range(3)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for norm, inner, last in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            hidden = hidden + last(inner(norm(hidden)))
+        return hidden
+
+
+class Methods(Net):
+    """Layers whose forward is never called, and a weight that is used outside of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        first: Any = self.layers[0]
+        for layer in self.layers:
+            hidden = Layer.forward(layer, hidden)  # pyright: ignore[reportArgumentType]
+        return hidden + F.linear(F.linear(hidden, first.up.weight), first.down.weight)
+
+
+class Used(Net):
+    """A layer that is called, and whose weight is used once more elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        first: Any = self.layers[0]
+        hidden = super().between(hidden)
+        return hidden + F.linear(F.linear(hidden, first.up.weight), first.down.weight)
+
+
+class ByValue(Net):
+    """Samples decide which layers run, of different sizes, so that ranks run different ones."""
+
+    def __init__(self) -> None:
+        super().__init__(Layer(), Layer(), nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 12)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        rows = [self.layers[0 if row.sum() > 0 else 2](row) for row in hidden]
+        return self.layers[1](torch.stack(rows))
+
+
+class Experts(nn.Module):
+    """A mixture of experts that gathers each expert's words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(12, 3), nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, 1)
+        weight, chosen = self.gate(flat).softmax(-1).max(-1)
+        made = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            if len(rows):
+                made = made.index_add(0, rows, expert(flat[rows]) * weight[rows, None])
+        return hidden + made.view_as(hidden)
+
+
+class Transposed(Net):
+    """Parameters that are no contiguous memory."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(2)))
+        self.mix = nn.Parameter(torch.randn(12, 12).t() * 0.3)
+        self.head.weight = nn.Parameter(torch.randn(12, WORDS).t())
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return super().between(hidden) @ self.mix
+
+
+class Plain:
+    """What a model of one's own may give: a class that PyTorch knows nothing of."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Objects(Net):
+    def __init__(self) -> None:
+        super().__init__(Layer(), Layer())
+
+    def forward(self, words: Tensor) -> Any:
+        return Plain(super().forward(words))
+
+
+class Bare(nn.Module):
+    """Parameters alone, in the model itself and in lists and dictionaries of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WORDS, 12))
+        self.listed = nn.ParameterList([torch.randn(12, 12), torch.randn(12)])
+        self.named = nn.ParameterDict({"out": torch.randn(12, WORDS)})
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.tanh(self.table[words] @ self.listed[0] + self.listed[1]) @ self.named["out"]
+
+
+class Recurrent(nn.Module):
+    """A layer that gives its state too, which nobody takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.norm = nn.LSTM(12, 12, batch_first=True), nn.LayerNorm(12)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Any]:
+        made, state = self.rnn(hidden)
+        return self.norm(hidden + made), state
+
+
+class WithStates(Net):
+    def __init__(self) -> None:
+        super().__init__(*(Recurrent() for _ in range(4)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden, _ = layer(hidden)
+        return hidden
+
+
+class PassedOn(Net):
+    """Layers that pass on what they were given: the first hidden state, and a mask."""
+
+    class Layer(Layer):
+        def forward(self, hidden: Tensor, first: Tensor, mask: Tensor) -> Any:  # pyright: ignore
+            return super().forward(hidden) * mask + 0.1 * first, first, mask
+
+    def __init__(self) -> None:
+        super().__init__(*(PassedOn.Layer() for _ in range(4)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        first, mask = hidden, torch.linspace(0.5, 1, hidden.shape[1], dtype=hidden.dtype)[:, None]
+        for layer in self.layers:
+            hidden, first, mask = layer(hidden, first, mask)
+        return hidden * mask
+
+
+class Cached(Net):
+    """What its first forward makes is kept, as an attribute and in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+        self.shift: Tensor | None = None
+        self.tables: dict[int, Tensor] = {}
+
+    def between(self, hidden: Tensor) -> Tensor:
+        if self.shift is None:
+            self.shift = torch.linspace(0, 1, 12, dtype=hidden.dtype)
+        words = hidden.shape[1]
+        if words not in self.tables:
+            self.tables[words] = torch.linspace(0, 1, words, dtype=hidden.dtype)[:, None]
+        return super().between(hidden + self.shift + self.tables[words])
+
+
+class Hidden(Net):
+    """Linears whose features meet in a sum between them, where a trace of modules sees nothing."""
+
+    class Layer(Layer):
+        def forward(self, hidden: Tensor) -> Tensor:
+            made = self.up(self.norm(hidden))
+            return hidden + self.down(made - made.mean(-1, keepdim=True))
+
+    def __init__(self) -> None:
+        super().__init__(*(Hidden.Layer() for _ in range(3)))
+
+
+class Hooked(Net):
+    """Half of a weight's gradient is masked by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+        mask = torch.arange(20)[:, None] % 2
+        self.layers[0].get_parameter("up.weight").register_hook(lambda gradient: gradient * mask)
+
+
+class Mixed(Net):
+    """Linear layers one after the other, with what mixes their features in between."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            made = layer(hidden)
+            hidden = made - made.mean(-1, keepdim=True)
+        return hidden
+
+
+class Pooled(Net):
+    """Layers that take a row a sample."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+
+    def forward(self, words: Tensor) -> Any:
+        pooled = self.between(self.embed(words).mean(1))
+        return self.head(pooled)[:, None].expand(-1, words.shape[1], -1)
+
+
+class Cancelling(Net):
+    """A batch norm whose running mean is of numbers that cancel out: rounding is all that it has."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+        self.norm = nn.BatchNorm1d(1)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        centred = F.layer_norm(super().between(hidden), hidden.shape[-1:])
+        return self.norm(centred.flatten(1)[:, None]).view_as(hidden)
+
+
+class Failing(Layer):
+    """Fails where it runs in one of several processes."""
+
+    def __init__(self, ranks: Sequence[int], *, in_backward: bool = False) -> None:
+        super().__init__()
+        self.ranks, self.in_backward = ranks, in_backward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        here = dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() in self.ranks
+        hidden = super().forward(hidden)
+        if here and self.in_backward and hidden.requires_grad:
+            hidden.register_hook(self.fail)
+        elif here:
+            self.fail()
+        return hidden
+
+    @staticmethod
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+
+def _old_weight_norm(linear: nn.Linear) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and in many models
+        return nn.utils.weight_norm(linear)
+
+
+def _parametrized(wrap: Any) -> Callable[[], nn.Module]:
+    return lambda: Net(*(Layer(wrap) for _ in range(4)))
+
+
+def _bart() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 32}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_attention_heads": 4, f"{side}_ffn_dim": 40}
+    config = transformers.BartConfig(vocab_size=WORDS, **sizes, decoder_start_token_id=2)
+    return transformers.BartForConditionalGeneration(config)
+
+
+def _bloom() -> nn.Module:
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**SIZES, n_layer=3, n_head=4))
+
+
+def _swin() -> nn.Module:
+    sizes: dict[str, Any] = {"image_size": 32, "patch_size": 4, "embed_dim": 12, "window_size": 2, "num_labels": 3}
+    config = transformers.SwinConfig(**sizes, depths=[1, 1, 2], num_heads=[2, 2, 4], drop_path_rate=0.0)
+    return transformers.SwinForImageClassification(config)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "scalars": Scaled,
+    "gains": Gained,
+    "lists": Lists,
+    "methods": Methods,
+    "used elsewhere": Used,
+    "by value": ByValue,
+    "experts": lambda: Net(*(Experts() for _ in range(2))),
+    "transposed": Transposed,
+    "objects": Objects,
+    "bare": Bare,
+    "states": WithStates,
+    "passed on": PassedOn,
+    "cached": Cached,
+    "hidden": Hidden,
+    "shared": lambda: Net(*[Layer()] * 3),
+    "weight norm": _parametrized(parametrizations.weight_norm),
+    "orthogonal": _parametrized(parametrizations.orthogonal),
+    "old weight norm": _parametrized(_old_weight_norm),
+    "spectral norm": _parametrized(parametrizations.spectral_norm),
+    "old spectral norm": _parametrized(nn.utils.spectral_norm),
+    "fails in ranks": lambda: Net(Layer(), Failing([0, 1]), Layer()),
+    "fails on one rank": lambda: Net(Layer(), Failing([1]), Layer()),
+    "fails in backward": lambda: Net(Layer(), Failing([0], in_backward=True), Layer()),
+    "hooked": Hooked,
+    "mixed": Mixed,
+    "cancelling": Cancelling,
+    "pooled": Pooled,
+    "bart": _bart,
+    "bloom": _bloom,
+    "swin": _swin,
+}
+
+
+class Odd(samestep.Task):
+    """One of the models, on random words or images: the next word, or a class of three."""
+
+    def __init__(self, *, name: str, samples: int = 22, as_long: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.name, self.as_long = name, as_long
+        self.words = torch.randint(1, WORDS, (samples, 10), generator=generator)
+        self.images = torch.randn(samples, 3, 32, 32, generator=generator)
+
+    def model(self) -> nn.Module:
+        return MODELS[self.name]()
+
+    def train_set(self) -> samestep.Samples:
+        return range(len(self.words))
+
+    def collate(self, samples: Sequence[Any]) -> samestep.Batch:
+        chosen = list(samples)
+        words = self.words[chosen]
+        if self.name == "swin":
+            return samestep.Batch({"pixel_values": self.images[chosen]}, words[:, 0] % 3)
+        if self.name == "bart":
+            after = words if self.as_long else words[:, :6]
+            return samestep.Batch({"input_ids": words, "decoder_input_ids": after, "use_cache": False}, after)
+        if self.name == "bloom":
+            return samestep.Batch({"input_ids": words, "use_cache": False}, words)
+        return samestep.Batch(words, words)
+
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        logits = getattr(output, "logits", output)
+        if logits.ndim == 2:
+            return F.cross_entropy(logits, batch.targets, reduction="sum"), len(logits)
+        following = batch.targets[:, 1:]
+        logits = logits[:, :-1].transpose(1, 2)  # [samples, words, following words]
+        return F.cross_entropy(logits, following, reduction="sum"), following.numel()

@@ -1,0 +1,52 @@
+"""`samestep check` on the jobs that ship and on models of one's own: the contract is kept, and no layout fails."""
+
+import json
+import time
+from pathlib import Path
+
+import odd_models
+import odd_tasks
+import pytest
+
+import samestep
+from samestep.cli.main import main
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SHIPPED = ("digits", "own_task", "regression", "proof/text", "proof/language", "proof/images", "proof/regression")
+
+# Unlike models, and what each can't have over two ranks, of the layouts that are tried.
+REFUSED: dict[str, tuple[samestep.Task, set[str]]] = {
+    "stochastic depth": (odd_tasks.Odd(odd_tasks.DropPath), {"tp2 sequence=split", "cp2"}),
+    "batch norm": (odd_tasks.Odd(odd_tasks.NormedByBatch), {"tp2", "tp2 sequence=split", "pp2", "cp2"}),
+    "experts": (odd_models.Odd(name="experts"), {"tp2", "tp2 sequence=split", "pp2", "cp2"}),
+    "Swin": (odd_models.Odd(name="swin"), {"tp2 sequence=split", "cp2"}),
+    "BART": (odd_models.Odd(name="bart"), {"tp2 sequence=split", "pp2", "cp2"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("job", SHIPPED)
+def test_a_job_that_ships_is_checked_in_a_minute(job: str, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    began = time.monotonic()
+    assert main(["check", str(EXAMPLES / f"{job}.yaml"), "--json", str(out)]) == 0
+    seconds = time.monotonic() - began
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["kept"] is True
+    assert {row["verdict"] for row in found["layouts"]} <= {"same", "refused"}
+    assert seconds < 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_of_ones_own_is_checked(name: str) -> None:
+    task, refused = REFUSED[name]
+    found = samestep.check(samestep.Recipe(task=task, batch=13, steps=4), threads=1)
+    assert found.passed, found
+    reasons = {row.layout: row.reason for row in found.layouts if row.reason is not None}
+    assert reasons.keys() == refused
+    for reason in reasons.values():
+        assert "use " in reason or "would do" in reason
+        assert "\n" not in reason

@@ -1,0 +1,262 @@
+"""The check of a task's contract: each way to break it is found before a rank starts, named, and located."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import odd_tasks as odd
+import pytest
+import torch
+from small_tasks import Points
+from torch import nn
+
+import samestep
+from samestep.cli.main import main
+from samestep.contract import budget, check
+
+HERE = Path(odd.__file__)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def recipe_of(task: samestep.Task, **recipe: Any) -> samestep.Recipe:
+    return samestep.Recipe(task=task, batch=16, steps=2, **recipe)
+
+
+def message_of(task: samestep.Task, **run: Any) -> str:
+    """What `train` says of a task, which must be one sentence's line; nothing is started and nothing written."""
+    with pytest.raises(samestep.UserError) as caught:
+        samestep.train(recipe_of(task), **{"layout": "dp2", "threads": 1, **run})
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "Traceback" not in message
+    assert not Path("runs").exists()
+    return message
+
+
+# A task, the part of the contract that it breaks, words that the message must have, and the line that it must name.
+BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
+    "samples that change": (odd.NoisyData(), "data", "another sample the second time", "def __getitem__"),
+    "a length too long": (odd.TooFew(), "", r"length 207 gives no sample 206 \(IndexError", None),
+    "noise in collate": (odd.NoisyCollate(), "collate", "draws random numbers", "def collate"),
+    "weights of NumPy": (odd.Odd(odd.Unseeded), "model", "NumPy's generator", "np.random.rand(16)"),
+    "a forward that fails": (
+        odd.Odd(odd.Failing),
+        "forward",
+        "RuntimeError: mat1 and mat2",
+        "return hidden @ hidden",
+    ),
+    "a vector": (odd.Vector(), "", r"a tensor of shape \[12\] as its sum", "def loss"),
+    "no gradient": (odd.Detached(), "loss", "needs no gradient", "def loss"),
+    "not finite": (odd.NotFinite(), "loss", "is -inf|is nan", "def loss"),
+    "a count of 0": (odd.NoCount(), "", "a count of 0; use how many terms", "def loss"),
+    "no terms": (odd.NoTerms(), "loss", "the count of samples 0 to 11 is 0", "def loss"),
+    "labels out of range": (odd.OutOfRange(), "loss", "Target 2 is out of bounds", "output[:, :2]"),
+    "layers in a list": (odd.Odd(odd.PlainList), "parameters", r"more\[0\] \(in a plain list\)", "def __init__"),
+    "a parameter in a dict": (odd.Odd(odd.PlainDict), "parameters", r"more\['middle'\]\[0\]", "def __init__"),
+    "a parameter that is written": (odd.Odd(odd.Written), "parameters", "writes to last.weight", "weight.data.copy_"),
+    "a moving average": (odd.Odd(odd.Followed), "parameters", "writes to slow.weight", "mine.data.lerp_"),
+    "a table with max_norm": (
+        odd.Odd(odd.Renormed),
+        "parameters",
+        "writes to table.weight.*max_norm=None",
+        "self.table(",
+    ),
+    "clamped gradients": (odd.Odd(odd.Clamped), "parameters", "a loss 8 times as large, the gradient of", "class C"),
+    "a hook that clamps": (
+        odd.Odd(odd.ClampedByHook),
+        "parameters",
+        "the gradient of first.weight is not",
+        "class C",
+    ),
+    "batch norm of padding": (odd.Padded(), "sum of parts", "norm .BatchNorm1d. takes.*padding", "def collate"),
+    "a sparse table": (odd.Odd(odd.Sparse), "", r"table \(Embedding\) has sparse gradients.*sparse=False", None),
+    "NumPy's draws": (odd.Odd(odd.NumpyDraw), "draws", "NumPyDraw|NumPy's generator", "np.random.rand()"),
+    "Python's draws": (odd.Odd(odd.PythonDraw), "draws", "Python's generator", "random.random()"),
+    "draws in a kernel": (odd.Odd(odd.KernelDraw), "draws", "PyTorch's generator", "F.rrelu"),
+    "a permutation": (odd.Odd(odd.Permuted), "draws", "PyTorch's generator", "torch.randperm"),
+    "noise in the loss": (odd.NoisyLoss(), "draws", "the loss draws from PyTorch's", "output + torch.randn_like"),
+    "state between calls": (odd.Odd(odd.Counting), "repeatable", "from call to call", "def forward"),
+    "no scores": (odd.NoScores(), "", "scores gave .* pair of tensors", "def scores"),
+    "draws in evaluation": (odd.DrawsInEvaluation(), "evaluation", "in evaluation mode", "def forward"),
+    "a contrastive loss": (odd.Contrastive(), "sum of parts", "couples the samples of a batch", "def loss"),
+    "a mean without a count": (odd.MeanOfOne(), "sum of parts", "1 terms for 12 samples, and 1 \\+ 1", "def loss"),
+    "a mean with a count": (odd.MeanWithCount(), "sum of parts", "the loss is a mean", "def loss"),
+    "a norm over the batch": (odd.Odd(odd.Centred), "sum of parts", r"the model \(Centred\) couples", "def forward"),
+    "a set that changes": (odd.Shuffled(), "data", "other samples in the second call", "def train_set"),
+    "one model": (odd.SameModel(), "model", "the same Net in each call", "def model"),
+    "weights of a generator": (odd.Odd(odd.OwnGenerator), "model", "another scale in the second call", None),
+    "a plain tensor": (odd.Odd(odd.PlainTensor), "parameters", "depends on scale, which is not reg", "def __init__"),
+    "a loss with weights": (odd.LearntLoss(), "parameters", "depends on head of the task", "def __init__"),
+    "a learnt count": (odd.WeightedCount(), "", "a count that needs a gradient", "def loss"),
+    "a clipped gradient": (odd.Odd(odd.ClippedParameter), "parameters", "last.weight is not 8 times as large", None),
+    "a scaled gradient": (odd.Odd(odd.ScaledGradient), "parameters", "is not 8 times as large", None),
+    "zeros over a norm": (odd.Odd(odd.CentredBehindZeros), "sum of parts", "last.weight differs most", "def forward"),
+    "ghost batch norm": (odd.Odd(odd.Ghost), "", "takes batch norm more than once in a forward", "in input.chunk(2)"),
+    "no batch norm": (odd.Odd(odd.CentredByNorm), "sum of parts", "norm .NotQuiteBatchNorm. couples", "def forward"),
+    "a collate by group": (odd.CentredByCollate(), "sum of parts", "collate gives other values", "def collate"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_breaks_the_contract_is_named_with_its_line(name: str) -> None:
+    task, part, words, line = BROKEN[name]
+    message = message_of(task)
+    assert message.startswith(f"the task's contract, {part}: " if part else "")
+    assert re.search(words, message), message
+    if line is not None:
+        place = re.search(rf"\({re.escape(str(HERE))}:(\d+)\)", message)
+        assert place is not None, message
+        assert line in HERE.read_text(encoding="utf-8").splitlines()[int(place[1]) - 1]
+
+
+NETS = (
+    odd.Net,
+    odd.DropPath,
+    odd.LayerDrop,
+    odd.Noisy,
+    odd.NormedByBatch,
+    odd.MaskedByHook,
+    odd.NormedAndMore,
+    odd.Untracked,
+    odd.KeepsInputs,
+)
+
+
+@pytest.mark.parametrize("task", [*map(odd.Odd, NETS), odd.GradientPenalty(), odd.LastCount()])
+def test_a_contract_that_is_kept_says_nothing(task: samestep.Task, capsys: pytest.CaptureFixture[str]) -> None:
+    samestep.train(recipe_of(task), threads=1, tensorboard=False)
+    assert "contract" not in capsys.readouterr().err
+
+
+def test_a_forward_that_ran_is_kept_where_its_loss_is_broken() -> None:
+    found = check.examine(samestep.Job(recipe=recipe_of(odd.NoTerms())), odd.NoTerms())
+    assert [finding.kept for finding in found[:6]] == [True, True, True, True, False, None]
+
+
+def test_the_check_can_be_left_out() -> None:
+    task = odd.MeanWithCount()
+    assert samestep.train(recipe_of(task), threads=1, tensorboard=False, check=False).steps == 2
+
+
+def test_the_check_leaves_no_trace_in_the_training() -> None:
+    with_check, without = (
+        samestep.train(recipe_of(Points(dropout=0.3)), threads=1, tensorboard=False, check=check)
+        for check in (True, False)
+    )
+    assert with_check.losses == without.losses
+
+
+class Attention(nn.Module):
+    """Dropout of attention by a plain attribute of a name that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rate = self.rate if self.training else 0.0
+        return x + nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=rate)
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([nn.Sequential(Attention(), nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(points).view(len(points), 1, 2, 8)  # [samples, heads, tokens, head_dim]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden.mean((1, 2)))
+
+
+def test_a_draw_in_a_compiled_block_is_refused_wherever_its_probability_comes_from() -> None:
+    message = message_of(odd.Odd(Attentive), compile=True)
+    assert "run.compile is true, and blocks.0.0 (Attention) draws by dropout" in message
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_a_draw_in_a_compiled_block_is_seen_without_the_check_too() -> None:
+    with pytest.raises(samestep.UserError, match="the first step drew from PyTorch's generator"):
+        samestep.train(recipe_of(odd.Odd(Attentive)), threads=1, compile=True, check=False, tensorboard=False)
+
+
+def test_a_model_too_large_for_one_process_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Large(odd.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10_000, 16)  # 640 kB
+
+    monkeypatch.setattr(budget, "available_memory", lambda: 2**20)
+    found = check.examine(samestep.Job(recipe=recipe_of(odd.Odd(Large))), odd.Odd(Large))
+    assert [finding.kept for finding in found if finding.part == "model"] == [None]
+    check.check_contract(samestep.Job(recipe=recipe_of(odd.Odd(Large))), odd.Odd(Large))
+    assert "was not checked: the model takes more than" in capsys.readouterr().err
+
+
+def test_verify_checks_too() -> None:
+    with pytest.raises(samestep.UserError, match="couples the samples"):
+        samestep.verify(recipe_of(odd.Contrastive()), layout="dp2", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (odd.Shuffled(), r"train_set\(\)\[\d+\] is another one on rank 1 than on rank 0"),
+        (odd.Odd(odd.OwnGenerator), r"model\(\): scale is another one on rank 1 than on rank 0"),
+    ],
+)
+def test_ranks_that_build_other_tasks_are_seen_without_the_check_too(task: samestep.Task, words: str) -> None:
+    with pytest.raises(samestep.UserError, match=words):
+        samestep.train(recipe_of(task), layout="dp2", threads=1, tensorboard=False, check=False)
+
+
+@pytest.fixture(scope="module")
+def job_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("jobs") / "job.yaml"
+    job = {"task": f"{HERE}:Odd", "batch": 16, "steps": 4}
+    file.write_text(json.dumps({"recipe": job}), encoding="utf-8")
+    return file
+
+
+def test_the_command_says_what_is_kept_and_which_layouts_there_are(
+    job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "found.json"
+    assert main(["check", str(job_file), "--layouts", "dp2, fsdp2, cp2", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["kept"] is True
+    assert {row["layout"]: row["verdict"] for row in found["layouts"]} == {
+        "dp2": "same",
+        "fsdp2": "same",
+        "cp2": "refused",
+    }
+    assert found["layouts"][2]["reason"] in printed
+    assert all(part in printed for part in check.PARTS)
+
+
+def test_the_command_tries_no_layout_of_a_broken_contract(
+    job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(job_file.read_text(encoding="utf-8").replace(":Odd", ":Contrastive"), encoding="utf-8")
+    assert main(["check", str(broken)]) == 1
+    printed = capsys.readouterr().out
+    assert "sum of parts: the loss couples the samples of a batch" in printed
+    assert "no layout was tried" in printed
+
+
+def test_no_check_is_an_option_of_train(job_file: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(job_file.read_text(encoding="utf-8").replace(":Odd", ":MeanWithCount"), encoding="utf-8")
+    assert main(["train", str(broken), "--set", "run.tensorboard=false"]) == 2
+    assert main(["train", str(broken), "--set", "run.tensorboard=false", "--no-check"]) == 0

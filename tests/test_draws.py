@@ -1,0 +1,121 @@
+"""Random numbers that a forward draws: the same under every layout, and distributed as PyTorch's are."""
+
+import math
+from collections.abc import Callable
+
+import odd_tasks as odd
+import pytest
+import torch
+from proving import assert_same_steps
+from torch import Tensor, nn
+
+import samestep
+from samestep.data.loader import Moment
+from samestep.parallel.dropout import same_dropout
+from samestep.parallel.moment import Now
+
+SAMPLES = 20_000
+
+
+class Draws(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x)
+
+
+def drawn(draw: Callable[[Tensor], Tensor], samples: Tensor, *, step: int = 0, columns: int = 3) -> Tensor:
+    """What a model draws in a training forward of these samples."""
+    now, model = Now(), Draws(draw)
+    same_dropout(model, now)
+    before = torch.get_rng_state()
+    with now.at(Moment(step=step, samples=samples, lent=False)):
+        found = model(torch.zeros(len(samples), columns))
+    assert torch.equal(before, torch.get_rng_state())
+    return found
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: torch.rand(len(x), 3),
+    "rand of a size": lambda x: torch.rand((len(x), 3)),
+    "rand_like": torch.rand_like,
+    "randn": lambda x: torch.randn(*x.shape),
+    "randn_like": torch.randn_like,
+    "randint": lambda x: torch.randint(2, 7, x.shape),
+    "randint from 0": lambda x: torch.randint(7, x.shape),
+    "randint_like": lambda x: torch.randint_like(x, 2, 7),
+    "bernoulli": lambda x: torch.bernoulli(x + 0.3),
+    "bernoulli of a tensor": lambda x: (x + 0.3).bernoulli(),
+    "bernoulli_": lambda x: x.clone().bernoulli_(0.3),
+    "uniform_": lambda x: x.clone().uniform_(-1, 3),
+    "normal_": lambda x: x.clone().normal_(2, 0.5),
+    "exponential_": lambda x: x.clone().exponential_(4.0),
+    "normal": lambda x: torch.normal(x + 2, 0.5),
+    "normal of a size": lambda x: torch.normal(2.0, 0.5, x.shape),
+    "multinomial": lambda x: torch.multinomial(torch.tensor([[0.1, 0.2, 0.7]]).expand(len(x), 3), 1).float(),
+    "multinomial with replacement": lambda x: torch.multinomial(
+        torch.tensor([[0.1, 0.2, 0.7]]).expand(len(x), 3), 4, replacement=True
+    ),
+    "gumbel": lambda x: nn.functional.gumbel_softmax(x, hard=True),
+    "a normal distribution": lambda x: torch.distributions.Normal(x + 2, 0.5).rsample(),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_is_distributed_as_pytorchs(name: str) -> None:
+    """Mean and variance within 5 standard errors of PyTorch's own numbers, dtype, shape and range alike."""
+    mine = drawn(KINDS[name], torch.arange(SAMPLES))
+    torch.manual_seed(0)
+    theirs = KINDS[name](torch.zeros(SAMPLES, 3))
+    assert mine.shape == theirs.shape
+    assert mine.dtype == theirs.dtype
+    a, b = mine.double(), theirs.double()
+    error = math.sqrt(2) * b.std().item() / math.sqrt(b.numel())
+    assert abs(a.mean() - b.mean()) < 5 * error
+    assert abs(a.std() / b.std() - 1) < 0.03
+    if not name.startswith(("normal", "randn", "exponential", "a normal")):
+        assert a.min() == pytest.approx(b.min().item(), abs=1e-3 * (b.max() - b.min()).item())
+        assert a.max() == pytest.approx(b.max().item(), abs=1e-3 * (b.max() - b.min()).item())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_samples_numbers_are_its_own(name: str) -> None:
+    samples = torch.arange(12)
+    whole = drawn(KINDS[name], samples)
+    parts = [drawn(KINDS[name], samples[:5]), drawn(KINDS[name], samples[5:])]
+    assert torch.equal(whole, torch.cat(parts))
+    assert not torch.equal(whole, drawn(KINDS[name], samples, step=1))
+
+
+def test_columns_and_calls_are_independent() -> None:
+    numbers = drawn(
+        lambda x: torch.cat([torch.randn_like(x), torch.randn_like(x)], 1), torch.arange(SAMPLES)
+    ).double()
+    correlation = torch.corrcoef(numbers.T) - torch.eye(6)
+    assert correlation.abs().max() < 5 / math.sqrt(SAMPLES)
+
+
+def test_one_number_of_no_dimension_is_the_steps() -> None:
+    def draw(x: Tensor) -> Tensor:
+        return torch.rand([])
+
+    values = [drawn(draw, samples).item() for samples in (torch.arange(4), torch.arange(4, 9), torch.arange(1))]
+    assert len(set(values)) == 1
+    assert drawn(draw, torch.arange(4), step=1).item() != values[0]
+
+
+@pytest.mark.parametrize("shape", [(1,), (5, 3), (1, 8)])
+def test_a_draw_of_no_sample_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(samestep.UserError, match=r"nobody knows which number is whose; draw numbers of shape"):
+        drawn(lambda x: torch.rand(shape), torch.arange(4))
+
+
+def test_draws_take_the_same_step_under_layouts() -> None:
+    recipes = [
+        samestep.Recipe(task=odd.Odd(net), batch=13, steps=5, optimizer=samestep.AdamW(lr=0.01))
+        for net in (odd.DropPath, odd.NewEmptyDropPath, odd.LayerDrop, odd.Noisy)
+    ]
+    runs = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("fsdp2", {}), ("pp2", {})]
+    assert_same_steps([(recipe, layout, run) for recipe in recipes for layout, run in runs], steps=3)

@@ -1,0 +1,382 @@
+"""samestep.tasks.HuggingFace: a model with its own loss, a data set and a collator, as they are handed over."""
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from handed_models import (
+    CLASSES,
+    Table,
+    all_masked,
+    answers,
+    bart,
+    bert,
+    classes,
+    electra,
+    gpt2,
+    handed,
+    llama,
+    mixtral,
+    next_words,
+    numbers,
+    padded,
+    pictures,
+    real_or_not,
+    reversed_words,
+    seeded,
+    several,
+    t5,
+    texts,
+    vit,
+    words_of_classes,
+)
+from proving import prove, same
+from small_tasks import Points
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import BertForMaskedLM, BertForQuestionAnswering, BertForTokenClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+import samestep
+from samestep.proof import Proof
+
+HuggingFace = samestep.tasks.HuggingFace
+
+
+def next_word_sum(output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
+    logits, labels = output.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum"), int((labels != -100).sum())
+
+
+def word_sum(output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
+    labels = inputs["labels"].flatten()
+    return F.cross_entropy(output.logits.flatten(0, 1), labels, reduction="sum"), int((labels != -100).sum())
+
+
+def class_sum(output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
+    return F.cross_entropy(output.logits, inputs["labels"], reduction="sum"), len(inputs["labels"])
+
+
+def number_sum(output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
+    return (output.logits[:, 0] - inputs["labels"]).square().sum(), len(inputs["labels"])
+
+
+def several_sum(output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
+    """A mean over all elements is one over samples, of the mean of each."""
+    each = F.binary_cross_entropy_with_logits(output.logits, inputs["labels"], reduction="none")
+    return each.mean(dim=1).sum(), len(each)
+
+
+def answer_sum(output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
+    there = inputs["start_positions"] < inputs["input_ids"].shape[1]
+    first = F.cross_entropy(output.start_logits[there], inputs["start_positions"][there], reduction="sum")
+    last = F.cross_entropy(output.end_logits[there], inputs["end_positions"][there], reduction="sum")
+    return (first + last) / 2, int(there.sum())
+
+
+def real_sum(output: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
+    mask = inputs["attention_mask"] == 1
+    each = F.binary_cross_entropy_with_logits(output.logits[mask], inputs["labels"][mask].float(), reduction="sum")
+    return each, int(mask.sum())
+
+
+# The model, its rows, the collator, and the sum and the count of its loss as we compute them.
+KINDS: Mapping[str, tuple[Callable[[], nn.Module], Any, Any, Callable[..., tuple[Tensor, int]]]] = {
+    "next word": (llama, texts(), next_words, next_word_sum),
+    "next word, experts": (mixtral, texts(), next_words, next_word_sum),
+    "masked words": (partial(bert, BertForMaskedLM), texts(), next_words, word_sum),
+    "classes of words": (partial(bert, BertForTokenClassification), texts(), words_of_classes, word_sum),
+    "classes of texts": (bert, texts(), classes, class_sum),
+    "classes of images": (vit, pictures(), None, class_sum),
+    "a number": (partial(bert, num_labels=1), texts(), numbers, number_sum),
+    "several classes": (partial(bert, problem_type="multi_label_classification"), texts(), several, several_sum),
+    "answers": (partial(bert, BertForQuestionAnswering, num_labels=2), texts(), answers, answer_sum),
+    "another text": (bart, texts(), reversed_words, word_sum),
+    "every word": (electra, texts(), real_or_not, real_sum),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_models_own_mean_becomes_the_sum_and_the_count_that_it_is_made_of(kind: str) -> None:
+    build, rows, collator, expected = KINDS[kind]
+    task = handed(build, rows, collator)
+    task.check()
+    model = task.model().eval()
+    for some in (rows[:5], rows[5:12], rows[12:13]):
+        batch = task.collate(some)
+        output = model(**batch.inputs)
+        found, count = task.loss(output, batch)
+        expected_sum, expected_count = expected(output, batch.inputs)
+        assert count == expected_count
+        torch.testing.assert_close(found, expected_sum, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient() -> None:
+    task = handed(gpt2, texts(), all_masked)
+    masked = [row for row in texts() if row["label"] == 0][:3]
+    batch = task.collate(masked)
+    model = task.model()
+    output = model(**batch.inputs)
+    assert output.loss.isnan()
+    loss, count = task.loss(output, batch)
+    loss.backward()
+    assert (loss.item(), count) == (0.0, 0)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2")
+PROVED: Mapping[str, tuple[Callable[[], nn.Module], Any, Any, Sequence[str]]] = {
+    "vit": (vit, pictures(), None, LAYOUTS),
+    "bart": (bart, texts(), reversed_words, LAYOUTS),
+    "t5": (t5, texts(), reversed_words, ("dp2", "fsdp2", "tp2")),
+    "bert": (bert, texts(), classes, LAYOUTS),
+    "llama": (llama, texts(), next_words, LAYOUTS),
+    "gpt2": (gpt2, texts(), all_masked, LAYOUTS),
+}
+
+
+class Lazy(Points):
+    """Its layers get their sizes from the first samples."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Dropout(0.1), nn.Tanh(), nn.LazyLinear(3))
+
+
+@pytest.fixture(scope="module")
+def proofs() -> Mapping[str, Proof | str]:
+    cases: dict[str, Any] = {}
+    for name, (build, rows, collator, layouts) in PROVED.items():
+        recipe = samestep.Recipe(task=handed(build, rows, collator), batch=9, steps=3)
+        cases |= {f"{name} {layout}": (recipe, layout, {}) for layout in layouts}
+    recipe = samestep.Recipe(task=Lazy(samples=20, held_out=5), batch=9, steps=3)
+    return prove(cases | {f"lazy {layout}": (recipe, layout, {}) for layout in ("dp2", "fsdp2")}, steps=2)
+
+
+@pytest.mark.parametrize("name", [*PROVED, "lazy"])
+def test_a_model_that_is_handed_over_takes_one_processs_steps(name: str, proofs: Mapping[str, Proof | str]) -> None:
+    mine = [case for case in proofs if case.split()[0] == name]
+    assert same(proofs, mine) == {}
+
+
+def test_metrics_are_those_of_each_row_alone() -> None:
+    rows = texts(10)
+    task = handed(partial(bert, BertForTokenClassification), rows, words_of_classes, eval_data=rows)
+    model = task.model().eval()
+    metrics = task.metrics()
+    with torch.no_grad():
+        for some in (rows[:4], rows[4:]):
+            batch = task.collate(some)
+            for metric in metrics.values():
+                metric.update(*task.scores(model(**batch.inputs), batch))
+        alone = [(model(**batch), batch) for batch in (words_of_classes([row]) for row in rows)]
+    sums, counts = zip(*[word_sum(output, batch) for output, batch in alone], strict=True)
+    right = sum(int((output.logits.argmax(-1) == batch["labels"]).sum()) for output, batch in alone)
+    assert metrics["loss"].compute().item() == pytest.approx(sum(map(float, sums)) / sum(counts), rel=1e-5)
+    assert metrics["accuracy"].compute().item() == pytest.approx(right / sum(counts))
+
+
+def test_predictions_are_the_classes_by_their_names() -> None:
+    task = handed(bert, texts(), classes)
+    batch = task.collate(texts()[:3])
+    found = task.predictions(task.model().eval()(**batch.inputs), batch)
+    assert [set(each) for each in found] == [{"class", "probability", "target"}] * 3
+    assert found[0]["class"] in {"LABEL_0", "LABEL_1", "LABEL_2"}
+
+
+def test_each_model_is_a_copy_and_the_one_handed_over_stays_as_it_was() -> None:
+    model = seeded(gpt2).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    task = HuggingFace(model=model, data=texts(), collator=next_words)
+    task.check()
+    first, second = task.model(), task.model()
+    nn.init.zeros_(next(first.parameters()))
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value)
+        assert torch.equal(second.state_dict()[name], value)
+    assert second.get_parameter("lm_head.weight") is second.get_parameter("transformer.wte.weight")
+    assert not model.training
+
+
+class Normed(nn.Module):
+    """A model of one's own with its own loss, and a parametrized layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = weight_norm(nn.Linear(12, CLASSES))
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(pixel_values[:, :, :2, :2].flatten(1))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_parametrized_model_is_copied_and_is_sent_as_a_function() -> None:
+    task = HuggingFace(model=Normed(), data=pictures())
+    task.check()
+    assert torch.equal(task.model().layer.weight, task.model().layer.weight)  # pyright: ignore
+    with pytest.raises(samestep.UserError, match="use a function that builds it"):
+        pickle.dumps(task)
+    pickle.dumps(HuggingFace(model=Normed, data=pictures()))
+
+
+def test_what_was_found_goes_to_the_ranks_with_the_task() -> None:
+    calls = []
+    task = HuggingFace(model=bert, data=texts(), collator=classes)
+    task.check()
+    sent: Any = pickle.loads(pickle.dumps(task))
+    sent._model = lambda: calls.append(1)
+    assert sent.collate(texts()[:2]).targets["count"] == 2
+    assert calls == []
+
+
+def test_a_count_of_ones_own_is_used_and_held_against_the_loss() -> None:
+    task = handed(bert, texts(), classes, count=lambda batch: 3 * len(batch["labels"]))  # as good: a factor of both
+    assert task.collate(texts()[:5]).targets["count"] == 15
+    with pytest.raises(samestep.UserError, match="count=: the loss of LlamaForCausalLM is no mean over as many"):
+        handed(llama, texts(), next_words, count=lambda batch: len(batch["labels"])).check()
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return texts()[index]
+
+
+@pytest.mark.parametrize("data", [texts(), Table(texts()), Rows(), tuple(texts())])
+def test_rows_are_taken_as_people_have_them(data: Any, tmp_path: Any) -> None:
+    task = HuggingFace(model=bert, data=data, collator=classes, eval_data=data)
+    recipe = samestep.Recipe(task=task, batch=5, steps=2)
+    result = samestep.train(recipe, layout="single", device="cpu", folder=tmp_path / "run")
+    assert set(result.metrics) == {"loss", "accuracy"}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from texts()
+
+
+class Contrasting(nn.Module):
+    """Holds each sample against the others of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
+        found = self.layer(pixel_values[:, :, :2, :2].flatten(1))
+        loss = F.cross_entropy(found @ found.T, torch.arange(len(found)))
+        return SequenceClassifierOutput(loss=loss)
+
+
+class Noisy(Normed):
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(pixel_values + torch.randn(pixel_values.shape), labels)
+
+
+class Summed(Normed):
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = super().forward(pixel_values, labels)
+        return {**found, "loss": found["loss"] * len(labels)}
+
+
+def drawn(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    batch = padded(rows)
+    return {**batch, "labels": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.5, -100)}
+
+
+def without_labels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    return padded(rows)
+
+
+def as_lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value.tolist() for key, value in classes(rows).items()}
+
+
+def half_answered(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    return {**answers(rows), "end_positions": torch.tensor([500] * len(rows))}
+
+
+def relabelled(number: int, label: int) -> list[dict[str, Any]]:
+    rows = texts()
+    rows[number]["label"] = label
+    return rows
+
+
+WRONG: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "model: a name": ({"model": "gpt2"}, r'model= is a str; use an nn.Module, such as .*from_pretrained\("gpt2"\)'),
+    "model: a class": ({"model": BertForMaskedLM}, r"BertForMaskedLM, which needs config; use"),
+    "model: a configuration": ({"model": transformers.BertConfig()}, r"model= is a BertConfig; use an nn.Module"),
+    "model: None": ({"model": None}, r"model= is None"),
+    "model: a function of None": ({"model": lambda: None}, r"model= gave a NoneType; use a function that returns"),
+    "model: without a head": (
+        {"model": lambda: transformers.BertModel(transformers.BertConfig(num_hidden_layers=1))},
+        r"BertModel gives no loss for input_ids, attention_mask; use a model with a head",
+    ),
+    "data: a loader": (
+        {"data": DataLoader(Rows())},
+        r"data=: a DataLoader.*use data=loader.dataset, collator=loader.collate_fn",
+    ),
+    "data: a stream": ({"data": Stream()}, r"data=: a Stream can only be read from front to back.*use list\(...\)"),
+    "data: a generator": ({"data": (row for row in texts())}, r"data=: a generator can only be read"),
+    "data: splits": ({"data": {"train": texts()}}, r"data=: a dict is not numbered from 0"),
+    "data: None": ({"data": None}, r"data=: None holds no samples"),
+    "data: empty": ({"data": []}, r"data=: the data set is empty"),
+    "data: pairs": ({"data": [(1, 2)] * 5, "collator": None}, r"a row is a tuple, and a model takes names"),
+    "data: unlike keys": (
+        {"data": [*texts(5), {"input_ids": [3]}]},
+        r"data= row 5 has the keys input_ids, and row 0 has input_ids, label",
+    ),
+    "data: unlike lengths": ({"collator": None}, r"the rows can't be stacked .*DataCollatorWithPadding"),
+    "data: a label too high": (
+        {"data": relabelled(20, 7)},
+        r"data= row 20: label 7 is out of range: the model has classes 0 to 2; .*num_labels=8",
+    ),
+    "data: a label below 0": ({"eval_data": relabelled(3, -1)}, r"eval_data= row 3: label -1 is out of range"),
+    "data: a first label too high": ({"data": relabelled(0, 7)}, r"Target 7 is out of bounds"),
+    "held-out data: a loader": ({"eval_data": DataLoader(Rows())}, r"use eval_data=loader.dataset"),
+    "collator: no function": ({"collator": "pad"}, r"collator= is a str; use a function"),
+    "collator: a tuple": ({"collator": lambda rows: tuple(rows)}, r"the collator gave a tuple; use one that gives a"),
+    "collator: lists": ({"collator": as_lists}, r'gave a list as input_ids; use tensors .*return_tensors="pt"'),
+    "collator: it fails": (
+        {"collator": lambda rows: rows[0]["text"]},
+        r"the collator fails .*\(KeyError: 'text', at",
+    ),
+    "collator: it draws": ({"collator": drawn}, r"the collator \(drawn\) gives another batch .*draws at random"),
+    "labels: none": ({"collator": without_labels}, r"gives no loss for .*use rows or a collator with labels"),
+    "labels: one end of an answer": (
+        {"model": partial(bert, BertForQuestionAnswering, num_labels=2), "collator": half_answered},
+        r"BertForQuestionAnswering gives a loss of nan|one of start_positions and end_positions",
+    ),
+    "ids: out of range": (
+        {"data": [{"input_ids": [99], "label": 0}] * 4},
+        r"a label or an id is out of range \(index out of range in self\)",
+    ),
+    "loss: contrastive": (
+        {"model": Contrasting, "data": pictures(), "collator": None},
+        r"the loss of Contrasting is no mean over its samples",
+    ),
+    "loss: of experts too": (
+        {"model": partial(mixtral, output_router_logits=True), "collator": next_words},
+        r"balances experts over a batch.*use output_router_logits=False",
+    ),
+    "loss: noisy": ({"model": Noisy(), "data": pictures(), "collator": None}, r"it draws at random"),
+    "loss: a sum": ({"model": Summed(), "data": pictures(), "collator": None}, r"use a mean, since this is a sum"),
+    "loss: on the meta device": ({"model": lambda: nn.Linear(3, 3, device="meta")}, r"weight is on the meta device"),
+    "count: no function": ({"count": 3}, r"count= is a int; use a function"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_hand_over_is_one_sentence(name: str) -> None:
+    given, sentence = WRONG[name]
+    with pytest.raises(samestep.UserError, match=sentence) as found:
+        HuggingFace(**{"model": bert, "data": texts(), "collator": classes, **given}).check()
+    assert "\n" not in str(found.value)
+    assert "Traceback" not in str(found.value)

@@ -1,0 +1,152 @@
+"""Odd models under layouts: the same step, or one sentence that is true; never a traceback of PyTorch's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from odd_models import Odd
+from proving import Case, prove, same
+
+import samestep
+from samestep.proof import Proof
+
+
+def recipe(name: str, **values: Any) -> samestep.Recipe:
+    task = Odd(name=name, **values)
+    return samestep.Recipe(task=task, batch=7, clip=0.5, dropout=False, optimizer=samestep.AdamW(lr=1e-2))
+
+
+SHARDED = ("fsdp2", "zero2x2")
+WORKS: Mapping[str, tuple[str, ...]] = {
+    "scalars": (*SHARDED, "fsdp2 recompute=full", "fsdp2 offload=parameters", "zero1x2", "pp2", "tp2"),
+    "gains": ("fsdp2", "tp2", "tp2 sequence=split", "pp2"),
+    "lists": (*SHARDED, "fsdp2 recompute=full"),
+    "methods": SHARDED,
+    "used elsewhere": (*SHARDED, "tp2"),
+    "by value": SHARDED,
+    "experts": SHARDED,
+    "transposed": (*SHARDED, "dp2", "zero1x2", "pp2"),
+    "objects": (*SHARDED, "tp2", "pp2"),
+    "bare": SHARDED,
+    "states": ("fsdp2", "pp2"),
+    "passed on": ("fsdp2", "pp2"),
+    "cached": ("fsdp2", "pp2", "tp2"),
+    "shared": ("fsdp2", "tp2"),
+    "weight norm": ("fsdp2 recompute=full", "tp2", "pp2"),
+    "orthogonal": ("fsdp2 recompute=full", "tp2", "pp2"),
+    "old weight norm": ("fsdp2 recompute=full", "tp2", "pp2"),
+    "spectral norm": ("dp2", "fsdp2", "tp2"),
+    "old spectral norm": ("fsdp2", "tp2"),
+    "hooked": ("dp2", "zero1x2"),
+    "cancelling": ("dp2", "fsdp2"),
+    "bloom": ("pp2",),
+    "swin": ("pp2",),
+}
+AS_TOLD = {"layers.*.up": "whole", "layers.*.down": "whole"}
+MOVED_ON = "is moved on by every training forward of"
+REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
+    "spectral norm recomputed": ("spectral norm", "fsdp2 recompute=full", {}, MOVED_ON),
+    "old spectral norm recomputed": ("old spectral norm", "fsdp2 recompute=full", {}, MOVED_ON),
+    "spectral norm in a pipeline": ("spectral norm", "pp2", {}, MOVED_ON),
+    "spectral norm in micro-batches": ("spectral norm", "dp2", {"micro_batch": 2}, MOVED_ON),
+    "shared layers in a pipeline": ("shared", "pp2", {}, "layers.0 is called 3 times in one forward"),
+    "methods in a pipeline": (
+        "methods",
+        "pp2",
+        {},
+        "layers.0 and the like are not called, so there is none",
+    ),
+    "used elsewhere, tokens split": ("used elsewhere", "tp2 sequence=split", {}, "is also used outside of its block"),
+    "a sum between linears": (
+        "hidden",
+        "tp2",
+        {},
+        "sliced, layers.0.down (Linear) gives another output than whole; use run.tensor_plan: "
+        '{"layers.*.up": whole, "layers.*.down": whole}',
+    ),
+    **{
+        f"a hook on a gradient, {layout}": ("hooked", layout, {}, "layers.0.up.weight has a hook on its gradient")
+        for layout in ("fsdp2", "zero2x2", "tp2", "pp2")
+    },
+    "rows without tokens": (
+        "pooled",
+        "tp2 sequence=split",
+        {"tensor_plan": {"embed": "whole", "head": "whole"}},
+        "layers.0.up takes [2, 12], which is not [samples, tokens, features]",
+    ),
+    "computed weights": (
+        "weight norm",
+        "tp2",
+        {"tensor_plan": {"embed": "whole", "head": "whole"}},
+        "the weight of layers.0.up (ParametrizedLinear) is computed from others before each use",
+    ),
+    "a plan that goes on": (
+        "mixed",
+        "tp2",
+        {"tensor_plan": {"layers.2": "whole"}},
+        'use run.tensor_plan: {"layers.2": whole, "layers.0": whole, "layers.1": whole}',
+    ),
+    "cross-attention": (
+        "bart",
+        "cp2",
+        {},
+        "model.decoder.layers.0.encoder_attn attends to another sequence than its queries come from",
+    ),
+    "cross-attention as long": ("bart as long", "cp2", {}, "model.decoder.layers.0.encoder_attn attends to another"),
+    "stages of images": (
+        "swin",
+        "cp2",
+        {},
+        "swin.encoder.layers.0 takes [2, 64, 12] and gives [2, 16, 24], not the same",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def proofs() -> Mapping[str, Proof | str]:
+    names = {*WORKS, *(name for name, *_ in REFUSED.values())}
+    recipes = {name: recipe(name) for name in names - {"bart as long"}}
+    recipes["bart as long"] = recipe("bart", as_long=True)
+    cases: dict[str, Case] = {
+        f"{name}: {layout}": (recipes[name], layout, {}) for name, layouts in WORKS.items() for layout in layouts
+    }
+    cases |= {case: (recipes[name], layout, run) for case, (name, layout, run, _) in REFUSED.items()}
+    cases["as it was told"] = (recipes["hidden"], "tp2", {"tensor_plan": AS_TOLD})
+    return prove(cases, steps=2)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_an_odd_model_takes_the_same_step(name: str, proofs: Mapping[str, Proof | str]) -> None:
+    assert same(proofs, [f"{name}: {layout}" for layout in WORKS[name]]) == {}
+
+
+def test_what_a_refusal_says_works(proofs: Mapping[str, Proof | str]) -> None:
+    assert same(proofs, ["as it was told"]) == {}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_the_same_step_is_refused_with_the_reason(
+    case: str, proofs: Mapping[str, Proof | str]
+) -> None:
+    said = proofs[case]
+    assert isinstance(said, str), said
+    assert REFUSED[case][3] in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "said"),
+    [
+        ("fails in ranks", "fsdp2", "; use dp2, which leaves the model whole on every rank"),
+        ("fails on one rank", "dp2 recompute=full", '; use "dp2"'),
+        ("fails in backward", "dp2", "; use one process"),
+    ],
+)
+def test_what_fails_below_a_layout_is_one_sentence(name: str, layout: str, said: str) -> None:
+    where = "layers.1 (Failing)" if name != "fails in backward" else "Net"
+    with pytest.raises(samestep.UserError) as caught:
+        samestep.verify(recipe(name), layout=layout, steps=1, threads=1)
+    message = str(caught.value)
+    assert message.startswith(f'layout "{layout}": {where} fails when the model is spread so (RuntimeError: planted')
+    assert message.endswith(said)
+    assert "\n" not in message
