@@ -121,6 +121,29 @@ class ByValue(Net):
         return self.layers[1](torch.stack(rows))
 
 
+class Masked(Net):
+    """Every layer's output is gated by a tensor that autograd does not follow: what `made_from` gives, detached."""
+
+    def __init__(self, made_from: str, *, detached: bool) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+        self.made_from, self.detached = made_from, detached
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == (self.made_from == "layer"):
+                gate = self.gate(hidden)
+            hidden = layer(hidden)
+            if number or self.made_from == "embedding":
+                hidden = hidden * gate
+        return hidden
+
+    def gate(self, hidden: Tensor) -> Tensor:
+        if self.detached:
+            return hidden.detach().mean(-1, keepdim=True).sigmoid()
+        with torch.no_grad():
+            return hidden.mean(-1, keepdim=True).sigmoid()
+
+
 class Experts(nn.Module):
     """A mixture of experts that gathers each expert's words."""
 
@@ -356,6 +379,10 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "passed on": PassedOn,
     "cached": Cached,
     "hidden": Hidden,
+    "gates of words": lambda: Masked("embedding", detached=False),
+    "detached gates of words": lambda: Masked("embedding", detached=True),
+    "gates of a layer": lambda: Masked("layer", detached=False),
+    "detached gates of a layer": lambda: Masked("layer", detached=True),
     "shared": lambda: Net(*[Layer()] * 3),
     "weight norm": _parametrized(parametrizations.weight_norm),
     "orthogonal": _parametrized(parametrizations.orthogonal),

@@ -32,6 +32,8 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "passed on": ("fsdp2", "pp2"),
     "cached": ("fsdp2", "pp2", "tp2"),
     "shared": ("fsdp2", "tp2"),
+    "gates of words": ("fsdp2", "pp2"),
+    "detached gates of words": ("fsdp2", "pp2"),
     "weight norm": ("fsdp2 recompute=full", "tp2", "pp2"),
     "orthogonal": ("fsdp2 recompute=full", "tp2", "pp2"),
     "old weight norm": ("fsdp2 recompute=full", "tp2", "pp2"),
@@ -50,6 +52,10 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
     "spectral norm in a pipeline": ("spectral norm", "pp2", {}, MOVED_ON),
     "spectral norm in micro-batches": ("spectral norm", "dp2", {"micro_batch": 2}, MOVED_ON),
     "shared layers in a pipeline": ("shared", "pp2", {}, "layers.0 is called 3 times in one forward"),
+    **{
+        f"{name} in a pipeline": (name, "pp2", {"cut_at": ["layers.2"]}, "take more that is computed from it than")
+        for name in ("gates of a layer", "detached gates of a layer")
+    },
     "methods in a pipeline": (
         "methods",
         "pp2",

@@ -74,6 +74,7 @@ def examine(job: Job, task: Task) -> list[Finding]:
     try:
         for part in _kept(job, task):
             found[part] = Finding(part=part, kept=True, text=PARTS[part])
+        why = "the loss is not finite, and nothing can be compared"
     except ContractError as error:
         if error.part == LOSS:  # of what the forward gave
             found[FORWARD] = Finding(part=FORWARD, kept=True, text=PARTS[FORWARD])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -89,7 +90,7 @@ class _Functions(TorchFunctionMode):
                 self._note(tensor, attribute)
         if name == "scaled_dot_product_attention":
             self._note_attention(*args, **(kwargs or {}))
-        return call_followed(func, args, kwargs)
+        return _linked(func, attribute, args, kwargs)
 
     def _note(self, tensor: Tensor, attribute: str) -> None:
         parameter = self._parameters.get(id(tensor))
@@ -103,6 +104,23 @@ class _Functions(TorchFunctionMode):
 
     def _modules(self) -> tuple[str, ...]:
         return tuple(each.name for each in self._open)
+
+
+def _linked(func: Any, attribute: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """The result of a call, in whose graph stands what it is computed from, also where a model leaves autograd.
+
+    A layout asks which parameters a tensor is computed from. A mask made under `torch.no_grad` or from a detached
+    tensor is computed from some as well.
+    """
+    if attribute in ("detach", "data") and len(args) == 1:
+        return args[0].view_as(args[0])
+    if torch.is_grad_enabled():
+        return call_followed(func, args, kwargs)
+    try:
+        with torch.enable_grad():
+            return call_followed(func, args, kwargs)
+    except RuntimeError:  # in place on a parameter, say, which autograd refuses
+        return call_followed(func, args, kwargs)
 
 
 class _Flops(TorchDispatchMode):
