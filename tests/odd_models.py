@@ -129,12 +129,11 @@ class Masked(Net):
         self.made_from, self.detached = made_from, detached
 
     def between(self, hidden: Tensor) -> Tensor:
+        gate = torch.ones(())
         for number, layer in enumerate(self.layers):
             if number == (self.made_from == "layer"):
                 gate = self.gate(hidden)
-            hidden = layer(hidden)
-            if number or self.made_from == "embedding":
-                hidden = hidden * gate
+            hidden = layer(hidden) * gate
         return hidden
 
     def gate(self, hidden: Tensor) -> Tensor:
@@ -142,6 +141,25 @@ class Masked(Net):
             return hidden.detach().mean(-1, keepdim=True).sigmoid()
         with torch.no_grad():
             return hidden.mean(-1, keepdim=True).sigmoid()
+
+
+class OwnGradient(Layer):
+    """A layer that moves its input against the gradient of an energy, taken in its own forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        energy = super().forward(hidden).pow(2).sum()
+        (gradient,) = torch.autograd.grad(energy, hidden, create_graph=True)
+        return hidden - 0.1 * gradient
+
+
+class Penalized(Net):
+    """A model whose output depends on the gradient of its layers' output."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embed(words)
+        logits = self.head(self.between(hidden))
+        (gradient,) = torch.autograd.grad(logits.logsumexp(-1).sum(), hidden, create_graph=True)
+        return logits + gradient.pow(2).sum(-1, keepdim=True) * logits.sin()
 
 
 class Experts(nn.Module):
@@ -383,6 +401,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "detached gates of words": lambda: Masked("embedding", detached=True),
     "gates of a layer": lambda: Masked("layer", detached=False),
     "detached gates of a layer": lambda: Masked("layer", detached=True),
+    "own gradient": lambda: Net(*(OwnGradient() for _ in range(3))),
+    "penalized": lambda: Penalized(*(Layer() for _ in range(3))),
     "shared": lambda: Net(*[Layer()] * 3),
     "weight norm": _parametrized(parametrizations.weight_norm),
     "orthogonal": _parametrized(parametrizations.orthogonal),

@@ -20,7 +20,7 @@ REFUSED: dict[str, tuple[samestep.Task, set[str]]] = {
     "batch norm": (odd_tasks.Odd(odd_tasks.NormedByBatch), {"tp2", "tp2 sequence=split", "pp2", "cp2"}),
     "experts": (odd_models.Odd(name="experts"), {"tp2", "tp2 sequence=split", "pp2", "cp2"}),
     "Swin": (odd_models.Odd(name="swin"), {"tp2 sequence=split", "cp2"}),
-    "BART": (odd_models.Odd(name="bart"), {"tp2 sequence=split", "pp2", "cp2"}),
+    "BART": (odd_models.Odd(name="bart"), {"cp2"}),
 }
 
 

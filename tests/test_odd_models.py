@@ -33,6 +33,8 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "cached": ("fsdp2", "pp2", "tp2"),
     "shared": ("fsdp2", "tp2"),
     "gates of words": ("fsdp2", "pp2"),
+    "own gradient": ("fsdp2", "zero2x2", "pp2"),
+    "penalized": ("dp2", "zero1x2"),
     "detached gates of words": ("fsdp2", "pp2"),
     "weight norm": ("fsdp2 recompute=full", "tp2", "pp2"),
     "orthogonal": ("fsdp2 recompute=full", "tp2", "pp2"),
@@ -55,6 +57,15 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
     **{
         f"{name} in a pipeline": (name, "pp2", {"cut_at": ["layers.2"]}, "take more that is computed from it than")
         for name in ("gates of a layer", "detached gates of a layer")
+    },
+    **{
+        f"penalized, {layout}": (
+            "penalized",
+            layout,
+            {},
+            "takes gradients through layers.2 (Layer), whose parameters",
+        )
+        for layout in ("fsdp2", "zero2x2")
     },
     "methods in a pipeline": (
         "methods",

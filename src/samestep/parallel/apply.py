@@ -114,7 +114,7 @@ def spread(
         grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         root = of_pipeline or model
         units = agreed_units(model, blocks, seen, mesh.data_group)
-        shard(root, units.modules, layout, grid, precision)
+        shard(root, units.modules, layout, grid, precision, now)
         disk = common["disk"] = MappedFile(details.offload_folder) if layout.offloads("parameters-disk") else None
         if details.initial is not None:
             memory = torch.device("cpu") if layout.offloads_parameters else device

@@ -20,11 +20,14 @@ from torch.distributed.fsdp import (
 )
 
 from samestep.layout import Layout
-from samestep.parallel.shard_outputs import hide_tensors, show_tensors
+from samestep.parallel.moment import Now
+from samestep.parallel.shard_outputs import hide_tensors, refuse_gradients_in_forward, show_tensors
 from samestep.parallel.shard_units import kept_whole
 
 
-def shard(model: nn.Module, units: Sequence[nn.Module], layout: Layout, grid: DeviceMesh, precision: str) -> None:
+def shard(
+    model: nn.Module, units: Sequence[nn.Module], layout: Layout, grid: DeviceMesh, precision: str, now: Now
+) -> None:
     """Shard a model in place, unit by unit and then what is left, over the last dimension of `grid`.
 
     With two dimensions, (replicate, shard), the shards are replicated over the first. What can't be sharded stays
@@ -32,6 +35,8 @@ def shard(model: nn.Module, units: Sequence[nn.Module], layout: Layout, grid: De
     """
     for part in [*units, model]:
         show_tensors(part)
+    # Before FSDP2 changes their classes.
+    described = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
     whole = kept_whole(model)
     mixed = MixedPrecisionPolicy()
     if precision == "bf16":
@@ -52,6 +57,8 @@ def shard(model: nn.Module, units: Sequence[nn.Module], layout: Layout, grid: De
         )
     for part in [*units, model]:
         part.register_forward_hook(hide_tensors)
+    for unit in units:
+        refuse_gradients_in_forward(unit, described[id(unit)], layout, now)
     _prefetch([unit for unit in units if isinstance(unit, FSDPModule)])
 
 

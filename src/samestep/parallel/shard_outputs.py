@@ -1,4 +1,4 @@
-"""Outputs of classes that PyTorch doesn't know: FSDP2 must see the tensors in them, or backward gathers nothing."""
+"""Outputs of sharded modules: FSDP2 must see the tensors in them, and its backward must not begin in the forward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.moment import Now
 
 
 @dataclass(frozen=True)
@@ -35,3 +39,26 @@ def hide_tensors(module: nn.Module, arguments: Any, output: Any) -> Any:
     """A forward hook after FSDP2's: the object alone, as the model's own code knows it."""
     hidden = type(output) is tuple and bool(output) and isinstance(output[-1], _Output)
     return output[-1].value if hidden else output
+
+
+def refuse_gradients_in_forward(module: nn.Module, described: str, layout: Layout, now: Now) -> None:
+    """Have a module's outputs raise LayoutError where the forward itself takes gradients through the module.
+
+    FSDP2 frees the gathered parameters once backward has passed the module. A second backward, through these
+    gradients, would read memory that is freed by then.
+    """
+
+    def refuse(gradient: Tensor) -> None:
+        if now.moment is not None and not now.recomputing:
+            raise LayoutError(
+                f'layout "{layout}": the forward takes gradients through {described}, whose '
+                "parameters are sharded and freed after one backward, while a gradient of these gradients needs them "
+                f"again; use dp{layout.size}, or zero1x{layout.size}"
+            )
+
+    def watch(module: nn.Module, arguments: Any, output: Any) -> None:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and now.moment is not None:
+                tensor.register_hook(refuse)
+
+    module.register_forward_hook(watch)
