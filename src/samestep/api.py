@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from samestep.cluster.cores import cores, threads_of
 from samestep.cluster.device import accelerators, check_devices, device_of
 from samestep.cluster.discover.resolve import check_not_alone
 from samestep.cluster.start import local
-from samestep.cluster.world import join
+from samestep.cluster.world import World, join
 from samestep.contract.check import check_contract
 from samestep.engines import resolve as engines
 from samestep.engines.precision import Precision
@@ -221,10 +222,16 @@ def _name_of(job: Job) -> str:
     return job.name or str(job.recipe.task)
 
 
+def _join(job: Job) -> AbstractContextManager[World]:
+    shares = engines.resolve(job.run.engine).abilities.shared_memory
+    transport = job.run.transport if shares else "gloo"
+    return join(device=job.run.device, threads=job.run.threads, transport=transport)
+
+
 def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | InterruptedJobError | NonFiniteError:
     with (
         RankSupervision(job.run, round_) as supervision,
-        join(device=job.run.device, threads=job.run.threads) as world,
+        _join(job) as world,
     ):
         supervision.joined()
         try:
@@ -237,12 +244,12 @@ def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | Interr
 
 
 def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
-    with join(device=job.run.device, threads=job.run.threads) as world:
+    with _join(job) as world:
         return try_out(job, resolve_task(job.recipe), world, layout)
 
 
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
-    with join(device=job.run.device, threads=job.run.threads) as world:
+    with _join(job) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
 
 
@@ -251,7 +258,7 @@ def _verify_rank_many(
 ) -> list[tuple[Proof | str, float]]:
     """Proofs of several layouts one after the other, or why they were refused, and the seconds that each took."""
     found: list[tuple[Proof | str, float]] = []
-    with join(device=job.run.device, threads=job.run.threads) as world:
+    with _join(job) as world:
         task = resolve_task(job.recipe)  # reading the data may take longer than a proof
         for layout in layouts:
             began = time.perf_counter()
@@ -310,6 +317,11 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
         Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
         raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; engine native would do')
+    if job.run.transport == "shared-memory" and not engine.abilities.shared_memory:
+        raise UserError(
+            f'run.transport is shared-memory, and engine "{engine.name}" has transports of its own; '
+            "use engine native, or transport auto"
+        )
     if job.run.checkpoint is not None and not engine.abilities.checkpoints:
         raise UserError(
             f'run.checkpoint is given, and engine "{engine.name}" saves no checkpoints here; engine native would do'

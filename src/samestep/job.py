@@ -78,6 +78,8 @@ class Run:
     micro_batch: Positive | None = None  # samples of one forward on one rank; None: the whole slice
     cut_at: tuple[str, ...] | None = None  # layers with which pipeline stages begin, but the first; None: found
     device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one
+    # Of messages between ranks on CPUs; auto: shared memory where ranks share a host, and gloo between hosts.
+    transport: Literal["auto", "gloo", "shared-memory"] = "auto"
     threads: Positive | None = None  # a process; None: cores / local ranks
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
     check: bool = True  # the task's contract, in one process before any rank starts

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,12 @@ from samestep.cluster.meeting import Met
 from samestep.cluster.network.agreed import agreed_before_group
 from samestep.cluster.network.interface import interface_of, loopback_interface
 from samestep.comm.leave import leave_process_group
+from samestep.comm.shared_memory import backend as shared_memory
+from samestep.errors import UserError
 from samestep.ranks import Ranks
+
+# auto: shared memory between the ranks of a host, gloo between hosts.
+Transport = Literal["auto", "gloo", "shared-memory"]
 
 _ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, one_host=True)
 
@@ -31,14 +37,26 @@ class World:
 
 
 @contextmanager
-def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | None = None) -> Iterator[World]:
+def join(
+    *,
+    alone: bool = False,
+    device: DeviceChoice = "auto",
+    threads: int | None = None,
+    transport: Transport = "gloo",
+) -> Iterator[World]:
     """Take this process's place among the ranks that a launcher started; alone where none did.
 
     With `alone` the process works by itself, even as one of many. A process group that is there already is used
     and left as it is. Ranks that share one host listen on its loopback alone, those of several hosts on the interface
-    that leads to the others.
+    that leads to the others. `transport` is that of messages between ranks on CPUs; shared memory is used by every
+    group whose ranks share a host.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
+    if transport == "shared-memory" and ranks.local_world_size < ranks.world_size:
+        raise UserError(
+            "run.transport is shared-memory, and the ranks are on several hosts, which share none; use auto, by "
+            "which the ranks of each host share memory"
+        )
     check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE)
     world = World(
         rank=ranks.rank,
@@ -57,7 +75,7 @@ def join(*, alone: bool = False, device: DeviceChoice = "auto", threads: int | N
         # For as long as the group is there: groups of a mesh's dimensions are made later.
         with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
             if ours:
-                _join_process_group(world, ranks, met, while_here)
+                _join_process_group(world, ranks, met, while_here, transport)
             yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
@@ -92,8 +110,12 @@ def _interface(ranks: Ranks, met: Met | None) -> str | None:
     return interface_of(agreed_before_group(met.store, ranks.rank, ranks.world_size, met.address))
 
 
-def _join_process_group(world: World, ranks: Ranks, met: Met | None, while_here: ExitStack) -> None:
+def _join_process_group(
+    world: World, ranks: Ranks, met: Met | None, while_here: ExitStack, transport: Transport
+) -> None:
     backend = backend_of(world.device)
+    if backend == "gloo" and transport != "gloo":
+        backend = shared_memory.register(environment.snapshot())
     bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
     if world.world_size == 1:
         alone = dist.HashStore()  # no port, nobody to meet

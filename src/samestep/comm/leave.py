@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from samestep.comm.shared_memory.process_group import GlooGroup, SharedMemoryGroup
+
 
 def leave_process_group() -> None:
     """End the process group and all that were made of it, once every rank is there.
@@ -19,13 +21,19 @@ def leave_process_group() -> None:
     message to the end of its process, and with it to the group's connections: so no thread of gloo is the last to
     let go of one, whenever the group ends.
     """
-    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
-    last = [dist.barrier(group, async_op=True) for group in groups]
+    every = tuple(dist.distributed_c10d._world.pg_map)
+    last: list[Any] = [
+        dist.barrier(group, async_op=True) for group in every if dist.get_backend(group) == dist.Backend.GLOO
+    ]
+    last += [group.last_message() for group in every if isinstance(group, GlooGroup)]
     for work in last:
         if work is not None:
             work.wait()
     if dist.get_world_size() > 1:  # one process alone has no replicas that would hold its group
         atexit.register(_hold, last)
+    for group in every:
+        if isinstance(group, SharedMemoryGroup):
+            group.close()
     dist.destroy_process_group()
     del last  # after the groups, whose threads are gone by now where nobody else holds them
 

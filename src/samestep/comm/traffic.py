@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.comm.shared_memory.process_group import SharedMemoryGroup
 
 KINDS = (
     "all-reduce",
@@ -40,6 +42,25 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.sent: dict[str, float] = dict.fromkeys(KINDS, 0.0)  # bytes
         self.calls: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._in_operator = False  # what an operator of PyTorch's asks of a group is counted already
+        self._groups: list[SharedMemoryGroup] = []
+
+    def __enter__(self) -> Self:
+        every = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+        self._groups = [group for group in every if isinstance(group, SharedMemoryGroup)]
+        for group in self._groups:
+            group.counters.append(self._count_direct)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for group in self._groups:
+            group.counters.remove(self._count_direct)
+        super().__exit__(*exception)
+
+    def _count_direct(self, kind: str, message: int, ranks: int) -> None:
+        """A collective of a group of our own, which Python and DistributedDataParallel call past the dispatcher."""
+        if kind in _DIRECT and not self._in_operator:
+            self._add(kind, _DIRECT[kind].sent(message, ranks))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -48,7 +69,11 @@ class Traffic(TorchDispatchMode):
             return NotImplemented  # its own dispatch comes first, and calls the operators on plain tensors
         if func.namespace in _NAMESPACES:
             self._count(func, func._schema.name.partition("::")[2], args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        outermost, self._in_operator = self._in_operator, True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._in_operator = outermost
 
     def _count(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         collective = _COLLECTIVES.get(name.removesuffix("_out").strip("_"))
@@ -57,10 +82,12 @@ class Traffic(TorchDispatchMode):
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         given |= kwargs
         n = _group_size(given)
-        bytes_sent = collective.sent(collective.message(given, n), n)
+        self._add(collective.kind, collective.sent(collective.message(given, n), n))
+
+    def _add(self, kind: str, bytes_sent: float) -> None:
         if bytes_sent:
-            self.sent[collective.kind] += bytes_sent
-            self.calls[collective.kind] += 1
+            self.sent[kind] += bytes_sent
+            self.calls[kind] += 1
 
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
@@ -128,6 +155,9 @@ _REDUCE_SCATTER = _Collective(kind="reduce-scatter", message=_given_whole, sent=
 _BROADCAST = _Collective(kind="broadcast", message=_given_whole, sent=_all_but_own)
 _SEND = _Collective(kind="point-to-point", message=_given_whole, sent=_everything)
 _ALL_TO_ALL = _Collective(kind="all-to-all", message=_given_whole, sent=_all_but_own)
+
+# What a group of our own does by itself.
+_DIRECT = {each.kind: each for each in (_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _BROADCAST)}
 
 # By the operator's name, without the underscores around it that say that it writes in place.
 _COLLECTIVES: Mapping[str, _Collective] = {

@@ -42,6 +42,7 @@ class Abilities:
     complex_parameters: bool = False  # whether its trainers keep complex parameters complex
     same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
 
+    shared_memory: bool = False  # whether run.transport reaches its messages: they go through torch.distributed
     skips: bool = False  # whether its trainers are Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block

@@ -258,6 +258,7 @@ class Native(Engine):
         batch_buffers=True,
         complex_parameters=True,
         compiles=True,
+        shared_memory=True,
         skips=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer

@@ -17,7 +17,7 @@ from samestep import environment
 from samestep.checkpoint.find import open_newest
 from samestep.checkpoint.save import Saver
 from samestep.cluster.device import DeviceChoice
-from samestep.cluster.world import World, join
+from samestep.cluster.world import Transport, World, join
 from samestep.comm.mesh import build_mesh, new_group
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
@@ -314,6 +314,7 @@ def session(
     compile: bool = False,
     offload_folder: Path | None = None,
     engine_config: Path | None = None,
+    transport: Transport = "auto",
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -323,7 +324,8 @@ def session(
     ranks = environment.ranks()
     processes = ranks.world_size if ranks else 1
     parsed = _parse(layout, processes, started=ranks is not None)
-    with join(device=device, threads=threads) as world:
+    shares = resolve(engine).abilities.shared_memory
+    with join(device=device, threads=threads, transport=transport if shares else "gloo") as world:
         training = Session(
             world=world,
             layout=parsed,

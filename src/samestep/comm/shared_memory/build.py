@@ -1,0 +1,85 @@
+"""Build: compiles kernel.cpp on first use, and keeps the library for later processes."""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernel.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
+_COMPILERS = ("c++", "g++", "clang++")
+_LIMIT = 120  # seconds
+
+
+class NoKernelError(Exception):
+    """The kernel can't be compiled here; the message says why, in one clause."""
+
+
+def library(environ: Mapping[str, str]) -> Path:
+    """The compiled kernel's file, built where it isn't there yet. Raises NoKernelError.
+
+    `$CXX` names the compiler. Files are kept in `$XDG_CACHE_HOME/samestep`, or `~/.cache/samestep`, one for each
+    source, compiler and processor. Several processes may build at once: each writes a file of its own and renames it.
+    """
+    compiler = _compiler(environ)
+    folder = _cache(environ)
+    key = hashlib.sha256(SOURCE.read_bytes() + "\n".join((compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
+    built = folder / f"kernel-{key}.so"
+    if built.is_file():
+        return built
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, suffix=".so")
+    except OSError as error:
+        raise NoKernelError(f"{folder} can't be written: {error.strerror}") from error
+    os.close(handle)
+    try:
+        # Not every compiler knows this machine's processor.
+        if (said := _compile((compiler, *_FLAGS, "-march=native"), name)) is not None:
+            said = _compile((compiler, *_FLAGS), name)
+        if said is not None:
+            raise NoKernelError(f"{compiler} fails: {said}")
+        Path(name).replace(built)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return built
+
+
+def _compiler(environ: Mapping[str, str]) -> str:
+    named = environ.get("CXX")
+    found = next((path for each in ((named,) if named else _COMPILERS) if (path := shutil.which(each))), None)
+    if found is None:
+        raise NoKernelError(f"there is no C++ compiler ({named or ', '.join(_COMPILERS)})")
+    return found
+
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    if home := environ.get("XDG_CACHE_HOME"):
+        return Path(home) / "samestep"
+    return Path(environ.get("HOME", tempfile.gettempdir())) / ".cache" / "samestep"
+
+
+def _compile(command: Sequence[str], target: str) -> str | None:
+    """Compile the kernel; None, or the first line that the compiler says."""
+    try:
+        ended = subprocess.run(
+            [*command, str(SOURCE), "-o", target], capture_output=True, text=True, timeout=_LIMIT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if ended.returncode == 0:
+        return None
+    return next((line for line in ended.stderr.splitlines() if line.strip()), f"exit code {ended.returncode}")
+
+
+def _processor() -> str:
+    """The processor, as far as code that is compiled for it differs."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))

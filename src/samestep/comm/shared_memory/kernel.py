@@ -1,0 +1,93 @@
+"""Kernel: the interface of what runs collectives in a region, and what a rank tells it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import DistBackendError, ReduceOp
+
+# The numbers by which kernel.cpp knows them.
+TYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+    torch.uint8: 6,
+    torch.int8: 7,
+}
+OPERATIONS: Mapping[Any, int] = {
+    ReduceOp.SUM: 0,
+    ReduceOp.AVG: 1,
+    ReduceOp.MIN: 2,
+    ReduceOp.MAX: 3,
+    ReduceOp.PRODUCT: 4,
+}
+AVERAGE = OPERATIONS[ReduceOp.AVG]
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This rank's place in a group that shares a region."""
+
+    rank: int
+    ranks: int
+    limit: float  # seconds that one wait for another rank may take
+    cores: int  # that the ranks of this host may use
+
+
+class Kernel(Protocol):
+    """Collectives on contiguous CPU tensors of one dtype. They raise DistBackendError where a rank doesn't come."""
+
+    def barrier(self) -> None: ...
+
+    def all_reduce(self, tensor: Tensor, operation: int) -> None:
+        """`tensor` becomes the sum (or another of OPERATIONS) over ranks, in the order of the ranks."""
+        ...
+
+    def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
+        """`given`: as many numbers as `out` for each rank, in the order of the ranks; `out`: this rank's sum."""
+        ...
+
+    def all_gather(self, given: Tensor, out: Tensor) -> None:
+        """`out`: what every rank gave, in the order of the ranks; of any dtype."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """`tensor` becomes that of rank `root` of this group; of any dtype."""
+        ...
+
+    def abort(self) -> None:
+        """Let every rank that waits raise."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the region."""
+        ...
+
+
+def lost(rank: int) -> DistBackendError:
+    """What a rank raises that waits for one whose process has ended; worded as gloo's, which others look for."""
+    return DistBackendError(f"shared memory: Connection closed by peer: rank {rank} of the group has ended")
+
+
+def timed_out(rank: int, limit: float) -> DistBackendError:
+    return DistBackendError(
+        f"shared memory: Timed out waiting {limit * 1000:.0f}ms for rank {rank} of the group, which has not called "
+        "the same collective"
+    )
+
+
+def broken() -> DistBackendError:
+    return DistBackendError("shared memory: Connection closed by peer: another rank of the group has given up")
+
+
+def mismatch(rank: int) -> DistBackendError:
+    return DistBackendError(
+        f"shared memory: rank {rank} of the group calls another collective, or one of another size or dtype, than "
+        "this rank; all ranks of a group must call the same ones in the same order"
+    )

@@ -1,0 +1,221 @@
+"""SharedMemoryGroup: a process group of CPU ranks on one host, whose collectives go through shared memory."""
+
+# PyTorch's stub names the parameters of these methods in several ways, and overloads them.
+# pyright: reportIncompatibleMethodOverride=false
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from samestep.comm.shared_memory.kernel import OPERATIONS, TYPES, Kernel
+from samestep.comm.shared_memory.work import Done, WorkQueue
+
+Counter = Callable[[str, int, int], None]  # the collective's kind, the bytes of its message, the group's size
+
+
+class GlooGroup(dist.ProcessGroup):
+    """A group whose collectives all go through gloo: what a `SharedMemoryGroup` falls back on."""
+
+    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+        super().__init__(gloo.rank(), gloo.size())  # pyright: ignore[reportCallIssue]  # the stub has one more
+        self.gloo = gloo
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    def last_message(self) -> Any:
+        """A barrier over gloo's own connections, begun."""
+        backend: Any = self.gloo
+        return backend.barrier(dist.BarrierOptions())
+
+
+class SharedMemoryGroup(GlooGroup):
+    """Takes over all-reduce, reduce-scatter, all-gather, broadcast and barrier of dense CPU tensors.
+
+    What else is asked of it, point-to-point messages among them, goes to gloo. Which of the two runs a collective
+    depends on its arguments alone, so all ranks choose alike.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, kernel: Kernel) -> None:
+        super().__init__(gloo)
+        self._kernel = kernel
+        self._queue = WorkQueue()
+        self._open = True
+        self.counters: list[Counter] = []  # told of each collective that doesn't pass PyTorch's dispatcher
+
+    # A call of `super()` must stand in the method of the same name: pybind11 knows by it that the base is meant.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        opts = dist.AllreduceOptions() if opts is None else opts
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        operation = _operation(opts)
+        if operation is None or len(tensors) != 1 or not _summable(tensors[0]):
+            return super().allreduce(tensors, opts)
+        return self._all_reduce(tensors, operation, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        operation = _operation(opts)
+        if operation is None or not tensors or not all(map(_summable, tensors)):
+            return super().allreduce_coalesced(tensors, opts)
+        return self._all_reduce(tensors, operation, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._gathers([output], [input]):
+            return super().all_gather_single(output, input, opts)
+        return self._gather([output], [input], opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._gathers([output], [input]):
+            return super()._allgather_base(output, input, opts)
+        return self._gather([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._gathers(outputs, inputs):
+            return super().all_gather_single_coalesced(outputs, inputs, opts)
+        return self._gather(outputs, inputs, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._gathers(outputs, inputs):
+            return super().allgather_into_tensor_coalesced(outputs, inputs, opts)
+        return self._gather(outputs, inputs, opts)
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if len(output_tensors) != 1 or not _alike(output_tensors[0], input_tensors[0]):
+            return super().allgather(output_tensors, input_tensors, opts)
+        (parts,), (given,) = output_tensors, input_tensors
+
+        def run() -> None:
+            whole = given.new_empty(len(parts), given.numel())
+            self._kernel.all_gather(given, whole)
+            for part, numbers in zip(parts, whole, strict=True):
+                part.copy_(numbers.view_as(part))
+
+        return self._run("all-gather", given.nbytes * self.size(), opts, output_tensors, run)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if not self._scatters([output], [input], opts):
+            return super().reduce_scatter_single(output, input, opts)
+        return self._scatter([output], [input], opts)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if not self._scatters([output], [input], opts):
+            return super()._reduce_scatter_base(output, input, opts)
+        return self._scatter([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if not self._scatters(outputs, inputs, opts):
+            return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        return self._scatter(outputs, inputs, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        if not self._scatters(outputs, inputs, opts):
+            return super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return self._scatter(outputs, inputs, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        opts = dist.BroadcastOptions() if opts is None else opts
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if len(tensors) != 1 or not _dense(tensors[0]):
+            return super().broadcast(tensors, opts)
+        (tensor,), root = tensors, opts.rootRank
+        return self._run("broadcast", tensor.nbytes, opts, tensors, lambda: self._kernel.broadcast(tensor, root))
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = dist.BarrierOptions() if opts is None else opts
+        return self._run("barrier", 0, opts, [], self._kernel.barrier)
+
+    def abort(self) -> None:
+        """Let every rank that waits in a collective raise."""
+        if self._open:
+            self._kernel.abort()
+        super().abort()
+
+    def close(self) -> None:
+        """Let go of the shared memory, after the collectives that were called."""
+        if self._open:
+            self._open = False
+            self._queue.close()
+            self._kernel.close()
+
+    def _all_reduce(self, tensors: Sequence[Tensor], operation: int, opts: Any) -> Any:
+        def run() -> None:
+            for tensor in tensors:
+                self._kernel.all_reduce(tensor, operation)
+
+        return self._run("all-reduce", _bytes(tensors), opts, tensors, run)
+
+    def _gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        return all(map(_dense, (*outputs, *inputs))) and all(
+            out.nbytes == given.nbytes * self.size() for out, given in zip(outputs, inputs, strict=True)
+        )
+
+    def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        def run() -> None:
+            for out, given in zip(outputs, inputs, strict=True):
+                self._kernel.all_gather(given, out)
+
+        return self._run("all-gather", _bytes(outputs), opts, outputs, run)
+
+    def _scatters(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> bool:
+        return (
+            _operation(opts) is not None
+            and all(map(_summable, (*outputs, *inputs)))
+            and all(
+                given.numel() == out.numel() * self.size() and given.dtype == out.dtype
+                for out, given in zip(outputs, inputs, strict=True)
+            )
+        )
+
+    def _scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        operation = _operation(opts)
+        assert operation is not None
+
+        def run() -> None:
+            for out, given in zip(outputs, inputs, strict=True):
+                self._kernel.reduce_scatter(given, out, operation)
+
+        return self._run("reduce-scatter", _bytes(inputs), opts, outputs, run)
+
+    def _run(self, kind: str, message: int, opts: Any, result: Any, collective: Callable[[], None]) -> Any:
+        for count in self.counters:
+            count(kind, message, self.size())
+        if not opts.asyncOp:
+            self._queue.run(collective)
+            return Done(result)
+        return self._queue.add(collective, result)
+
+
+def _operation(opts: Any) -> int | None:
+    """The reduction that options ask for, as the kernel knows it; None where only gloo has it."""
+    operation = opts.reduceOp
+    return OPERATIONS.get(operation.op if hasattr(operation, "op") else operation)
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _summable(tensor: Tensor) -> bool:
+    return tensor.dtype in TYPES and _dense(tensor)
+
+
+def _alike(parts: Sequence[Tensor], given: Tensor) -> bool:
+    """Whether every rank gives as much as this one, which the places for what they give tell."""
+    return all(part.shape == given.shape and _dense(part) for part in parts) and _dense(given)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,101 @@
+"""Region: memory that the ranks of one group on one host map, and that is gone with the last of them."""
+
+import fcntl
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import Store
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class NoRegionError(Exception):
+    """A region can't be had here; the message says why, in one clause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A mapped region of `size` bytes, all zero at first. Its file stays open: its locks tell which ranks live."""
+
+    file: int  # descriptor
+    memory: mmap.mmap
+
+    def close(self) -> None:
+        """Unmap the region. Its memory is given back once every rank has closed it or has ended."""
+        self.memory.close()
+        os.close(self.file)
+
+
+def create(size: int) -> tuple[int, str]:
+    """A new file of `size` bytes in memory: its descriptor, and the path under which other ranks can open it.
+
+    On Linux the file has no name: it is gone with the last process that has it open, also after SIGKILL. Elsewhere
+    it is a temporary file that `share` unlinks as soon as all ranks have opened it.
+    """
+    try:
+        if sys.platform == "linux":
+            file = os.memfd_create("samestep")
+            path = f"/proc/{os.getpid()}/fd/{file}"
+        else:
+            folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+            file, path = tempfile.mkstemp(prefix="samestep-", dir=folder)
+    except OSError as error:
+        raise NoRegionError(f"no file in memory can be made: {error.strerror}") from error
+    try:
+        os.ftruncate(file, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)  # a write to memory that isn't there would end the process by SIGBUS
+    except OSError as error:
+        remove(path)
+        os.close(file)
+        raise NoRegionError(f"{size >> 20} MiB of shared memory are needed: {error.strerror}") from error
+    return file, path
+
+
+def remove(path: str) -> None:
+    """Unlink a region's name, if it has one."""
+    if not path.startswith("/proc/"):
+        Path(path).unlink(missing_ok=True)
+
+
+def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], tuple[int, str]] = create) -> Region:
+    """The region of a group; rank 0 makes it and the others open it. Every rank of the group must call this.
+
+    Raises NoRegionError, on every rank alike, where one of them can't have it.
+    """
+    file, path, problem = -1, "", ""
+    if rank == 0:
+        try:
+            file, path = make(size)
+        except NoRegionError as error:
+            problem = str(error)
+        store.set("region", f"{problem}\n{path}")
+    told, path = store.get("region").decode().split("\n")
+    try:
+        if told:
+            problem = told
+        elif rank != 0:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        memory = None if problem else mmap.mmap(file, size)
+        if memory is not None:
+            # The kernel takes the lock back when this process ends, in whatever way.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+    except OSError as error:
+        memory, problem = None, f"rank {rank} can't map the region of rank 0: {error.strerror}"
+    store.set(f"mapped/{rank}", problem)
+    problems = [store.get(f"mapped/{each}").decode() for each in range(ranks)]
+    if rank == 0 and not told:
+        remove(path)
+    found = next((each for each in problems if each), "")
+    if found or memory is None:
+        if memory is not None:
+            memory.close()
+        if file >= 0:
+            os.close(file)
+        raise NoRegionError(found)
+    return Region(file=file, memory=memory)

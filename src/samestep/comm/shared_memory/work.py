@@ -1,0 +1,146 @@
+"""Work: a group's collectives, run one after the other in the order in which they were called."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+_TASK_ENDED: Any = object()
+
+
+class _Task:
+    """One collective that was called and may not have run yet."""
+
+    def __init__(self, run: Callable[[], None], result: Any) -> None:
+        self.run = run
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self.result = result
+        self.error: Exception | None = None
+        self.done = False
+
+    def finish(self) -> None:
+        try:
+            self.run()
+        except Exception as error:  # raised again where it is waited for
+            self.error = error
+        self.run = _TASK_ENDED  # lets go of its tensors
+        self.done = True
+        if self.error is None:
+            self.future.set_result(self.result)
+        else:
+            self.future.set_exception(self.error)
+
+
+class WorkQueue:
+    """Runs collectives in order: in the thread that waits for one, or in a thread of its own meanwhile.
+
+    A caller that waits at once runs its collective by itself, which saves two changes of threads. The queue's own
+    thread runs those for which nobody waits yet, so that backward goes on (DistributedDataParallel's buckets).
+    """
+
+    def __init__(self) -> None:
+        self._running = threading.Lock()  # held while a collective runs
+        self._waiting: deque[_Task] = deque()
+        self._called = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, collective: Callable[[], None]) -> None:
+        """Run a collective now, after those that were called before it."""
+        with self._running:
+            while self._waiting:
+                self._waiting.popleft().finish()
+            collective()
+
+    def add(self, collective: Callable[[], None], result: Any) -> Work:
+        """Call a collective whose result is waited for later."""
+        task = _Task(collective, result)
+        self._waiting.append(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="samestep-collectives", daemon=True)
+            self._thread.start()
+        self._called.release()
+        return _Called(task, self)
+
+    def finish(self, task: _Task) -> None:
+        """Return when a task has run."""
+        while not task.done:
+            with self._running:
+                while not task.done and self._waiting:
+                    self._waiting.popleft().finish()
+
+    def close(self) -> None:
+        """End the queue's thread, once it has run what was called."""
+        self._closed = True
+        self._called.release()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1)
+
+    def _serve(self) -> None:
+        while True:
+            self._called.acquire()
+            if self._closed and not self._waiting:
+                return
+            with self._running:
+                if self._waiting:
+                    self._waiting.popleft().finish()
+
+
+class _Called(Work):
+    """What a caller holds of a collective that runs later."""
+
+    def __init__(self, task: _Task, queue: WorkQueue) -> None:
+        super().__init__()
+        self._task = task
+        self._queue = queue
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._queue.finish(self._task)
+        if self._task.error is not None:
+            raise self._task.error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._task.future
+
+    def is_completed(self) -> bool:
+        return self._task.done
+
+    def is_success(self) -> bool:
+        return self._task.done and self._task.error is None
+
+    def exception(self) -> Any:
+        return self._task.error
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._task.result
+
+
+class Done(Work):
+    """A collective that has run already."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Any]:
+        return self._result
