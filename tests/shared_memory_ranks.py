@@ -1,0 +1,179 @@
+"""What ranks do in the tests of shared memory: they make groups, call collectives, and end in several ways."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+from samestep.cluster.world import join
+from samestep.comm.shared_memory import backend
+from samestep.comm.shared_memory.process_group import SharedMemoryGroup
+from samestep.comm.traffic import Traffic
+
+NO_COMPILER = {"CXX": "no-such-compiler"}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
+# One number, some that fill no line, more than a slot of one MiB, and many slots.
+LENGTHS = (1, 77, 300_001, 1_500_003)
+
+
+def group_of(store: dist.Store, rank: int, ranks: int, environ: Mapping[str, str], seconds: float = 30) -> Any:
+    options = SimpleNamespace(
+        store=store, group_rank=rank, group_size=ranks, timeout=timedelta(seconds=seconds), group_id="0"
+    )
+    return backend.new_group(options, environ)
+
+
+def numbers(rank: int, length: int, dtype: torch.dtype) -> Tensor:
+    made = torch.randn(length, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 10
+    return made.abs().clamp(max=30).to(dtype) if dtype is torch.uint8 else made.to(dtype)
+
+
+def joined(parts: list[Tensor], operation: Any) -> Tensor:
+    """What ranks' numbers come to, in the order of the ranks; half precision in float32."""
+    half = parts[0].dtype in (torch.float16, torch.bfloat16)
+    wide = [part.float() if half else part for part in parts]
+    total = wide[0].clone()
+    for part in wide[1:]:
+        if operation in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            total = total + part
+        elif operation == dist.ReduceOp.PRODUCT:
+            total = total * part
+        else:
+            total = torch.minimum(total, part) if operation == dist.ReduceOp.MIN else torch.maximum(total, part)
+    if operation == dist.ReduceOp.AVG:
+        total = total / len(parts)
+    return total.to(parts[0].dtype)
+
+
+def wrong_collectives(kernels: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The collectives that gave anything but what an independent computation gives, bit by bit."""
+    found: list[str] = []
+    with join(device="cpu", threads=1) as world:
+        store = dist.distributed_c10d._get_default_store()
+        for name, environ in kernels.items():
+            group = group_of(dist.PrefixStore(name, store), world.rank, world.world_size, {**os.environ, **environ})
+            assert isinstance(group, SharedMemoryGroup)
+            assert type(group._kernel).__name__.lower().startswith(name)
+            found += [f"{name}: {what}" for what in _wrong(group, world.rank, world.world_size)]
+            group.close()
+    return found
+
+
+def _wrong(group: SharedMemoryGroup, rank: int, n: int) -> Iterator[str]:
+    operations = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+    for dtype in (*FLOATS, *WHOLE):
+        for length in LENGTHS if dtype is torch.float32 else LENGTHS[:3]:
+            parts = [numbers(each, length * n, dtype) for each in range(n)]
+            short = [part[:length] for part in parts]
+            for operation in operations if dtype in FLOATS else (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+                expected = joined(parts, operation)
+                own = short[rank].clone()
+                options: Any = dist.AllreduceOptions()
+                options.reduceOp = operation
+                group.allreduce([own], options).wait()
+                if not torch.equal(own, expected[:length]):
+                    yield f"all-reduce {operation} of {length} {dtype}"
+                scatter: Any = dist.ReduceScatterOptions()
+                scatter.reduceOp = operation
+                out = torch.empty(length, dtype=dtype)
+                group._reduce_scatter_base(out, parts[rank].clone(), scatter).wait()
+                if not torch.equal(out, expected[rank * length : (rank + 1) * length]):
+                    yield f"reduce-scatter {operation} of {length} {dtype}"
+            whole = torch.empty(n * length, dtype=dtype)
+            group._allgather_base(whole, short[rank].clone()).wait()
+            if not torch.equal(whole, torch.cat(short)):
+                yield f"all-gather of {length} {dtype}"
+            lists = [torch.empty(length, dtype=dtype) for _ in range(n)]
+            group.allgather([lists], [short[rank].clone()]).wait()
+            if not all(map(torch.equal, lists, short)):
+                yield f"all-gather into a list of {length} {dtype}"
+            for root in range(n):
+                given = short[rank].clone()
+                options = dist.BroadcastOptions()
+                options.rootRank = root
+                group.broadcast([given], options).wait()
+                if not torch.equal(given, short[root]):
+                    yield f"broadcast from {root} of {length} {dtype}"
+            group.barrier().wait()
+
+
+def asked_in_another_order() -> list[float]:
+    """Ranks that begin collectives of two groups in different orders, and wait for them afterwards."""
+    with join(device="cpu", threads=1, transport="auto") as world:
+        groups = [dist.new_group(), dist.new_group()]
+        tensors = [torch.full((5,), world.rank + 1.0), torch.full((500_000,), world.rank + 10.0)]
+        order = (0, 1) if world.rank == 0 else (1, 0)
+        works = {each: dist.all_reduce(tensors[each], group=groups[each], async_op=True) for each in order}
+        for each in order:
+            work = works[each]
+            assert work is not None
+            work.wait()
+        return [tensor.mean().item() for tensor in tensors]
+
+
+def sent_by(transport: Any) -> dict[str, float]:
+    """Bytes by kind of collective, as Traffic counts them, of replicas and of collectives of every sort."""
+    with join(device="cpu", threads=1, transport=transport) as world:
+        group = dist.group.WORLD
+        assert isinstance(group, SharedMemoryGroup) == (transport == "auto")
+        assert dist.get_backend() == ("samestep" if transport == "auto" else "gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 40))
+        model(torch.ones(2, 30)).sum().backward()  # builds its buckets
+        with Traffic() as traffic:
+            model(torch.ones(2, 30)).sum().backward()
+            dist.all_reduce(torch.ones(1000))
+            dist.all_gather_into_tensor(torch.empty(1000 * world.world_size), torch.ones(1000))
+            dist.reduce_scatter_tensor(torch.empty(1000), torch.ones(1000 * world.world_size))
+            dist.broadcast(torch.ones(1000), src=0)
+            functional.all_reduce(torch.ones(1000), "sum", group).sum()
+            peer = 1 - world.rank
+            if world.rank == 0:
+                dist.send(torch.ones(1000), peer)
+            else:
+                dist.recv(torch.empty(1000), peer)
+        return traffic.sent
+
+
+def ends(rank: int, folder: str, how: str) -> None:
+    """A rank of two without a launcher: rank 1 departs from what rank 0 does, who writes down what it is told."""
+    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    environ = NO_COMPILER if how.endswith("without a compiler") else os.environ
+    group = group_of(store, rank, 2, environ, seconds=1.5 if how.startswith("late") else 30)
+    tensor = torch.ones(200_000)
+    group.allreduce([tensor]).wait()
+    Path(folder, f"ready-{rank}").touch()
+    if rank == 1:
+        if how.startswith("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how.startswith("late"):
+            signal.pause()
+        if how.startswith("another"):
+            tensor = torch.ones(7)
+    try:
+        group.allreduce([tensor]).wait()
+        told = "nothing"
+    except dist.DistBackendError as error:
+        told = str(error)
+    Path(folder, f"told-{rank}").write_text(told, encoding="utf-8")
+
+
+def runs_on(rank: int, folder: str) -> None:
+    """A rank of two that calls collectives of several sizes until it is killed, or its peer is."""
+    store = dist.FileStore(str(Path(folder) / "store"), 2)
+    group = group_of(store, rank, 2, os.environ)
+    Path(folder, f"ready-{rank}").touch()
+    try:
+        while True:
+            for length in (10, 50_000, 2_000_000):
+                group.allreduce([torch.ones(length)]).wait()
+    except dist.DistBackendError as error:
+        Path(folder, f"told-{rank}").write_text(str(error), encoding="utf-8")

@@ -1,0 +1,170 @@
+"""Shared memory between the ranks of a host: the right numbers, however ranks end, and nothing left behind."""
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from shared_memory_ranks import NO_COMPILER, asked_in_another_order, ends, runs_on, sent_by, wrong_collectives
+from small_tasks import Points
+
+import samestep
+from samestep.cluster.start import local
+from samestep.cluster.world import join
+from samestep.comm.shared_memory import build, host, region
+
+MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def two(target: Callable[..., None], *arguments: Any) -> Iterator[list[BaseProcess]]:
+    """Two ranks that no launcher started; both have ended afterwards."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shared_memory_ranks"])  # imports PyTorch once
+    processes: list[BaseProcess] = [context.Process(target=target, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def until(folder: Path, *names: str, seconds: float = 60) -> None:
+    began = time.monotonic()
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() - began < seconds, f"no {names} after {seconds} s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_give_what_their_definitions_say(ranks: int) -> None:
+    assert local.start(wrong_collectives, ({"compiled": {}, "interpreted": NO_COMPILER},), ranks) == []
+
+
+def test_collectives_may_be_begun_in_any_order_of_their_groups() -> None:
+    assert local.start(asked_in_another_order, (), 2) == [3.0, 21.0]
+
+
+def test_what_is_sent_is_counted_alike() -> None:
+    counted = local.start(sent_by, ("auto",), 2)
+    assert counted == local.start(sent_by, ("gloo",), 2)
+    gradients, small = (30 * 40 + 40) * 4, 1000 * 4
+    # Of a ring of two, a rank sends the whole message of an all-reduce and half of the others.
+    assert counted["all-reduce"] == gradients + 2 * small
+    assert counted["all-gather"] == counted["reduce-scatter"] == small
+    assert counted["point-to-point"] == small
+
+
+@pytest.mark.parametrize("kernel", ["", " without a compiler"])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("killed", "Connection closed by peer: rank 1 of the group has ended"),
+        ("late", "Timed out waiting 1500ms for rank 1 of the group"),
+        ("another", "rank 1 of the group calls another collective"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_told(how: str, told: str, kernel: str, tmp_path: Path) -> None:
+    with two(ends, str(tmp_path), how + kernel):
+        until(tmp_path, "ready-0", "ready-1")
+        began = time.monotonic()
+        until(tmp_path, "told-0", seconds=10)
+        assert time.monotonic() - began < 5
+    assert told in (tmp_path / "told-0").read_text(encoding="utf-8")
+
+
+def kill_one(folder: Path, chance: random.Random) -> None:
+    with two(runs_on, str(folder)) as processes:
+        until(folder, "ready-0", "ready-1")
+        time.sleep(chance.uniform(0, 0.3))
+        victim = chance.randrange(2)
+        processes[victim].kill()
+        until(folder, f"told-{1 - victim}", seconds=10)
+        assert "Connection closed by peer" in (folder / f"told-{1 - victim}").read_text(encoding="utf-8")
+
+
+def left_behind() -> set[str]:
+    return {each.name for each in MEMORY.glob("samestep-*") if not each.name.startswith("samestep-memory")}
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_a_killed_rank_leaves_nothing_behind(kills: int, tmp_path: Path) -> None:
+    before, chance = left_behind(), random.Random(0)
+    for kill in range(kills):
+        folder = tmp_path / str(kill)
+        folder.mkdir()
+        kill_one(folder, chance)
+    assert left_behind() <= before
+    assert multiprocessing.active_children() == []
+
+
+def test_a_region_has_no_name_that_could_outlive_its_ranks() -> None:
+    file, path = region.create(1 << 16)
+    try:
+        assert path.startswith("/proc/")
+        assert os.fstat(file).st_nlink == 0
+    finally:
+        os.close(file)
+
+
+def test_a_region_that_can_not_be_had_is_told_with_its_size() -> None:
+    def fails(size: int) -> tuple[int, str]:
+        raise region.NoRegionError(f"{size >> 20} MiB of shared memory are needed: No space left on device")
+
+    with pytest.raises(region.NoRegionError, match=r"^4 MiB of shared memory are needed: No space left on device$"):
+        region.share(dist.HashStore(), 0, 1, 4 << 20, make=fails)
+
+
+def test_ranks_of_other_hosts_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("host/1", host.host_identity())
+    assert host.share_a_host(store, 0, 2)
+    store.set("host/1", "another one")
+    assert not host.share_a_host(store, 0, 2)
+
+
+def test_the_kernel_is_built_once_and_kept(tmp_path: Path) -> None:
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    built = build.library(environ)
+    first = built.stat().st_mtime_ns
+    assert build.library(environ) == built
+    assert built.stat().st_mtime_ns == first
+    assert [each.name for each in (tmp_path / "samestep").iterdir()] == [built.name]
+
+
+def test_a_compiler_that_is_missing_or_fails_is_told(tmp_path: Path) -> None:
+    with pytest.raises(build.NoKernelError, match=r"there is no C\+\+ compiler \(no-such-compiler\)"):
+        build.library({**os.environ, **NO_COMPILER, "XDG_CACHE_HOME": str(tmp_path)})
+    with pytest.raises(build.NoKernelError, match="false fails: exit code 1"):
+        build.library({**os.environ, "CXX": "false", "XDG_CACHE_HOME": str(tmp_path)})
+    assert list((tmp_path / "samestep").iterdir()) == []
+
+
+def test_a_transport_that_an_engine_can_not_have_is_refused() -> None:
+    with pytest.raises(samestep.UserError, match='engine "accelerate" has transports of its own; use engine native'):
+        samestep.train(
+            samestep.Recipe(task=Points(), batch=16, steps=1),
+            layout="dp2",
+            engine="accelerate",
+            transport="shared-memory",
+        )
+
+
+def test_shared_memory_over_several_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(samestep.UserError, match="the ranks are on several hosts, which share none; use auto"),
+        join(device="cpu", transport="shared-memory"),
+    ):
+        pass
