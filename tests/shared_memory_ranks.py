@@ -134,7 +134,7 @@ def sent_by(transport: Any) -> dict[str, float]:
             dist.all_gather_into_tensor(torch.empty(1000 * world.world_size), torch.ones(1000))
             dist.reduce_scatter_tensor(torch.empty(1000), torch.ones(1000 * world.world_size))
             dist.broadcast(torch.ones(1000), src=0)
-            functional.all_reduce(torch.ones(1000), "sum", group).sum()
+            functional.all_reduce(torch.ones(1000), "sum", dist.distributed_c10d._get_default_group()).sum()
             peer = 1 - world.rank
             if world.rank == 0:
                 dist.send(torch.ones(1000), peer)
