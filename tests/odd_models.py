@@ -168,7 +168,7 @@ class InPlace(Net):
 
     class Layer(Layer):
         def forward(self, hidden: Tensor) -> Tensor:
-            return self.down(super().forward(hidden) @ self.down.weight)
+            return self.down(F.linear(super().forward(hidden), self.get_parameter("up.weight")))
 
     def __init__(self) -> None:
         super().__init__(*(InPlace.Layer() for _ in range(4)))
