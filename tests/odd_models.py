@@ -168,7 +168,8 @@ class InPlace(Net):
 
     class Layer(Layer):
         def forward(self, hidden: Tensor) -> Tensor:
-            return self.down(F.linear(super().forward(hidden), self.get_parameter("up.weight")))
+            up: Any = self.up
+            return self.down(F.linear(super().forward(hidden), up.weight))
 
     def __init__(self) -> None:
         super().__init__(*(InPlace.Layer() for _ in range(4)))
