@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import samestep
 
@@ -160,6 +161,78 @@ class Penalized(Net):
         logits = self.head(self.between(hidden))
         (gradient,) = torch.autograd.grad(logits.logsumexp(-1).sum(), hidden, create_graph=True)
         return logits + gradient.pow(2).sum(-1, keepdim=True) * logits.sin()
+
+
+class InPlace(Net):
+    """What the embedding and the layers give is changed in place; that of the layers is a view."""
+
+    class Layer(Layer):
+        def forward(self, hidden: Tensor) -> Tensor:
+            up: Any = self.up
+            return self.down(F.linear(super().forward(hidden), up.weight))
+
+    def __init__(self) -> None:
+        super().__init__(*(InPlace.Layer() for _ in range(4)))
+        self.shift = nn.Parameter(torch.linspace(0, 1, 12))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        hidden += self.shift
+        hidden[:, 0] = self.shift
+        for layer in self.layers:
+            hidden = layer(hidden)
+            hidden += self.shift
+            hidden[..., :2].mul_(0.7)
+        return F.relu(hidden, inplace=True)
+
+
+class Reshaped(nn.Module):
+    """An attention that reshapes what its linears give into a number of heads that stands in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(12, 12) for _ in range(4))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        samples, words, _ = hidden.shape
+        queries, keys, values = (each(hidden).view(samples, words, 2, -1) for each in (self.q, self.k, self.v))
+        weights = self.drop(torch.einsum("bqhd,bkhd->bhqk", rotated(queries), rotated(keys)).softmax(-1))
+        return hidden + self.out(torch.einsum("bhqk,bkhd->bqhd", weights, values).flatten(2))
+
+
+def rotated(heads: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021) of heads of 6 features: [samples, words, heads, 6]."""
+    angles = torch.arange(heads.shape[1], dtype=heads.dtype)[:, None, None] * torch.tensor([1.0, 0.1, 0.01])
+    cosine, sine = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+    return heads * cosine + torch.cat([-heads[..., 3:], heads[..., :3]], -1) * sine
+
+
+class Crossed(nn.Module):
+    """Queries of the words' mean and keys of the words, linears one after the other that don't feed each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.norm = nn.Linear(12, 12), nn.Linear(12, 12), nn.LayerNorm(12)
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        queries = self.q(hidden.mean(1, keepdim=True))
+        weights = (queries * self.k(hidden)).sum(-1, keepdim=True).softmax(1)
+        return hidden + self.down(F.gelu(self.up(self.norm(weights * hidden))))
+
+
+class Checkpointed(Net):
+    """Layers that the model recomputes by itself, in a backward inside of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(3)))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            made = checkpoint(layer, hidden, use_reentrant=True)
+            assert isinstance(made, Tensor)
+            hidden = made
+        return hidden
 
 
 class Experts(nn.Module):
@@ -416,6 +489,10 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "cancelling": Cancelling,
     "pooled": Pooled,
+    "in place": InPlace,
+    "reshaped": lambda: Net(*(Reshaped() for _ in range(2))),
+    "crossed": lambda: Net(*(Crossed() for _ in range(2))),
+    "checkpointed": Checkpointed,
     "bart": _bart,
     "bloom": _bloom,
     "swin": _swin,

@@ -91,6 +91,31 @@ def test_buffers_that_a_forward_moves_are_not_taken_for_rounding() -> None:
     assert proof.as_built.tolerance < 1e-3
 
 
+class Orthogonal(Points):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 16)), nn.Linear(16, self.classes))
+
+
+def test_signs_that_are_truncated_are_not_taken_for_rounding() -> None:
+    proof = samestep.verify(recipe(Orthogonal()), steps=1, threads=1)
+    assert proof.as_built is not None
+    assert proof.as_built.not_compared is None
+    assert proof.as_built.same
+    assert proof.as_built.tolerance < 1e-3
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (1e6 * x).sin()
+
+
+class Chaotic(Points):
+    """A model that makes a difference of a tenth of rounding."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), Sine(), nn.Linear(16, self.classes))
+
+
 class Draw(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 0 * torch.rand(()) if self.training else x
@@ -111,6 +136,7 @@ class Halved(Points):
     [
         (Noisy(), {"check": False}, "its forward draws random numbers"),
         (Halved(), {}, "it computes in bfloat16"),
+        (Chaotic(), {"check": False}, "beside which no fault can be seen"),
         (Points(dropout=0.1), {"dropout": True}, "dropout drops other elements"),
     ],
     ids=lambda value: "",

@@ -260,3 +260,24 @@ def test_no_check_is_an_option_of_train(job_file: Path, tmp_path: Path) -> None:
     broken.write_text(job_file.read_text(encoding="utf-8").replace(":Odd", ":MeanWithCount"), encoding="utf-8")
     assert main(["train", str(broken), "--set", "run.tensorboard=false"]) == 2
     assert main(["train", str(broken), "--set", "run.tensorboard=false", "--no-check"]) == 0
+
+
+class Rescaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.weight.div_(2)
+        return super().forward(input)
+
+
+class RescaledInEvaluation(Points):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), Rescaled(16, self.classes))
+
+
+def test_a_pipeline_is_refused_a_model_that_writes_to_its_parameters_in_evaluation() -> None:
+    message = message_of(RescaledInEvaluation(), layout="pp2")
+    assert 'layout "pp2": the forward of Sequential writes to 1.weight in evaluation mode' in message
+    place = re.search(r"test_contract.py:(\d+)", message)
+    assert place is not None
+    assert "self.weight.div_(2)" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(place[1]) - 1]
+    assert "use dp2 or fsdp2" in message

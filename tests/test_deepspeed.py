@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,24 @@ class Steep(Points):
 def test_one_process_takes_it_too() -> None:
     proof = samestep.verify(recipe(), engine="deepspeed", micro_batch=5, device="cpu")
     assert proof.same_step, proof
+
+
+class OutOfRange(Points):
+    def collate(self, samples: Sequence[Any]) -> samestep.Batch:
+        return samestep.Batch(torch.stack([x for x, _ in samples]), torch.arange(len(samples)))
+
+
+def test_a_label_out_of_range_is_one_sentence(tmp_path: Path) -> None:
+    sentence = r"step 0, samples [\d, ]+\.\.\.: a label or an id is out of range \(Target \d is out"
+    with pytest.raises(samestep.UserError, match=sentence):
+        samestep.train(
+            recipe(task=OutOfRange()),
+            engine="deepspeed",
+            layout="single",
+            device="cpu",
+            folder=tmp_path / "run",
+            check=False,
+        )
 
 
 class HalfUsed(Points):

@@ -380,3 +380,17 @@ def test_a_wrong_hand_over_is_one_sentence(name: str) -> None:
         HuggingFace(**{"model": bert, "data": texts(), "collator": classes, **given}).check()
     assert "\n" not in str(found.value)
     assert "Traceback" not in str(found.value)
+
+
+def test_a_model_that_keeps_what_it_has_computed_is_copied() -> None:
+    model: Any = seeded(gpt2)
+    rows = texts()
+    model.kept = [model(**next_words(rows)).logits]  # of a graph, as the states of RecurrentGemma are
+    task = HuggingFace(model=model, data=rows, collator=next_words)
+    task.check()
+    for copied in (task.model(), pickle.loads(pickle.dumps(task)).model()):
+        assert copied is not model
+        (kept,) = vars(copied)["kept"]
+        assert torch.equal(copied.get_parameter("lm_head.weight"), model.lm_head.weight)
+        assert torch.equal(kept, model.kept[0])
+        assert not kept.requires_grad

@@ -43,6 +43,9 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "old spectral norm": ("fsdp2", "tp2"),
     "hooked": ("dp2", "zero1x2"),
     "cancelling": ("dp2", "fsdp2"),
+    "in place": ("dp2", *SHARDED, "pp2"),
+    "crossed": ("tp2", "pp2"),
+    "checkpointed": ("fsdp2",),
     "bloom": ("pp2",),
     "swin": ("pp2",),
 }
@@ -85,6 +88,19 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
         f"a hook on a gradient, {layout}": ("hooked", layout, {}, "layers.0.up.weight has a hook on its gradient")
         for layout in ("fsdp2", "zero2x2", "tp2", "pp2")
     },
+    "an attention that reshapes": (
+        "reshaped",
+        "tp2",
+        {},
+        "sliced, layers.0 (Reshaped) fails (RuntimeError: The size of tensor a (3) must match the size of tensor b",
+    ),
+    "a backward in a backward": (
+        "checkpointed",
+        "dp2",
+        {},
+        "as torch.utils.checkpoint does with use_reentrant=True, and gradients are averaged once a backward; use "
+        'checkpoint(..., use_reentrant=False), or in place of the model\'s own checkpointing "dp2 recompute=full"',
+    ),
     "rows without tokens": (
         "pooled",
         "tp2 sequence=split",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_texts import VOCABULARY, Averaged, Decoder, Encoder, bert, gpt2, llama, tokens
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.errors import LayoutError
 from samestep.parallel.blocks import find_blocks
@@ -200,3 +200,18 @@ def test_a_plan_of_ones_own_goes_before_what_is_found() -> None:
     assert found == {}
     assert roles["model.layers.1.mlp.down_proj"] == "row"
     assert roles["model.embed_tokens"] == "vocabulary"
+
+
+class Trying(nn.Module):
+    """Tries an operator that fails, and does without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return x @ x
+        except RuntimeError:
+            return x
+
+
+def test_a_trace_logs_no_traceback_of_pytorchs(caplog: pytest.LogCaptureFixture) -> None:
+    assert trace(Trying(), torch.zeros(2, 3)).of("")
+    assert not caplog.records

@@ -105,7 +105,16 @@ def place_of(error: BaseException) -> str | None:
 
     Where there is none, that of an installed package other than PyTorch, such as a model of transformers.
     """
-    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    return _users_line(traceback.extract_tb(error.__traceback__))
+
+
+def place_here() -> str | None:
+    """The innermost line of the user's own code that is running now, as `place_of` has it of an error."""
+    return _users_line(traceback.extract_stack())
+
+
+def _users_line(stack: traceback.StackSummary) -> str | None:
+    frames = [(Path(frame.filename), frame.lineno) for frame in stack]
     own, standard = Path(__file__).parent, Path(sysconfig.get_path("stdlib"))
     frames = [place for place in reversed(frames) if place[0].suffix == ".py" and not place[0].is_relative_to(own)]
     installed = [place for place in frames if _PACKAGES & set(place[0].parts)]

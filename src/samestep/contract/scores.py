@@ -5,7 +5,9 @@ from typing import Any
 
 from samestep.contract.samples import MOST
 from samestep.contract.trial import Trial
-from samestep.contract.where import ContractError, line_of, said
+from samestep.contract.where import ContractError, at, line_of, said
+from samestep.contract.writes import Writes
+from samestep.layout import Layout
 from samestep.tasks.base import as_batch
 from samestep.training.evaluation import check_metrics, on_cpu
 
@@ -23,13 +25,22 @@ def check_evaluation(trial: Trial) -> None:
         samples[len(samples) - 1]
         batch = as_batch(task.collate(few))
     found: list[Any] = []
-    with said(EVALUATION, "the model's forward in evaluation mode"):
+    with said(EVALUATION, "the model's forward in evaluation mode"), Writes(trial.model) as writes:
         who = trial.moved_generator(lambda: found.append(trial.evaluate(batch)))
     if who is not None:
         raise ContractError(
             EVALUATION,
             f"the model draws from {who} generator of random numbers in evaluation mode, where every layout would "
             f"draw others; draw only while self.training{line_of(type(trial.model).forward)}",
+        )
+    layout = Layout.parse(trial.job.run.layout)
+    if writes.written is not None and layout.pipeline > 1:
+        raise ContractError(
+            EVALUATION,
+            f'layout "{layout}": the forward of {type(trial.model).__name__} writes to {writes.written} in '
+            f"evaluation mode{at(writes.line)}, of which stages of other ranks have a placeholder; use "
+            f"dp{layout.size} or fsdp{layout.size}",
+            told=True,
         )
     output, batch = found[0]
     with said(EVALUATION, "scores()", of=task.scores):

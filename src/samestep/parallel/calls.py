@@ -18,6 +18,8 @@ class Seen:
     shape: tuple[int, ...]
     dtype: torch.dtype
     source: Node | None = None  # what autograd knows of how it was computed; None: of no parameter
+    # The same of the tensor that it is another shape of: where it is changed in place, autograd goes on from there.
+    base: Node | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,11 @@ class Trace:
             if seen.identity in whole or self.last_uses.get(seen.identity, 0) >= call.ended
         ]
 
+    def changed_in_place(self, tensor: Seen) -> bool:
+        """Whether a module takes a tensor that was changed in place since it was seen."""
+        inputs = (seen for call in self.calls for seen in call.inputs())
+        return any(seen.identity == tensor.identity and seen.source is not tensor.source for seen in inputs)
+
     def of(self, name: str) -> list[Call]:
         """The calls of the module of that name."""
         return [call for call in self.calls if call.name == name]
@@ -119,7 +126,8 @@ class Trace:
 
     def behind(self, tensors: Iterable[Seen], *, up_to: Iterable[Seen] = ()) -> set[str]:
         """The parameters from which tensors are computed, not looking behind those of `up_to`."""
-        seen = {tensor.source for tensor in up_to}
+        up_to = list(up_to)
+        seen = {tensor.source for tensor in up_to} | {tensor.base for tensor in up_to}
         waiting = [tensor.source for tensor in tensors if tensor.source not in seen]
         found: set[str] = set()
         while waiting:
@@ -146,4 +154,17 @@ def seen_of(tensor: Tensor) -> Seen:
     """What a trace keeps of a tensor."""
     # A leaf has no node of its own until it is asked for one.
     source = get_gradient_edge(tensor).node if tensor.requires_grad else None
-    return Seen(identity=id(tensor), shape=tuple(tensor.shape), dtype=tensor.dtype, source=source)
+    return Seen(
+        identity=id(tensor),
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        source=source,
+        base=_source_of_base(tensor),
+    )
+
+
+def _source_of_base(tensor: Tensor) -> Node | None:
+    """Of a view of all of another tensor, such as what a linear layer gives, the other one's node."""
+    base = tensor._base if tensor._is_view() else None
+    whole = base is not None and base.requires_grad and base.numel() == tensor.numel()
+    return get_gradient_edge(base).node if base is not None and whole else None

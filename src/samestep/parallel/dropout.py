@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samestep.data.loader import Moment
-from samestep.errors import UserError
+from samestep.errors import UserError, place_here
 from samestep.parallel.attention import explicit_attention
 from samestep.parallel.counter import columns, draw, key_of, split, threshold
 from samestep.parallel.exact.draws import Draw, body_of, draw_of
@@ -149,8 +149,10 @@ class Dropout(TorchFunctionMode):
         of_step = len(shape) == 0
         of_samples = not of_step and shape[0] % samples == 0 and (shape[0] == samples or shape[0] > 1)
         if not of_step and not of_samples:
+            place = place_here()
             raise UserError(
-                f"{self._name or 'the model'}: {what} of shape {list(shape)}, in which the {samples} samples of a "
+                f"{self._name or 'the model'}: {what} of shape {list(shape)}{f' at {place}' if place else ''}, in "
+                f"which the {samples} samples of a "
                 "micro-batch are not the first dimension: nobody knows which number is whose; draw numbers of shape "
                 "[samples, ...], or torch.rand(()) for one number that is the whole step's"
             )

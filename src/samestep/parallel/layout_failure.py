@@ -1,7 +1,7 @@
 """What goes wrong below a layout, told in one sentence: which module of the model failed, and which layout to use."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,9 @@ _PEER_LOST = re.compile(
     r"|connectFullMesh|NCCL"
 )
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+
+# What DistributedDataParallel says of a parameter whose gradient comes twice.
+_MARKED_TWICE = "Expected to mark a variable ready only once"
 
 _SAMESTEP = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -81,19 +84,36 @@ class LayoutFailures:
         )
 
     def _sentence(self, error: Exception) -> str:
+        if _MARKED_TWICE in str(error):
+            return (
+                f'layout "{self._layout}": the backward of {_class_of(self._model)} runs another one inside, as '
+                "torch.utils.checkpoint does with use_reentrant=True, and gradients are averaged once a backward; "
+                "use checkpoint(..., use_reentrant=False), or in place of the model's own checkpointing "
+                f'"{replace(self._layout, recompute="full")}"'
+            )
         names = self._names | {id(module): name for name, module in self._model.named_modules()}
-        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-        lines = [(frame, line) for frame, line in walk_tb(error.__traceback__)]
-        inside = [names[id(owner)] for frame in frames if id(owner := frame.f_locals.get("self")) in names]
-        where = inside[-1] if inside else ""
+        where = failing_module(error, names)
         module = self._model.get_submodule(where) if where else self._model
-        own = [f"{Path(frame.f_code.co_filename).name}:{line}" for frame, line in lines if _is_foreign(frame)]
         what = f"{where} ({_class_of(module)})" if where else _class_of(module)
-        at = f", {own[-1]}" if own else ""
+        line = foreign_line(error)
+        at = f", {line}" if line else ""
         return (
             f'layout "{self._layout}": {what} fails when the model is spread so '
             f"({type(error).__name__}: {first_line(error)}{at}); use {_other_layouts(self._layout)}"
         )
+
+
+def failing_module(error: BaseException, names: Mapping[int, str]) -> str:
+    """The innermost module whose code raised an error; `names` are those of modules by their identities."""
+    owners = (id(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__))
+    inside = [names[owner] for owner in owners if owner in names]
+    return inside[-1] if inside else ""
+
+
+def foreign_line(error: BaseException) -> str | None:
+    """The innermost line that is neither samestep's nor PyTorch's, as "model.py:31"."""
+    lines = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _is_foreign(frame)]
+    return f"{Path(lines[-1][0].f_code.co_filename).name}:{lines[-1][1]}" if lines else None
 
 
 def _is_foreign(frame: FrameType) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -20,6 +21,26 @@ class _Output:
     value: Any
 
 
+class _Alias(torch.autograd.Function):
+    """Forward and backward: identity. The same memory, and no view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
+def no_view(tensor: Tensor) -> Tensor:
+    """A tensor that may be changed in place by what takes it, such as `hidden += positions`.
+
+    A change of a view goes round the hook by which FSDP2 gathers a module's parameters for its backward.
+    """
+    return _Alias.apply(tensor) if tensor.requires_grad and tensor._is_view() else tensor
+
+
 def show_tensors(module: nn.Module) -> None:
     """Let a module give the tensors of an object of the model's own class, and with them the object."""
     forward: Callable[..., Any] = module.forward
@@ -28,7 +49,7 @@ def show_tensors(module: nn.Module) -> None:
     def shown(*arguments: Any, **keywords: Any) -> Any:
         output = forward(*arguments, **keywords)
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
-            return output
+            return pytree.tree_map_only(Tensor, no_view, output)
         inside = [leaf for leaf in pytree.tree_leaves(getattr(output, "__dict__", None)) if isinstance(leaf, Tensor)]
         return (*inside, _Output(output)) if inside else output
 

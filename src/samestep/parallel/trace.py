@@ -1,5 +1,6 @@
 """Trace: follows a model's forward on tensors that have a shape and no values, so without computing."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,7 +39,7 @@ def follow(model: nn.Module, inputs: Any) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parameters: dict[Node, str] = {}
     stop: Stop | None = None
-    with _attributes_kept(model):
+    with _attributes_kept(model), _without_log():
         # In training mode, since PyTorch's encoder layers skip their submodules in evaluation.
         model.train()
         try:
@@ -78,6 +79,18 @@ def _kind(model: nn.Module, name: str) -> str:
 
 
 @contextmanager
+def _without_log() -> Iterator[None]:
+    """PyTorch logs the traceback of each operator that has no answer without values; the error tells its caller."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Give modules back the attributes that a forward has set: caches of tensors without values are of no use.
 
@@ -103,7 +116,7 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
 def imagine(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """What a module would give for these arguments: a nest in which every tensor is a `Seen`."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), Followed():
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), Followed(), _without_log():
         state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
         arguments, keywords = pytree.tree_map_only(Tensor, _unreal, (arguments, dict(keywords)))
         output = functional_call(module, state, arguments, dict(keywords), tie_weights=True)

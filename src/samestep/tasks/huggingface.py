@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from samestep.errors import UserError, described
 from samestep.tasks.base import Batch, Samples, Task, check_samples
-from samestep.tasks.model_facts import ModelFacts, model_facts, same_tensors
+from samestep.tasks.model_facts import ModelFacts, computed_in, copied, model_facts, same_tensors
 from samestep.tasks.model_loss import loss_of
 from samestep.tasks.prediction import Prediction, of_classes
 
@@ -63,7 +62,10 @@ class HuggingFace(Task):
                 f"model= is a {type(self._model).__name__} with parametrized layers (weight_norm, spectral_norm, "
                 "orthogonal), which PyTorch can't send to other processes; use a function that builds it"
             )
-        return dict(self.__dict__)
+        state = dict(self.__dict__)
+        if isinstance(self._model, nn.Module) and next(computed_in(self._model), None) is not None:
+            state["_model"] = copied(self._model)  # tensors of a graph stay here
+        return state
 
     def check(self) -> None:
         """Try the model on the first rows. Raises UserError where it can't be trained on them."""
@@ -75,10 +77,7 @@ class HuggingFace(Task):
     def model(self) -> nn.Module:
         if not isinstance(self._model, nn.Module):
             return self._model()
-        try:
-            return deepcopy(self._model)
-        except (RuntimeError, TypeError) as error:
-            raise UserError(f"model= can't be copied ({described(error)}); use a function that builds it") from error
+        return copied(self._model)
 
     def train_set(self) -> Samples:
         return self._data

@@ -1,15 +1,16 @@
 """What a model with its own loss takes and gives: found by trying it on a few collated rows, in one process."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from samestep.errors import UserError
+from samestep.errors import UserError, described
 from samestep.tasks.model_loss import IGNORED, Terms, at_rest, check_answers, find_terms
 
 _LARGE = 200_000_000  # parameters
@@ -120,19 +121,39 @@ def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     return built
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, also of one that keeps what a forward has computed, such as the states of RecurrentGemma.
+
+    Raises UserError where the model can't be copied.
+    """
+    # PyTorch copies no tensor of a graph; what of a finished forward is kept has no backward any more.
+    values = {id(tensor): tensor.detach().clone() for tensor in computed_in(model)}
+    try:
+        return deepcopy(model, values)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise UserError(f"model= can't be copied ({described(error)}); use a function that builds it") from error
+
+
+def computed_in(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors of a graph that a forward has left in attributes of a model's modules."""
+    for module in model.modules():
+        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
+        yield from (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, Tensor) and not leaf.is_leaf)
+
+
 def _on_cpu(model: nn.Module) -> nn.Module:
     """The model on the CPU in float32: itself where it is that already."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(t.device.type == "cpu" and (t.dtype == torch.float32 or not t.is_floating_point()) for t in tensors):
         return model
-    return deepcopy(model).to("cpu", torch.float32)
+    return copied(model).to("cpu", torch.float32)
 
 
 def _wide(model: nn.Module) -> nn.Module:
     """A copy in float64; the model in float32 where copies would be large."""
     if sum(parameter.numel() for parameter in model.parameters()) > _LARGE:
         return _on_cpu(model)
-    return deepcopy(model).to("cpu", torch.float64)
+    return copied(model).to("cpu", torch.float64)
 
 
 def _accepted(model: nn.Module) -> frozenset[str] | None:

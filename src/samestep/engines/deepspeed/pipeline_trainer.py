@@ -16,6 +16,7 @@ from samestep.engines.deepspeed import shards
 from samestep.engines.deepspeed.pipeline import Stages, one_input, sendable
 from samestep.engines.deepspeed.start import without_deprecations
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer
+from samestep.tasks.out_of_range import in_one_sentence
 
 
 @dataclass(kw_only=True)
@@ -54,7 +55,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         }
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        with without_deprecations():
+        with without_deprecations(), in_one_sentence(f"step {batch.step}", batch.samples):
             running = self._running = _Step(batch=batch, loss=loss, totals=self._begin())
             self.engine.micro_batches = len(batch.micro_batches)
             # The loss finds its targets in the micro-batch, so that stands for the labels.

@@ -22,6 +22,7 @@ from samestep.parallel.buffers import Versions, check_buffers, versions
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.moment import Now
 from samestep.tasks.base import call, sum_and_count
+from samestep.tasks.out_of_range import in_one_sentence
 
 
 class DeepSpeedTrainer(Trainer):
@@ -58,7 +59,7 @@ class DeepSpeedTrainer(Trainer):
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         if not self.model.training:
             self.engine.train()
-        with at_work(self._device):
+        with at_work(self._device), in_one_sentence(f"step {batch.step}", batch.samples):
             totals = self._begin()
             self._backward(batch, loss, totals)
             self._settle(batch, totals)

@@ -72,8 +72,11 @@ class Cut(nn.Module):
 
     def _forward_of(self, name: str, stage: int) -> Received | None:
         if stage and name == self.plan.last_block(stage - 1).name:
-            hidden = self.plan.hidden[stage - 1].identity
-            return Received(self.plan.last_block(stage - 1), hidden, self._hidden, self._device)
+            hidden = self.plan.hidden[stage - 1]
+            changed = hidden.identity in self.plan.changed
+            return Received(
+                self.plan.last_block(stage - 1), hidden.identity, self._hidden, self._device, changed=changed
+            )
         return None
 
     def _hidden(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -53,6 +53,42 @@ def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
+class BlankHidden(Tensor):
+    """A blank in place of what a module gives: what a model writes to it is no number either, and takes no memory.
+
+    Without this, `x = self.embed(words); x += self.positions` would fail in every stage but the first.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if args and isinstance(args[0], BlankHidden) and _writes(getattr(func, "__name__", ""), keywords):
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **keywords)
+            # A part of a blank is a blank.
+            return pytree.tree_map_only(Tensor, _kept_blank, made)
+
+
+def _writes(function: str, keywords: Mapping[str, Any]) -> bool:
+    """Whether a function of this name changes its first argument: add_, __iadd__, __setitem__, relu(inplace=True)."""
+    dunder = function.startswith("__") and function.endswith("__")
+    in_place = function[2:-2] in _IN_PLACE if dunder else function.endswith("_")
+    return in_place or bool(keywords.get("inplace"))
+
+
+_IN_PLACE = frozenset(
+    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "idiv"}
+)
+
+
+def _kept_blank(tensor: Tensor) -> Tensor:
+    spread = tensor.numel() > 1 and not any(tensor.stride()) and tensor.layout is torch.strided
+    return tensor.as_subclass(BlankHidden) if spread and not tensor.requires_grad else tensor
+
+
 def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
     return blank(tensor.shape, tensor.dtype, device)
 
@@ -81,8 +117,11 @@ class BlankOutput:
         output = self._like_arguments(arguments, keywords)
         if output is None:
             output = self._imagine(arguments, keywords)
-        blanks = pytree.tree_map_only(Seen, lambda seen: blank(seen.shape, seen.dtype, self._device), output)
+        blanks = pytree.tree_map_only(Seen, self._blank, output)
         return blanks if self._call is None else _with_passed_on(blanks, self._call, arguments, keywords)
+
+    def _blank(self, seen: Seen) -> Tensor:
+        return blank(seen.shape, seen.dtype, self._device).as_subclass(BlankHidden)
 
     def _like_arguments(self, arguments: Any, keywords: Any) -> Any:
         """A block's output whose tensors have the shapes of arguments that had the same shapes in the trace."""
@@ -108,8 +147,12 @@ class BlankOutput:
 class Received:
     """The forward of the hollow block before a stage's first: what was received, as the block gave it."""
 
-    def __init__(self, call: Call, hidden: int, tensor: Callable[[], Tensor], device: torch.device) -> None:
+    def __init__(
+        self, call: Call, hidden: int, tensor: Callable[[], Tensor], device: torch.device, *, changed: bool
+    ) -> None:
+        """`changed`: the model changes the hidden state in place, which autograd allows of no leaf."""
         self._call = call
+        self._changed = changed
         self._hidden = hidden  # the identity in the trace of the one tensor that later layers take
         self._tensor = tensor
         self._device = device
@@ -117,7 +160,7 @@ class Received:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         def fill(seen: Seen) -> Tensor:
             if seen.identity == self._hidden:
-                return self._tensor()
+                return self._tensor().clone() if self._changed else self._tensor()
             return blank(seen.shape, seen.dtype, self._device)  # nobody takes it
 
         filled = pytree.tree_map_only(Seen, fill, self._call.output)

@@ -24,6 +24,7 @@ class Plan:
     modules: Mapping[str, Stages]  # stages that run a module: each block, and the largest modules without one
     parameters: Mapping[str, Stages]  # stages that hold a parameter, by each of its names
     hidden: Sequence[Seen] = ()  # what each stage but the last hands on
+    changed: frozenset[int] = frozenset()  # the identities of those that the model changes in place afterwards
 
     @property
     def stages(self) -> int:
@@ -65,7 +66,14 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
     plan = Plan(blocks=blocks, starts=starts, modules={}, parameters={})
     by_module, by_parameter = _hold_alike(model, plan, needed)
     _check_blocks(layout, model, plan, by_parameter)
-    return Plan(blocks=blocks, starts=starts, modules=by_module, parameters=by_parameter, hidden=hidden)
+    return Plan(
+        blocks=blocks,
+        starts=starts,
+        modules=by_module,
+        parameters=by_parameter,
+        hidden=hidden,
+        changed=frozenset(seen.identity for seen in hidden if trace.changed_in_place(seen)),
+    )
 
 
 def _too_few(layout: Layout, stages: int, called: int, layers: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
+from samestep.parallel.layout_failure import failing_module, foreign_line
 from samestep.parallel.tensor.plan import Plan
 from samestep.parallel.tensor.sequence import Stream
 from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
@@ -117,19 +118,25 @@ class Comparison:
         return bool(logits) and bool(self._trace.behind(whole, up_to=logits))
 
     def _sentence(self, expected: Output, found: Output, failed: Exception | None) -> str:
-        where = self._first_departure(expected, found)
+        departed = self._first_departure(expected, found)
+        where = departed if failed is None else self._failing(failed)
         module = self._model.get_submodule(where) if where else self._model
         what = f"{where} ({type(module).__name__})" if where else type(module).__name__
         verb = "gives another output than whole"
         if failed is not None:
-            verb = f"fails ({type(failed).__name__}: {first_line(failed)})"
+            line = foreign_line(failed)
+            verb = f"fails ({type(failed).__name__}: {first_line(failed)}{f', {line}' if line else ''})"
         ranks = self._layout.tensor
-        left = dict.fromkeys(self._to_leave_whole(where), "whole")
+        left = dict.fromkeys(self._to_leave_whole(where) or self._to_leave_whole(departed), "whole")
         plan = ", ".join(f'"{name}": {role}' for name, role in {**self._given, **left}.items())
         fix = f"run.tensor_plan: {{{plan}}}" if left else f"dp{ranks} or fsdp{ranks}"
         if self._streams and where not in self._plan.roles():
             fix = f"tp{ranks}, which shows whether the slices or the split tokens are at fault"
         return f'layout "{self._layout}": sliced, {what} {verb}; use {fix}'
+
+    def _failing(self, error: Exception) -> str:
+        """The module whose own code failed, such as an attention that reshapes what its linears give."""
+        return failing_module(error, {id(module): name for name, module in self._model.named_modules()})
 
     def _first_departure(self, expected: Output, found: Output) -> str:
         """The first module that ended with another output than before, or that has not ended."""

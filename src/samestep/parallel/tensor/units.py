@@ -145,7 +145,12 @@ class UnitFinder:
                 break
             columns.append(name)
         row = self._after(columns)
-        if row is None or row not in free or any(name in self._forced for name in (*columns, row)):
+        if (
+            row is None
+            or row not in free
+            or not self._comes_from(row, columns)
+            or any(name in self._forced for name in (*columns, row))
+        ):
             return None
         # Where a model has repeated blocks, what lies outside of them is small.
         if self.block_of(row) != self.block_of(columns[0]) or (self._blocks and self.block_of(row) is None):
@@ -187,6 +192,14 @@ class UnitFinder:
             owner=owner if heads is not None else None,
             heads=heads,
             partial=tuple(n for n in self._between(columns, row) if has_own_parameters(self._modules[n])),
+        )
+
+    def _comes_from(self, row: str, columns: Sequence[str]) -> bool:
+        """Whether what a layer takes is computed from what each of some others gives."""
+        made = [seen for name in columns for seen in self._first[name].outputs()]
+        return all(
+            self._trace.computed_from(seen, made) == {each.identity for each in made}
+            for seen in self._first[row].inputs()
         )
 
     def _after(self, columns: Sequence[str]) -> str | None:
