@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives as functional
 
 from samestep.cluster.world import join
 from samestep.comm.shared_memory import backend
-from samestep.comm.shared_memory.process_group import SharedMemoryGroup
+from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.comm.traffic import Traffic
 
 NO_COMPILER = {"CXX": "no-such-compiler"}
@@ -25,11 +25,13 @@ WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
 LENGTHS = (1, 77, 300_001, 1_500_003)
 
 
-def group_of(store: dist.Store, rank: int, ranks: int, environ: Mapping[str, str], seconds: float = 30) -> Any:
+def group_of(
+    store: dist.Store, rank: int, ranks: int, environ: Mapping[str, str], seconds: float = 30, host: str | None = None
+) -> Any:
     options = SimpleNamespace(
         store=store, group_rank=rank, group_size=ranks, timeout=timedelta(seconds=seconds), group_id="0"
     )
-    return backend.new_group(options, environ)
+    return backend.new_group(options, environ, host)
 
 
 def numbers(rank: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -62,7 +64,7 @@ def wrong_collectives(kernels: Mapping[str, Mapping[str, str]]) -> list[str]:
         for name, environ in kernels.items():
             group = group_of(dist.PrefixStore(name, store), world.rank, world.world_size, {**os.environ, **environ})
             assert isinstance(group, SharedMemoryGroup)
-            assert type(group._kernel).__name__.lower().startswith(name)
+            assert type(group.kernel).__name__.lower().startswith(name)
             found += [f"{name}: {what}" for what in _wrong(group, world.rank, world.world_size)]
             group.close()
     return found
@@ -104,6 +106,38 @@ def _wrong(group: SharedMemoryGroup, rank: int, n: int) -> Iterator[str]:
                 if not torch.equal(given, short[root]):
                     yield f"broadcast from {root} of {length} {dtype}"
             group.barrier().wait()
+
+
+def wrong_over_hosts(hosts: str) -> list[str]:
+    """The same of ranks that say they are on other hosts: "aab" are three ranks, the last on a host of its own."""
+    found = []
+    with join(device="cpu", threads=1) as world:
+        rank, n = world.rank, world.world_size
+        store = dist.PrefixStore("hosts", dist.distributed_c10d._get_default_store())
+        group = group_of(store, rank, n, os.environ, host=hosts[rank])
+        assert type(group) is KernelGroup
+        for length in LENGTHS:
+            parts = [numbers(each, length, torch.float64) for each in range(n)]
+            for operation in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+                own = parts[rank].clone()
+                options: Any = dist.AllreduceOptions()
+                options.reduceOp = operation
+                group.allreduce([own], options).wait()
+                if not torch.allclose(own, joined(parts, operation), rtol=1e-14, atol=1e-13):
+                    found.append(f"all-reduce {operation} of {length}")
+                gathered = [torch.empty_like(own) for _ in range(n)]
+                group.allgather([gathered], [own]).wait()
+                if not all(torch.equal(each, own) for each in gathered):
+                    found.append(f"ranks differ after all-reduce {operation} of {length}")
+            for root in range(n):
+                given, options = parts[rank].clone(), dist.BroadcastOptions()
+                options.rootRank = root
+                group.broadcast([given], options).wait()
+                if not torch.equal(given, parts[root]):
+                    found.append(f"broadcast from {root} of {length}")
+            group.barrier().wait()
+        group.close()
+    return found
 
 
 def asked_in_another_order() -> list[float]:

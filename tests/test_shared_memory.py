@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from shared_memory_ranks import NO_COMPILER, asked_in_another_order, ends, runs_on, sent_by, wrong_collectives
+from shared_memory_ranks import (
+    NO_COMPILER,
+    asked_in_another_order,
+    ends,
+    runs_on,
+    sent_by,
+    wrong_collectives,
+    wrong_over_hosts,
+)
 from small_tasks import Points
 
 import samestep
@@ -49,6 +57,11 @@ def until(folder: Path, *names: str, seconds: float = 60) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_give_what_their_definitions_say(ranks: int) -> None:
     assert local.start(wrong_collectives, ({"compiled": {}, "interpreted": NO_COMPILER},), ranks) == []
+
+
+@pytest.mark.parametrize("hosts", ["aab", "aba"])
+def test_collectives_over_hosts_go_through_one_rank_of_each(hosts: str) -> None:
+    assert local.start(wrong_over_hosts, (hosts,), len(hosts)) == []
 
 
 def test_collectives_may_be_begun_in_any_order_of_their_groups() -> None:
@@ -125,12 +138,11 @@ def test_a_region_that_can_not_be_had_is_told_with_its_size() -> None:
         region.share(dist.HashStore(), 0, 1, 4 << 20, make=fails)
 
 
-def test_ranks_of_other_hosts_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    store.set("host/1", host.host_identity())
-    assert host.share_a_host(store, 0, 2)
+def test_ranks_of_other_hosts_share_none() -> None:
+    store, own = dist.HashStore(), host.host_identity()
     store.set("host/1", "another one")
-    assert not host.share_a_host(store, 0, 2)
+    store.set("host/2", own)
+    assert host.host_of_each(store, 0, 3, own) == [0, 1, 0]
 
 
 def test_the_kernel_is_built_once_and_kept(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.comm.shared_memory.process_group import GlooGroup, SharedMemoryGroup
+from samestep.comm.shared_memory.process_group import GlooGroup, KernelGroup
 
 
 def leave_process_group() -> None:
@@ -32,7 +32,7 @@ def leave_process_group() -> None:
     if dist.get_world_size() > 1:  # one process alone has no replicas that would hold its group
         atexit.register(_hold, last)
     for group in every:
-        if isinstance(group, SharedMemoryGroup):
+        if isinstance(group, KernelGroup):
             group.close()
     dist.destroy_process_group()
     del last  # after the groups, whose threads are gone by now where nobody else holds them

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.comm.shared_memory.process_group import SharedMemoryGroup
+from samestep.comm.shared_memory.process_group import KernelGroup
 
 KINDS = (
     "all-reduce",
@@ -43,11 +43,11 @@ class Traffic(TorchDispatchMode):
         self.sent: dict[str, float] = dict.fromkeys(KINDS, 0.0)  # bytes
         self.calls: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._in_operator = False  # what an operator of PyTorch's asks of a group is counted already
-        self._groups: list[SharedMemoryGroup] = []
+        self._groups: list[KernelGroup] = []
 
     def __enter__(self) -> Self:
         every = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
-        self._groups = [group for group in every if isinstance(group, SharedMemoryGroup)]
+        self._groups = [group for group in every if isinstance(group, KernelGroup)]
         for group in self._groups:
             group.counters.append(self._count_direct)
         return super().__enter__()

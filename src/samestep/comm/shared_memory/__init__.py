@@ -5,8 +5,10 @@ In the order of reading:
 - `process_group`: the `ProcessGroup` that DDP, FSDP2, tensor and pipeline parallel call. It owns a gloo group, takes
   over all-reduce, reduce-scatter, all-gather, broadcast and barrier, and leaves the rest to gloo.
 - `work`: runs a group's collectives one after the other, in the caller's thread or in the group's own.
-- `host`: whether all ranks of a group share a host; asked of the ranks, group by group.
+- `backend`: makes a group, as `torch.distributed` asks for one, with the fastest kernel that all its ranks can have.
+- `host`: which ranks of a group share a host; asked of the ranks, group by group.
 - `region`: the memory that the ranks of a group share. It has no name that could outlive them.
+- `hierarchical`: all-reduce, broadcast and barrier over several hosts, by one of those in each host.
 - `kernel`: what runs in that memory, one interface with two implementations: `compiled` (kernel.cpp, built on first
   use by `build`) and `interpreted` (PyTorch's operators on views of the region, where there is no compiler).
 """

@@ -11,13 +11,16 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from samestep.comm.shared_memory import build, compiled, interpreted, region
 from samestep.comm.shared_memory.build import NoKernelError
 from samestep.comm.shared_memory.compiled import CompiledKernel
-from samestep.comm.shared_memory.host import share_a_host
+from samestep.comm.shared_memory.hierarchical import HierarchicalKernel, Hosts
+from samestep.comm.shared_memory.host import host_identity, host_of_each
 from samestep.comm.shared_memory.interpreted import InterpretedKernel
-from samestep.comm.shared_memory.kernel import MOST_RANKS, Kernel, Place
-from samestep.comm.shared_memory.process_group import GlooGroup, SharedMemoryGroup
+from samestep.comm.shared_memory.kernel import MOST_RANKS, HostKernel, Place
+from samestep.comm.shared_memory.process_group import GlooGroup, KernelGroup, SharedMemoryGroup
 from samestep.comm.shared_memory.region import NoRegionError
 
 NAME = "samestep"
+
+_DEFAULT_GROUP = "0"  # PyTorch's name of the group of all ranks
 
 Choice = Literal["compiled", "interpreted", "none"]
 
@@ -33,33 +36,61 @@ def register(environ: Mapping[str, str]) -> str:
     return NAME
 
 
-def new_group(options: Any, environ: Mapping[str, str]) -> dist.ProcessGroup:
-    """A group of ranks: through shared memory where all of them share a host, through gloo else.
+def new_group(options: Any, environ: Mapping[str, str], host: str | None = None) -> dist.ProcessGroup:
+    """A group of ranks: shared memory within each host, gloo between hosts.
 
-    `options` are PyTorch's `_DistributedBackendOptions`. Every rank of the group calls this, and all choose alike.
+    `options` are PyTorch's `_DistributedBackendOptions`; `host`: what tells this host from others, None: found.
+    Every rank of the group calls this, and all choose alike.
     """
     store, rank, ranks = options.store, options.group_rank, options.group_size
-    gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, ranks, timeout=options.timeout)
-    gloo._set_sequence_number_for_group()
-    if not 1 < ranks <= MOST_RANKS or not share_a_host(store, rank, ranks):
+    gloo = _gloo(options, "gloo", rank, ranks)
+    if ranks == 1:
+        return GlooGroup(gloo)
+    hosts = Hosts(of_rank=host_of_each(store, rank, ranks, host_identity() if host is None else host))
+    own = hosts.ranks_on(hosts.of_rank[rank])
+    if hosts.count == ranks or len(own) > MOST_RANKS:
         return GlooGroup(gloo)
     place = Place(
-        rank=rank,
-        ranks=ranks,
+        rank=own.index(rank),
+        ranks=len(own),
         limit=options.timeout.total_seconds(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
-    is_first_group = options.group_id == "0"
-    try:
-        kernel = _kernel(store, place, environ, tells=rank == 0 and is_first_group)
-    except NoRegionError as error:
-        if rank == 0 and is_first_group:
-            print(f"samestep: messages go through gloo, not through shared memory: {error}", file=sys.stderr)
+    on_host = PrefixStore(f"host-{hosts.of_rank[rank]}", store)
+    kernel, problem = None, ""
+    if len(own) > 1:
+        try:
+            kernel = _kernel(on_host, place, environ, tells=rank == 0 and options.group_id == _DEFAULT_GROUP)
+        except NoRegionError as error:
+            problem = str(error)
+    if found := _first_problem(store, rank, ranks, problem):
+        if kernel is not None:
+            kernel.close()
+        if rank == 0 and options.group_id == _DEFAULT_GROUP:
+            print(f"samestep: messages go through gloo, not through shared memory: {found}", file=sys.stderr)
         return GlooGroup(gloo)
-    return SharedMemoryGroup(gloo, kernel)
+    if hosts.count == 1:
+        assert kernel is not None
+        return SharedMemoryGroup(gloo, kernel)
+    leads = place.rank == 0
+    leaders = _gloo(options, "leaders", hosts.of_rank[rank], hosts.count) if leads else None
+    return KernelGroup(gloo, HierarchicalKernel(hosts, rank, kernel, leaders))
 
 
-def _kernel(store: Store, place: Place, environ: Mapping[str, str], *, tells: bool) -> Kernel:
+def _gloo(options: Any, name: str, rank: int, ranks: int) -> ProcessGroupGloo:
+    gloo = ProcessGroupGloo(PrefixStore(name, options.store), rank, ranks, timeout=options.timeout)
+    gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def _first_problem(store: Store, rank: int, ranks: int, problem: str) -> str:
+    """Why some rank can't share memory on its host; the same on every rank of the group."""
+    store.set(f"problem/{rank}", problem)
+    problems = [store.get(f"problem/{each}").decode() for each in range(ranks)]
+    return next((each for each in problems if each), "")
+
+
+def _kernel(store: Store, place: Place, environ: Mapping[str, str], *, tells: bool) -> HostKernel:
     """The fastest kernel that every rank of a group has, in a region of theirs. Raises NoRegionError on all alike."""
     functions: Any = None
     own: Choice = "interpreted" if interpreted.is_sound() else "none"

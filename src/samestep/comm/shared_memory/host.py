@@ -1,4 +1,4 @@
-"""Host: whether all ranks of a group share one, which is asked of the ranks themselves."""
+"""Host: which ranks of a group share one, which is asked of the ranks themselves."""
 
 import os
 import socket
@@ -21,7 +21,9 @@ def host_identity() -> str:
     return " ".join(found)
 
 
-def share_a_host(store: Store, rank: int, ranks: int) -> bool:
-    """Whether the ranks of a group all run on one host. Every rank of the group must call this."""
-    store.set(f"host/{rank}", host_identity())
-    return len({store.get(f"host/{each}") for each in range(ranks)}) == 1
+def host_of_each(store: Store, rank: int, ranks: int, identity: str) -> list[int]:
+    """The host of each rank, numbered in the order of the ranks. Every rank of the group must call this."""
+    store.set(f"host/{rank}", identity)
+    found = [store.get(f"host/{each}").decode() for each in range(ranks)]
+    hosts = list(dict.fromkeys(found))
+    return [hosts.index(each) for each in found]

@@ -41,20 +41,12 @@ class Place:
 
 
 class Kernel(Protocol):
-    """Collectives on contiguous CPU tensors of one dtype. They raise DistBackendError where a rank doesn't come."""
+    """Collectives on contiguous CPU tensors. They raise DistBackendError where a rank doesn't come."""
 
     def barrier(self) -> None: ...
 
     def all_reduce(self, tensor: Tensor, operation: int) -> None:
         """`tensor` becomes the sum (or another of OPERATIONS) over ranks, in the order of the ranks."""
-        ...
-
-    def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
-        """`given`: as many numbers as `out` for each rank, in the order of the ranks; `out`: this rank's sum."""
-        ...
-
-    def all_gather(self, given: Tensor, out: Tensor) -> None:
-        """`out`: what every rank gave, in the order of the ranks; of any dtype."""
         ...
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -67,6 +59,18 @@ class Kernel(Protocol):
 
     def close(self) -> None:
         """Let go of the region."""
+        ...
+
+
+class HostKernel(Kernel, Protocol):
+    """What the kernels of one host have besides."""
+
+    def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
+        """`given`: as many numbers as `out` for each rank, in the order of the ranks; `out`: this rank's sum."""
+        ...
+
+    def all_gather(self, given: Tensor, out: Tensor) -> None:
+        """`out`: what every rank gave, in the order of the ranks; of any dtype."""
         ...
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from samestep.comm.shared_memory.kernel import OPERATIONS, TYPES, Kernel
+from samestep.comm.shared_memory.kernel import OPERATIONS, TYPES, HostKernel, Kernel
 from samestep.comm.shared_memory.work import Done, WorkQueue
 
 Counter = Callable[[str, int, int], None]  # the collective's kind, the bytes of its message, the group's size
@@ -32,8 +32,8 @@ class GlooGroup(dist.ProcessGroup):
         return backend.barrier(dist.BarrierOptions())
 
 
-class SharedMemoryGroup(GlooGroup):
-    """Takes over all-reduce, reduce-scatter, all-gather, broadcast and barrier of dense CPU tensors.
+class KernelGroup(GlooGroup):
+    """Takes over all-reduce, broadcast and barrier of dense CPU tensors, for ranks on one host or several.
 
     What else is asked of it, point-to-point messages among them, goes to gloo. Which of the two runs a collective
     depends on its arguments alone, so all ranks choose alike.
@@ -41,7 +41,7 @@ class SharedMemoryGroup(GlooGroup):
 
     def __init__(self, gloo: dist.ProcessGroupGloo, kernel: Kernel) -> None:
         super().__init__(gloo)
-        self._kernel = kernel
+        self.kernel = kernel
         self._queue = WorkQueue()
         self._open = True
         self.counters: list[Counter] = []  # told of each collective that doesn't pass PyTorch's dispatcher
@@ -62,6 +62,54 @@ class SharedMemoryGroup(GlooGroup):
         if operation is None or not tensors or not all(map(_summable, tensors)):
             return super().allreduce_coalesced(tensors, opts)
         return self._all_reduce(tensors, operation, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        opts = dist.BroadcastOptions() if opts is None else opts
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if len(tensors) != 1 or not _dense(tensors[0]):
+            return super().broadcast(tensors, opts)
+        (tensor,), root = tensors, opts.rootRank
+        return self._run("broadcast", tensor.nbytes, opts, tensors, lambda: self.kernel.broadcast(tensor, root))
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = dist.BarrierOptions() if opts is None else opts
+        return self._run("barrier", 0, opts, [], self.kernel.barrier)
+
+    def abort(self) -> None:
+        """Let every rank that waits in a collective raise."""
+        if self._open:
+            self.kernel.abort()
+        super().abort()
+
+    def close(self) -> None:
+        """Let go of the shared memory, after the collectives that were called."""
+        if self._open:
+            self._open = False
+            self._queue.close()
+            self.kernel.close()
+
+    def _all_reduce(self, tensors: Sequence[Tensor], operation: int, opts: Any) -> Any:
+        def run() -> None:
+            for tensor in tensors:
+                self.kernel.all_reduce(tensor, operation)
+
+        return self._run("all-reduce", _bytes(tensors), opts, tensors, run)
+
+    def _run(self, kind: str, message: int, opts: Any, result: Any, collective: Callable[[], None]) -> Any:
+        for count in self.counters:
+            count(kind, message, self.size())
+        if not opts.asyncOp:
+            self._queue.run(collective)
+            return Done(result)
+        return self._queue.add(collective, result)
+
+
+class SharedMemoryGroup(KernelGroup):
+    """Takes over all-gather and reduce-scatter as well, for ranks that all share one host."""
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, kernel: HostKernel) -> None:
+        super().__init__(gloo, kernel)
+        self._host = kernel
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
@@ -95,7 +143,7 @@ class SharedMemoryGroup(GlooGroup):
 
         def run() -> None:
             whole = given.new_empty(len(parts), given.numel())
-            self._kernel.all_gather(given, whole)
+            self._host.all_gather(given, whole)
             for part, numbers in zip(parts, whole, strict=True):
                 part.copy_(numbers.view_as(part))
 
@@ -125,38 +173,6 @@ class SharedMemoryGroup(GlooGroup):
             return super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return self._scatter(outputs, inputs, opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        opts = dist.BroadcastOptions() if opts is None else opts
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        if len(tensors) != 1 or not _dense(tensors[0]):
-            return super().broadcast(tensors, opts)
-        (tensor,), root = tensors, opts.rootRank
-        return self._run("broadcast", tensor.nbytes, opts, tensors, lambda: self._kernel.broadcast(tensor, root))
-
-    def barrier(self, opts: Any = None) -> Any:
-        opts = dist.BarrierOptions() if opts is None else opts
-        return self._run("barrier", 0, opts, [], self._kernel.barrier)
-
-    def abort(self) -> None:
-        """Let every rank that waits in a collective raise."""
-        if self._open:
-            self._kernel.abort()
-        super().abort()
-
-    def close(self) -> None:
-        """Let go of the shared memory, after the collectives that were called."""
-        if self._open:
-            self._open = False
-            self._queue.close()
-            self._kernel.close()
-
-    def _all_reduce(self, tensors: Sequence[Tensor], operation: int, opts: Any) -> Any:
-        def run() -> None:
-            for tensor in tensors:
-                self._kernel.all_reduce(tensor, operation)
-
-        return self._run("all-reduce", _bytes(tensors), opts, tensors, run)
-
     def _gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
         return all(map(_dense, (*outputs, *inputs))) and all(
             out.nbytes == given.nbytes * self.size() for out, given in zip(outputs, inputs, strict=True)
@@ -165,7 +181,7 @@ class SharedMemoryGroup(GlooGroup):
     def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         def run() -> None:
             for out, given in zip(outputs, inputs, strict=True):
-                self._kernel.all_gather(given, out)
+                self._host.all_gather(given, out)
 
         return self._run("all-gather", _bytes(outputs), opts, outputs, run)
 
@@ -185,17 +201,9 @@ class SharedMemoryGroup(GlooGroup):
 
         def run() -> None:
             for out, given in zip(outputs, inputs, strict=True):
-                self._kernel.reduce_scatter(given, out, operation)
+                self._host.reduce_scatter(given, out, operation)
 
         return self._run("reduce-scatter", _bytes(inputs), opts, outputs, run)
-
-    def _run(self, kind: str, message: int, opts: Any, result: Any, collective: Callable[[], None]) -> Any:
-        for count in self.counters:
-            count(kind, message, self.size())
-        if not opts.asyncOp:
-            self._queue.run(collective)
-            return Done(result)
-        return self._queue.add(collective, result)
 
 
 def _operation(opts: Any) -> int | None:
