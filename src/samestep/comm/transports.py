@@ -79,7 +79,7 @@ def _no_ucc(place: Place) -> str | None:
 
 TABLE: Mapping[str, Transport] = {
     "gloo": Transport(missing=_no_gloo, group=lambda place: _all_ranks(place, "gloo"), devices=_cpu_and_own),
-    "device": Transport(
+    "accelerator": Transport(
         missing=_no_accelerator,
         group=lambda place: _all_ranks(place, place.backend),
         devices=lambda place: [place.device],

@@ -66,7 +66,7 @@ def check_sizes(asked: Asked, processes: int) -> None:
     smallest = processes * DTYPE.itemsize
     if asked.sizes[0] < smallest:
         raise UserError(
-            f"--sizes: {size_in_words(asked.sizes[0])} gives {processes} ranks less than a number of 4 bytes each; "
+            f"--sizes: {size_in_words(asked.sizes[0])} gives each of {processes} ranks less than one float32; "
             f"use {smallest} bytes or more"
         )
     ranks = environment.ranks()
