@@ -75,6 +75,9 @@ class Report:
         return not any(check.wrong for check in self.checks)
 
     def limit(self, row: Row) -> float | None:
+        """Bytes a second that bound a row; None where they aren't known, as between a host's accelerators."""
+        if self.one_host and row.device != "cpu":
+            return None
         return self.limits.of(row.bytes, one_host=self.one_host)
 
     def to_json(self) -> dict[str, Any]:

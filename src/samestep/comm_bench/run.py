@@ -129,9 +129,9 @@ def _checks(
                 reason = agreed(attempt(COLLECTIVES[name], channel.group, dtype, channel.device), control)
                 named = {"transport": channel.transport, "collective": name, "dtype": short(dtype)}
                 checks.append(Check(**named, reason=reason, wrong=reason is not None and WRONG in reason))
-        right = sum(check.reason is None for check in checks if check.transport == channel.transport)
-        tried = sum(check.transport == channel.transport for check in checks)
-        say(f"{channel.transport}: {right} of {tried} results are right, the others refused or wrong")
+        mine = [check for check in checks if check.transport == channel.transport]
+        right, wrong = sum(check.reason is None for check in mine), sum(check.wrong for check in mine)
+        say(f"{channel.transport}: results: {right} right, {wrong} wrong, {len(mine) - right - wrong} refused")
     return checks
 
 

@@ -34,7 +34,7 @@ def print_report(report: Report, out: Console | None = None) -> None:
         if check.wrong:
             where = f"{check.collective} of {check.dtype} over {check.transport}"
             out.print(f"WRONG: {where}: {check.reason}", soft_wrap=True)
-    out.print(_checks_told(report.checks), soft_wrap=True)
+    out.print(checks_in_words(report.checks), soft_wrap=True)
 
 
 def _times(report: Report) -> Table:
@@ -67,7 +67,7 @@ def _times(report: Report) -> Table:
             _rate(row.algorithm_bandwidth),
             _rate(bus),
             _rate(limit if bus is not None else None),
-            f"{bus / limit:.0%}" if bus is not None and limit else "",
+            _share(bus, limit) if bus is not None and limit else "",
         ]
         if several:
             known = base.get((row.collective, row.bytes))
@@ -99,10 +99,10 @@ def limit_lines(limits: Limits) -> list[str]:
     return [f"{told}; one TCP stream: {stream}"]
 
 
-def _checks_told(checks: Sequence[Check]) -> str:
+def checks_in_words(checks: Sequence[Check]) -> str:
     right, wrong = sum(check.reason is None for check in checks), sum(check.wrong for check in checks)
     refused = len(checks) - right - wrong
-    return f"results: {right} right, {wrong} wrong, {refused} refused by the back end"
+    return f"results: {right} right, {wrong} wrong, {refused} refused by the back end (`samestep comm support`)"
 
 
 def print_demonstration(shown: Demonstration, out: Console | None = None) -> None:
@@ -168,4 +168,12 @@ def _three(value: float) -> str:
 
 
 def _rate(rate: float | None) -> str:
-    return "" if rate is None else f"{rate / 1e9:.3f}" if rate < 1e9 else f"{rate / 1e9:.2f}"
+    """Bytes a second as GB/s, with two digits at least."""
+    if rate is None:
+        return ""
+    return f"{rate / 1e9:.2f}" if rate >= 1e8 else f"{rate / 1e9:.2g}" if rate >= 1e5 else f"{rate / 1e9:.0e}"
+
+
+def _share(bus: float, limit: float) -> str:
+    share = bus / limit
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.00095 else "<0.1%"
