@@ -64,9 +64,9 @@ def _times(report: Report) -> Table:
             row.transport,
             seconds_in_words(row.seconds_median),
             f"{seconds_in_words(row.seconds_p10)} - {seconds_in_words(row.seconds_p90)}",
-            _rate(row.algorithm_bandwidth),
-            _rate(bus),
-            _rate(limit if bus is not None else None),
+            rate_in_words(row.algorithm_bandwidth),
+            rate_in_words(bus),
+            rate_in_words(limit if bus is not None else None),
             _share(bus, limit) if bus is not None and limit else "",
         ]
         if several:
@@ -84,7 +84,7 @@ def _fits(report: Report) -> Table:
     for name in ("latency", "bandwidth, GB/s", "farthest median from it"):
         table.add_column(name, justify="right")
     for fit in report.fits:
-        told = _rate(fit.bandwidth)
+        told = rate_in_words(fit.bandwidth)
         table.add_row(fit.collective, fit.transport, seconds_in_words(fit.latency), told, f"{fit.worst:.0%}")
     return table
 
@@ -167,7 +167,7 @@ def _three(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
-def _rate(rate: float | None) -> str:
+def rate_in_words(rate: float | None) -> str:
     """Bytes a second as GB/s, with two digits at least."""
     if rate is None:
         return ""
