@@ -20,7 +20,7 @@ from samestep.comm_bench.asked import Asked
 from samestep.comm_bench.report import Report
 from samestep.comm_bench.support import try_rank
 
-SLOWER = 0.005  # seconds that each call of the second transport takes longer
+SLOWER = 0.02  # seconds that each call of the second transport takes longer
 
 
 @contextmanager
@@ -73,21 +73,21 @@ def measure_wrong(asked: Asked) -> Report | None:
 
 
 def try_bad(file: Path, device: Any, first: int, limit: float) -> None:
-    """Try a back end whose broadcast hangs with one dtype on one rank, and whose all-reduce ends a rank."""
+    """Try a back end whose broadcast ends a rank with one dtype, and whose all-reduce hangs with the last."""
     table: Any = collectives.COLLECTIVES
     broadcast, all_reduce = table["broadcast"], table["all-reduce"]
-
-    def hangs(group: dist.ProcessGroup, buffers: Buffers) -> None:
-        if buffers.given.dtype == torch.float64 and group.rank() == 1:
-            time.sleep(600)
-        broadcast.run(group, buffers)
 
     def crashes(group: dist.ProcessGroup, buffers: Buffers) -> None:
         if buffers.given.dtype == torch.float64 and group.rank() == 1:
             os.abort()
+        broadcast.run(group, buffers)
+
+    def hangs(group: dist.ProcessGroup, buffers: Buffers) -> None:
+        if buffers.given.dtype == torch.float32 and group.rank() == 1:
+            time.sleep(600)
         all_reduce.run(group, buffers)
 
-    bad = {"broadcast": replace(broadcast, run=hangs), "all-reduce": replace(all_reduce, run=crashes)}
+    bad = {"broadcast": replace(broadcast, run=crashes), "all-reduce": replace(all_reduce, run=hangs)}
     table.clear()
     table.update(bad)
     dtypes: Any = (torch.float64, torch.float32)

@@ -90,6 +90,7 @@ def try_all(place: Place, control: dist.ProcessGroup, notes: Notes, *, first: in
     groups: dict[str, dist.ProcessGroup] = {}
     lost: dict[tuple[str, str], str] = {}  # of transport and device, why there is no group
     last = {each.transport: each.index for each in tries(place)}
+    say({"attempts": 1 + max(last.values(), default=-1)})
     for each in tries(place):
         if each.index < first and (each.collective != GROUP or last[each.transport] < first):
             continue
@@ -110,7 +111,6 @@ def try_all(place: Place, control: dist.ProcessGroup, notes: Notes, *, first: in
             lost[at] = told
         if each.index >= first:
             say({**each.to_json(), "verdict": _verdict(told), "reason": told})
-    say({"end": True})
 
 
 def _group(each: Try, place: Place, groups: dict[str, dist.ProcessGroup]) -> str | None:

@@ -97,21 +97,27 @@ def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list
     """Start ranks until they have come to the last attempt, each time behind the one that stopped those before."""
     lines: list[dict[str, Any]] = []
     first = 0
+    print(f"samestep: {ranks} ranks try every collective with every dtype", file=sys.stderr)
     while True:
         file = folder / f"from-{first}.jsonl"
         words = [str(file), device, str(ranks), str(first), str(limit)]
         outcome = process.run([sys.executable, "-m", _MODULE, *words], limit=_START + OF_A_DEVICE * limit)
         found = _read(file)
         lines += found
-        if any("end" in line for line in found):
+        total = next((line["attempts"] for line in found if "attempts" in line), None)
+        if total is not None and total == 1 + max((line["index"] for line in found if "verdict" in line), default=-1):
             return lines
         stopped = _stopped(found, outcome)
         if stopped is None:
             last = [line for line in outcome.output.splitlines() if line.strip()]
             raise StartError(f"{ranks} ranks can't be started: {last[-1] if last else f'exit code {outcome.code}'}")
         lines.append(stopped)
+        tried = f"{stopped['collective']} of {stopped['dtype']} over {stopped['transport']}"
+        print(f"samestep: {tried} {stopped['verdict']}; new ranks go on behind it", file=sys.stderr)
         # Without a group there is nothing to try with this transport and device.
         first = stopped["index"] + (OF_A_DEVICE if stopped["collective"] == GROUP else 1)
+        if total is not None and first >= total:
+            return lines
 
 
 def _stopped(lines: Sequence[Mapping[str, Any]], outcome: Outcome) -> dict[str, Any] | None:
