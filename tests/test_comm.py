@@ -154,7 +154,7 @@ def test_on_several_hosts_the_link_is_the_limit(capsys: pytest.CaptureFixture[st
     print_report(report, console())
     output = capsys.readouterr().out
     assert "link between hosts: eth0, no rate by its driver; one TCP stream: 0.125 GB/s" in output
-    assert re.search(r"other +│ 202 us │.* 0\.50 │", output)  # twice gloo's time
+    assert re.search(r"other +│ +202 us │.* 0\.50 │", output)  # twice gloo's time
 
 
 def test_a_page_of_html_has_every_line(tmp_path: Path) -> None:

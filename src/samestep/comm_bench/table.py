@@ -171,7 +171,9 @@ def rate_in_words(rate: float | None) -> str:
     """Bytes a second as GB/s, with two digits at least."""
     if rate is None:
         return ""
-    return f"{rate / 1e9:.2f}" if rate >= 1e8 else f"{rate / 1e9:.2g}" if rate >= 1e5 else f"{rate / 1e9:.0e}"
+    if rate >= 1e8:
+        return f"{rate / 1e9:.3f}" if rate < 1e9 else f"{rate / 1e9:.2f}"
+    return f"{rate / 1e9:.2g}" if rate >= 1e5 else f"{rate / 1e9:.0e}"
 
 
 def _share(bus: float, limit: float) -> str:
