@@ -44,6 +44,7 @@ HOUSE = (
     ("job_check",),
     ("inference",),
     ("comparison",),
+    ("comm_bench",),
     ("doctor",),
     ("drill",),
     ("cli",),

@@ -11,6 +11,7 @@ from samestep import __version__, environment
 from samestep.cli import (
     check,
     checkpoint,
+    comm,
     compare,
     doctor,
     drill,
@@ -37,6 +38,7 @@ COMMANDS = (
     compare,
     drill,
     checkpoint,
+    comm,
     layout,
     hosts,
     translate,

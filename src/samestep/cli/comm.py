@@ -1,0 +1,132 @@
+"""Time every collective on the ranks at hand; `comm demo` shows one, `comm support` tells what each back end has."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from samestep.cli import output_files
+from samestep.errors import UserError
+
+_ATTEMPT_LIMIT = 10.0  # seconds
+_AUTO: dict[str, Any] = {"default": "auto"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _ranks_arguments(parser)
+    parser.add_argument("--sizes", metavar="SIZES", help="such as 1KB,1MB (default: 1 KB to 256 MB, in powers of 4)")
+    parser.add_argument("--collectives", metavar="NAMES", help="such as all-reduce,broadcast (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, metavar="S", help="of the samples of one row (default: 0.3)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row, fit and limit to a file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth: .svg or .html")
+    parser.set_defaults(act=_measure)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    demo = commands.add_parser("demo", allow_abbrev=False, help=_one_line(_demo), description=_demo.__doc__)
+    demo.add_argument("name", metavar="NAME", help="of the collective, such as all-reduce, or all")
+    support = commands.add_parser(
+        "support", allow_abbrev=False, help=_one_line(_support), description=_support.__doc__
+    )
+    support.add_argument(
+        "--time-limit",
+        type=float,
+        default=_ATTEMPT_LIMIT,
+        metavar="S",
+        help=f"of one attempt (default: {_ATTEMPT_LIMIT:g} s)",
+    )
+    support.add_argument("--json", type=Path, metavar="FILE", help="write every attempt to a file")
+    for command, act in ((demo, _demo), (support, _support)):
+        # Without defaults of their own: what stands before the command's name counts, too.
+        _ranks_arguments(command, default=argparse.SUPPRESS)
+        command.set_defaults(act=act)
+
+
+def run(options: argparse.Namespace) -> int:
+    return options.act(options)
+
+
+def _ranks_arguments(parser: argparse.ArgumentParser, **more: Any) -> None:
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="ranks to start here (default: one for each accelerator or core); not in ranks of a launcher",
+        **more,
+    )
+    parser.add_argument("--device", choices=("auto", "cpu"), help="cpu: no accelerator is used", **(more or _AUTO))
+
+
+def _one_line(command: Any) -> str:
+    return (command.__doc__ or "").partition("\n")[0]
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """Check and time collectives."""
+    output_files.check("--json", options.json)
+    output_files.check("--plot", options.plot)
+    if not 0 < options.seconds < float("inf"):
+        raise UserError(f"--seconds is {options.seconds:g}; use more than 0 seconds")
+
+    from samestep.comm_bench.sizes import USUAL, parse_sizes
+
+    sizes = parse_sizes(options.sizes) if options.sizes is not None else USUAL
+
+    from samestep.comm_bench.asked import Asked, check_collectives, check_sizes, processes_of
+    from samestep.comm_bench.plot import check_file, write_plot
+    from samestep.comm_bench.run import measured
+    from samestep.comm_bench.table import print_report
+
+    check_file(options.plot)
+    asked = Asked(sizes=sizes, device=options.device, seconds=options.seconds)
+    if options.collectives is not None:
+        names = check_collectives([name.strip() for name in options.collectives.split(",")])
+        asked = Asked(sizes=sizes, device=options.device, seconds=options.seconds, collectives=names)
+    processes = processes_of(options.processes, options.device)
+    check_sizes(asked, processes)
+    report = measured(asked, processes)
+    if report is None:
+        return 0  # the first rank tells it
+    _write(options.json, report.to_json())
+    if options.plot is not None:
+        write_plot(report, options.plot)
+    print_report(report)
+    return 0 if report.passed else 1
+
+
+def _demo(options: argparse.Namespace) -> int:
+    """Show what a collective does: the tensor of each rank before and after."""
+    from samestep.comm.collectives import COLLECTIVES
+    from samestep.comm_bench.asked import check_collectives, processes_of
+    from samestep.comm_bench.run import demonstrated
+    from samestep.comm_bench.table import print_demonstration
+
+    names = tuple(COLLECTIVES) if options.name == "all" else check_collectives([options.name])
+    shown = demonstrated(names, options.device, processes_of(options.processes, options.device))
+    for each in shown or ():
+        print_demonstration(each)
+    return 0
+
+
+def _support(options: argparse.Namespace) -> int:
+    """Try each back end with each device, collective and dtype, and tell what works."""
+    output_files.check("--json", options.json)
+    if not 0 < options.time_limit < float("inf"):
+        raise UserError(f"--time-limit is {options.time_limit:g}; use more than 0 seconds")
+
+    from samestep import environment
+    from samestep.comm_bench.asked import processes_of
+    from samestep.comm_bench.support import supported
+    from samestep.comm_bench.table import print_support
+
+    wanted = options.processes if options.processes is not None or environment.ranks() is not None else 2
+    found = supported(options.device, processes_of(wanted, options.device), limit=options.time_limit)
+    if found is not None:
+        _write(options.json, found.to_json())
+        print_support(found)
+    return 0
+
+
+def _write(file: Path | None, values: Any) -> None:
+    if file is not None:
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

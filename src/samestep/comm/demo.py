@@ -1,0 +1,54 @@
+"""A collective shown: what each rank holds before and after, with numbers that say where they came from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from samestep.comm.collectives import COLLECTIVES
+from samestep.comm.measure import Channel
+
+_ELEMENTS = 4  # of a message, or one for each rank where there are more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """The tensors of all ranks: [ranks][elements]. An empty one: the rank gives, or gets, nothing."""
+
+    collective: str
+    transport: str
+    before: Sequence[Sequence[int]]
+    after: Sequence[Sequence[int]]
+    undefined: frozenset[int]  # ranks of whose tensors nothing is said afterwards
+
+    @property
+    def summary(self) -> str:
+        return COLLECTIVES[self.collective].summary
+
+
+def demonstrate(name: str, channel: Channel, control: dist.ProcessGroup) -> Demonstration | None:
+    """Run a collective once on small numbers; what it did, on rank 0, and None on the others.
+
+    Rank r gives 10 (r + 1), 10 (r + 1) + 1 and so on. `control` is a gloo group of all ranks.
+    """
+    collective, rank, n = COLLECTIVES[name], control.rank(), control.size()
+    buffers = collective.buffers(max(1, _ELEMENTS // n), n, rank, dtype=torch.int32, device=channel.device)
+    first = 10 * (rank + 1)
+    buffers.given.copy_(torch.arange(first, first + buffers.given.numel(), dtype=torch.int32))
+    before = buffers.given.tolist()
+    collective.run(channel.group, buffers)
+    everything: list[tuple[list[int], list[int]]] = [([], []) for _ in range(n)]
+    mine = (before, buffers.taken.tolist())
+    dist.gather_object(mine, everything if rank == 0 else None, group_dst=0, group=control)
+    if rank != 0:
+        return None
+    gave = [given for given, _ in everything]
+    silent = {each for each in range(n) if collective.takes != "none" and collective.expected(gave, each) is None}
+    return Demonstration(
+        collective=name,
+        transport=channel.transport,
+        before=gave,
+        after=[taken for _, taken in everything],
+        undefined=frozenset(each for each in silent if everything[each][1]),
+    )

@@ -1,0 +1,123 @@
+"""What bounds a collective: copies in a host's memory, and the links between hosts."""
+
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_SHORTEST_SAMPLE = 1e-3  # seconds: shorter copies are timed several together
+_SAMPLES = 7
+_PATIENCE = 5.0  # seconds for the connection of a stream
+_BLOCK = 1 << 20  # bytes
+
+
+def copy_rates(sizes: Sequence[int], control: dist.ProcessGroup) -> dict[int, float]:
+    """Bytes a second that each rank copies, all ranks of a host at the same time, by the bytes of a copy.
+
+    `control` is a gloo group of all ranks; of several hosts the slowest counts.
+    """
+    return {size: _copy_rate(size, control) for size in sizes}
+
+
+def _copy_rate(size: int, control: dist.ProcessGroup) -> float:
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.zeros(size, dtype=torch.uint8)
+    began = time.perf_counter()
+    target.copy_(source)
+    one = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(one, dist.ReduceOp.MAX, group=control)
+    calls = max(1, min(1000, round(_SHORTEST_SAMPLE / max(one.item(), 1e-7))))
+    seconds = torch.zeros(_SAMPLES, dtype=torch.float64)
+    for sample in range(_SAMPLES):
+        dist.barrier(control)
+        began = time.perf_counter()
+        for _ in range(calls):
+            target.copy_(source)
+        seconds[sample] = (time.perf_counter() - began) / calls
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=control)
+    return size / statistics.median(seconds.tolist())
+
+
+def adapter_rate(interface: str | None, folder: Path = Path("/sys/class/net")) -> float | None:
+    """Bytes a second of a network adapter, as its driver says; None where it doesn't, or is no hardware."""
+    if interface is None or not (folder / interface / "device").exists():
+        return None  # a virtual one says anything: veth 10 Gbit/s, whatever carries it
+    try:
+        megabits = int((folder / interface / "speed").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return megabits * 1e6 / 8 if megabits > 0 else None
+
+
+def stream_rate(hosts: Sequence[str], address: str, control: dist.ProcessGroup, seconds: float) -> float | None:
+    """Bytes a second of one TCP connection from another host to rank 0's, sending for so long.
+
+    `hosts` has the host of each rank, and `address` is this rank's, at which other hosts reach it; `control` is a
+    group of all ranks, and every rank takes part. None where all are on one host, or where no connection was made.
+    """
+    sender = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
+    if sender is None:
+        return None
+    rank, rate = control.rank(), None
+    if rank == 0:
+        rate = _receive(address, control)
+    else:
+        (at,) = _told(None, control)
+        if rank == sender and at is not None:
+            _send(at, seconds)
+    (rate,) = _told(rate, control)
+    return rate
+
+
+def _told(value: object, control: dist.ProcessGroup) -> list:
+    """What rank 0 tells all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values, group_src=0, group=control)
+    return values
+
+
+def _receive(address: str, control: dist.ProcessGroup) -> float | None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listening = socket.create_server((address, 0), family=family)
+    except OSError:
+        _told(None, control)
+        return None
+    with listening:
+        listening.settimeout(_PATIENCE)
+        _told(listening.getsockname()[:2], control)
+        try:
+            connection, _ = listening.accept()
+            with connection:
+                connection.settimeout(_PATIENCE)
+                return _count(connection)
+        except OSError:
+            return None
+
+
+def _count(connection: socket.socket) -> float | None:
+    """Bytes a second from the first byte to the last."""
+    block = bytearray(_BLOCK)
+    received, began, ended = 0, None, 0.0
+    while count := connection.recv_into(block):
+        ended = time.perf_counter()
+        if began is None:
+            began = ended  # what came before it was timed does not count
+        else:
+            received += count
+    return received / (ended - began) if began is not None and ended > began else None
+
+
+def _send(at: tuple[str, int], seconds: float) -> None:
+    block = bytes(_BLOCK)
+    try:
+        with socket.create_connection(at, timeout=_PATIENCE) as connection:
+            until = time.perf_counter() + seconds
+            while time.perf_counter() < until:
+                connection.sendall(block)
+    except OSError:
+        return  # the receiver tells that nothing came

@@ -1,0 +1,90 @@
+"""The transports: through what the messages of a group go, where each may be had, and its process group.
+
+A transport is one entry of TABLE. `samestep comm` measures all that the place allows side by side, and
+`samestep comm support` tries each of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from samestep.comm.mesh import new_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What decides whether a transport can be had: the ranks, their hosts and their devices."""
+
+    hosts: tuple[str, ...]  # the host of each rank
+    device: torch.device  # that this rank computes on
+    backend: str  # of the default process group for that device: gloo, nccl, xccl, ...
+
+    @property
+    def one_host(self) -> bool:
+        return len(set(self.hosts)) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """One way for messages. Every rank asks the same of it, in the same order."""
+
+    missing: Callable[[Place], str | None]  # why it can't be had here; None where it can
+    group: Callable[[Place], dist.ProcessGroup]  # a new group of all ranks
+    devices: Callable[[Place], Sequence[torch.device]]  # whose tensors it may take; the first one is measured
+    title: Callable[[Place], str] | None = None  # its name where the place decides it
+
+
+def title_of(name: str, place: Place) -> str:
+    """What tables call a transport."""
+    title = TABLE[name].title
+    return title(place) if title is not None and TABLE[name].missing(place) is None else name
+
+
+def available(place: Place) -> list[str]:
+    """The transports that can be had."""
+    return [name for name, transport in TABLE.items() if transport.missing(place) is None]
+
+
+def _all_ranks(place: Place, backend: str) -> dist.ProcessGroup:
+    return new_group(range(len(place.hosts)), backend=backend)
+
+
+def _cpu(place: Place) -> Sequence[torch.device]:
+    return [torch.device("cpu")]
+
+
+def _cpu_and_own(place: Place) -> Sequence[torch.device]:
+    return list(dict.fromkeys([torch.device("cpu"), place.device]))
+
+
+def _no_accelerator(place: Place) -> str | None:
+    return "the ranks compute on the CPU, whose back end is gloo" if place.device.type == "cpu" else None
+
+
+def _no_gloo(place: Place) -> str | None:
+    return None if dist.is_gloo_available() else "this PyTorch is built without it"
+
+
+def _no_mpi(place: Place) -> str | None:
+    if not dist.is_mpi_available():
+        return "this PyTorch is built without it"
+    return "its ranks must be started by mpirun, with MPI as their first back end"
+
+
+def _no_ucc(place: Place) -> str | None:
+    return None if dist.is_ucc_available() else "this PyTorch is built without it"
+
+
+TABLE: Mapping[str, Transport] = {
+    "gloo": Transport(missing=_no_gloo, group=lambda place: _all_ranks(place, "gloo"), devices=_cpu_and_own),
+    "accelerator": Transport(
+        missing=_no_accelerator,
+        group=lambda place: _all_ranks(place, place.backend),
+        devices=lambda place: [place.device],
+        title=lambda place: place.backend,
+    ),
+    "mpi": Transport(missing=_no_mpi, group=lambda place: _all_ranks(place, "mpi"), devices=_cpu),
+    "ucc": Transport(missing=_no_ucc, group=lambda place: _all_ranks(place, "ucc"), devices=_cpu_and_own),
+}

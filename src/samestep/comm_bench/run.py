@@ -1,0 +1,168 @@
+"""Measure and show collectives: in ranks of our own, or as one of those that a launcher has started."""
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from samestep import environment
+from samestep.cluster.device import backend_of
+from samestep.cluster.network.agreed import agreed_in_group
+from samestep.cluster.network.interface import interface_of
+from samestep.cluster.start import local
+from samestep.cluster.world import World, join
+from samestep.comm import limits
+from samestep.comm.collectives import COLLECTIVES
+from samestep.comm.correctness import DTYPES, WRONG, agreed, attempt, short
+from samestep.comm.demo import Demonstration, demonstrate
+from samestep.comm.measure import DTYPE, Channel, Row, fits, measure
+from samestep.comm.mesh import new_group
+from samestep.comm.transports import TABLE, Place, available, title_of
+from samestep.comm_bench.asked import Asked
+from samestep.comm_bench.report import Check, Limits, Report
+from samestep.comm_bench.sizes import in_words
+from samestep.comparison.machine import machine
+from samestep.visible import DeviceChoice
+
+_STREAM_SECONDS = 1.0  # that the link between hosts is filled
+
+
+def measured(asked: Asked, processes: int) -> Report | None:
+    """Check every collective asked for, then time it; None on every rank but the first.
+
+    Raises UserError and RankFailedError as `samestep.cluster.start.local.start` does.
+    """
+    return on_ranks(_measure_rank, processes, asked)
+
+
+def demonstrated(names: Sequence[str], device: DeviceChoice, processes: int) -> list[Demonstration] | None:
+    """Show collectives on small numbers, through the first transport of this place; None but on the first rank."""
+    return on_ranks(_demonstrate_rank, processes, tuple(names), device)
+
+
+def on_ranks(function: Callable[..., Any], processes: int, *arguments: Any) -> Any:
+    """Call a function in every rank: here where this process is one of them."""
+    if environment.ranks() is not None:
+        return function(*arguments)
+    return local.start(function, arguments, processes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The ranks, come together."""
+
+    world: World
+    control: dist.ProcessGroup  # of gloo, of all ranks: through it they agree and bring results together
+    place: Place
+
+
+@contextmanager
+def meet(device: DeviceChoice) -> Iterator[Meeting]:
+    """Join the other ranks, and learn where they are."""
+    with join(device=device) as world:
+        control = new_group(range(world.world_size), backend="gloo")
+        hosts = [""] * world.world_size
+        dist.all_gather_object(hosts, socket.gethostname(), group=control)
+        backend = backend_of(world.device).rpartition(":")[2]
+        place = Place(hosts=tuple(hosts), device=world.device, backend=backend)
+        yield Meeting(world=world, control=control, place=place)
+
+
+def _channels(place: Place) -> list[Channel]:
+    """Every transport that can be had here, opened."""
+    return [
+        Channel(transport=title_of(name, place), group=TABLE[name].group(place), device=TABLE[name].devices(place)[0])
+        for name in available(place)
+    ]
+
+
+def _demonstrate_rank(names: Sequence[str], device: DeviceChoice) -> list[Demonstration] | None:
+    with meet(device) as met:
+        channel = _channels(met.place)[0]
+        shown = [demonstrate(name, channel, met.control) for name in names]
+        return [each for each in shown if each is not None] if met.world.rank == 0 else None
+
+
+def _measure_rank(asked: Asked) -> Report | None:
+    with meet(asked.device) as met:
+        say = _say if met.world.rank == 0 else lambda text: None
+        channels = _channels(met.place)
+        checks = _checks(asked, channels, met.control, say)
+        refused = {(check.transport, check.collective) for check in checks if _stops(check)}
+        rows: list[Row] = []
+        for name in asked.collectives:
+            usable = [channel for channel in channels if (channel.transport, name) not in refused]
+            rows += _timed(name, asked, usable, met.control, say)
+        found = _limits(asked, met, say)
+        if met.world.rank != 0:
+            return None
+        return Report(
+            hosts=met.place.hosts,
+            transports=tuple(channel.transport for channel in channels),
+            missing={name: why for name, each in TABLE.items() if (why := each.missing(met.place)) is not None},
+            checks=checks,
+            rows=rows,
+            fits=fits(rows),
+            limits=found,
+            host={"name": socket.gethostname(), **machine()},
+        )
+
+
+def _stops(check: Check) -> bool:
+    """Whether a collective is not to be timed: it fails with the dtype that is."""
+    return check.dtype == short(DTYPE) and check.reason is not None
+
+
+def _checks(
+    asked: Asked, channels: Sequence[Channel], control: dist.ProcessGroup, say: Callable[[str], None]
+) -> list[Check]:
+    """Every collective with every dtype on small messages."""
+    checks = []
+    for channel in channels:
+        for name in asked.collectives:
+            for dtype in DTYPES if COLLECTIVES[name].gives != "none" else [DTYPE]:
+                reason = agreed(attempt(COLLECTIVES[name], channel.group, dtype, channel.device), control)
+                named = {"transport": channel.transport, "collective": name, "dtype": short(dtype)}
+                checks.append(Check(**named, reason=reason, wrong=reason is not None and WRONG in reason))
+        mine = [check for check in checks if check.transport == channel.transport]
+        right, wrong = sum(check.reason is None for check in mine), sum(check.wrong for check in mine)
+        say(f"{channel.transport}: results: {right} right, {wrong} wrong, {len(mine) - right - wrong} refused")
+    return checks
+
+
+def _timed(
+    name: str,
+    asked: Asked,
+    channels: Sequence[Channel],
+    control: dist.ProcessGroup,
+    say: Callable[[str], None],
+) -> list[Row]:
+    if not channels:
+        return []
+    began = time.perf_counter()
+    sizes = asked.sizes if COLLECTIVES[name].gives != "none" else asked.sizes[:1]
+    rows = [row for size in sizes for row in measure(name, size, channels, control, asked.seconds)]
+    sizes_told = f" of {in_words(sizes)}" if COLLECTIVES[name].gives != "none" else ""
+    say(f"{name}{sizes_told}: {time.perf_counter() - began:.1f} s")
+    return rows
+
+
+def _limits(asked: Asked, met: Meeting, say: Callable[[str], None]) -> Limits:
+    copies = limits.copy_rates(asked.sizes, met.control)
+    if met.place.one_host:
+        return Limits(copies=copies)
+    say("the link between hosts")
+    address = agreed_in_group(environment.main_address())
+    interface = interface_of(address)
+    stream = limits.stream_rate(met.place.hosts, address, met.control, _STREAM_SECONDS)
+    return Limits(copies=copies, interface=interface, adapter=limits.adapter_rate(interface), stream=stream)
+
+
+def _say(text: str) -> None:
+    """A line of progress."""
+    print(f"samestep: {text}", file=sys.stderr, flush=True)

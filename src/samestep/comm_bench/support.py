@@ -1,0 +1,145 @@
+"""What each back end has, found by trying: ranks of our own, started anew behind what ended them or hung."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep import environment
+from samestep.comm.support import GROUP, OF_A_DEVICE, Notes, try_all
+from samestep.comm_bench.run import meet, on_ranks
+from samestep.comparison import process
+from samestep.comparison.process import Outcome, signals_raise
+from samestep.errors import StartError
+from samestep.visible import DeviceChoice
+
+_MODULE = "samestep.comm_bench.try_ranks"
+_START = 120.0  # seconds for ranks to start, beside their attempts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """Every attempt, and what came of it."""
+
+    ranks: int
+    missing: Mapping[str, str]  # transports that can't be had here, and why
+    attempts: Sequence[Mapping[str, Any]]  # transport, device, collective, dtype, verdict, reason
+
+    def tables(self) -> dict[tuple[str, str], dict[str, dict[str, str]]]:
+        """Verdicts by transport and device, then by collective, then by dtype."""
+        found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+        for each in self.attempts:
+            if each["collective"] != GROUP:
+                rows = found.setdefault((each["transport"], each["device"]), {})
+                rows.setdefault(each["collective"], {})[each["dtype"]] = each["verdict"]
+        return found
+
+    def reasons(self) -> list[str]:
+        """What does not work, in lines: each reason once, with the dtypes that it holds for."""
+        dtypes: dict[tuple[str, str, str, str], list[str]] = {}
+        for each in self.attempts:
+            if each["verdict"] != "works":
+                key = (each["transport"], each["device"], each["collective"], f"{each['verdict']}: {each['reason']}")
+                dtypes.setdefault(key, []).append(each["dtype"])
+        lines: dict[tuple[str, str, str, tuple[str, ...]], list[str]] = {}
+        for (transport, device, collective, reason), names in dtypes.items():
+            lines.setdefault((transport, device, reason, tuple(names)), []).append(collective)
+        return [
+            f"{transport} on {device}, {', '.join(collectives)} of {', '.join(names)}: {reason}"
+            for (transport, device, reason, names), collectives in lines.items()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ranks": self.ranks, "missing": dict(self.missing), "attempts": list(map(dict, self.attempts))}
+
+
+def supported(device: DeviceChoice, ranks: int, *, limit: float) -> Support | None:
+    """Try everything; `limit` seconds are for one attempt. None on every rank but the first.
+
+    In ranks that a launcher has started there is nobody who could start them anew: there a crash ends the job.
+    """
+    if environment.ranks() is not None:
+        lines = on_ranks(_try_as_launched, ranks, device)
+    else:
+        with tempfile.TemporaryDirectory(prefix="samestep-comm-") as folder, signals_raise():
+            lines = _tried(Path(folder), device, ranks, limit)
+    return None if lines is None else _support(lines, ranks)
+
+
+def _support(lines: Sequence[Mapping[str, Any]], ranks: int) -> Support:
+    attempts = {line["index"]: line for line in lines if "verdict" in line}
+    return Support(
+        ranks=ranks,
+        missing={line["transport"]: line["missing"] for line in lines if "missing" in line},
+        attempts=[
+            {name: value for name, value in attempts[index].items() if name != "index"} for index in sorted(attempts)
+        ],
+    )
+
+
+def _try_as_launched(device: DeviceChoice) -> list[dict[str, Any]] | None:
+    with meet(device) as met:
+        notes = Notes(None)
+        try_all(met.place, met.control, notes, first=0, limit=None)
+        return notes.lines if met.world.rank == 0 else None
+
+
+def try_rank(file: Path, device: DeviceChoice, first: int, limit: float) -> None:
+    """What each rank of ours does."""
+    with meet(device) as met:
+        try_all(met.place, met.control, Notes(file), first=first, limit=limit)
+
+
+def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list[dict[str, Any]]:
+    """Start ranks until they have come to the last attempt, each time behind the one that stopped those before."""
+    lines: list[dict[str, Any]] = []
+    first = 0
+    print(f"samestep: {ranks} ranks try every collective with every dtype", file=sys.stderr)
+    while True:
+        file = folder / f"from-{first}.jsonl"
+        words = [str(file), device, str(ranks), str(first), str(limit)]
+        outcome = process.run([sys.executable, "-m", _MODULE, *words], limit=_START + OF_A_DEVICE * limit)
+        found = _read(file)
+        lines += found
+        total = next((line["attempts"] for line in found if "attempts" in line), None)
+        if total is not None and total == 1 + max((line["index"] for line in found if "verdict" in line), default=-1):
+            return lines
+        stopped = _stopped(found, outcome)
+        if stopped is None:
+            last = [line for line in outcome.output.splitlines() if line.strip()]
+            raise StartError(f"{ranks} ranks can't be started: {last[-1] if last else f'exit code {outcome.code}'}")
+        lines.append(stopped)
+        tried = f"{stopped['collective']} of {stopped['dtype']} over {stopped['transport']}"
+        print(f"samestep: {tried} {stopped['verdict']}; new ranks go on behind it", file=sys.stderr)
+        # Without a group there is nothing to try with this transport and device.
+        first = stopped["index"] + (OF_A_DEVICE if stopped["collective"] == GROUP else 1)
+        if total is not None and first >= total:
+            return lines
+
+
+def _stopped(lines: Sequence[Mapping[str, Any]], outcome: Outcome) -> dict[str, Any] | None:
+    """The attempt that was begun and not ended; None where none was."""
+    ended = {line["index"] for line in lines if "verdict" in line}
+    begun = [line for line in lines if "collective" in line and line["index"] not in ended]
+    if not begun:
+        return None
+    line = dict(begun[0])
+    if outcome.code is None or any(each.get("timed_out") for each in lines):
+        return {**line, "verdict": "hangs", "reason": "it did not return within the time limit"}
+    return {**line, "verdict": "crashes", "reason": _why(outcome.output)}
+
+
+def _why(output: str) -> str:
+    """The line that says how the first rank ended."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "ended" in line), lines[-1] if lines else "it said nothing")
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may have been cut

@@ -1,0 +1,181 @@
+"""What was measured, shown and tried, as tables in the terminal."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from samestep.comm.correctness import DTYPES, short
+from samestep.comm.demo import Demonstration
+from samestep.comm_bench.report import Check, Limits, Report
+from samestep.comm_bench.sizes import size_in_words
+from samestep.comm_bench.support import Support
+
+_WIDTH = 132  # characters, where the output is no terminal
+
+
+def console() -> Console:
+    """Standard output, as wide as the tables where it is a file or a pipe."""
+    found = Console(markup=False, emoji=False)
+    return found if found.is_terminal else Console(markup=False, emoji=False, width=_WIDTH)
+
+
+def print_report(report: Report, out: Console | None = None) -> None:
+    """Times beside the limit, the fitted models, and what went wrong."""
+    out = out or console()
+    out.print(_times(report))
+    if report.fits:
+        out.print(_fits(report))
+    for line in limit_lines(report.limits):
+        out.print(line, soft_wrap=True)
+    for name, reason in report.missing.items():
+        out.print(f"transport {name} is left out: {reason}", soft_wrap=True)
+    for check in report.checks:
+        if check.wrong:
+            where = f"{check.collective} of {check.dtype} over {check.transport}"
+            out.print(f"WRONG: {where}: {check.reason}", soft_wrap=True)
+    out.print(checks_in_words(report.checks), soft_wrap=True)
+
+
+def _times(report: Report) -> Table:
+    hosts = len(set(report.hosts))
+    where = f"{hosts} hosts" if hosts > 1 else "1 host"
+    table = Table(
+        title=f"collectives on {len(report.hosts)} ranks of {where}: time of a call, bandwidths in GB/s",
+        caption="algorithm bandwidth: bytes / median; bus bandwidth: as nccl-tests, beside "
+        + ("the link between hosts" if hosts > 1 else "memory copies of as many bytes by all ranks at once"),
+    )
+    table.add_column("collective", no_wrap=True)
+    for name in ("bytes", "transport", "median", "10 % - 90 %", "algorithm", "bus", "limit", "of limit"):
+        table.add_column(name, justify="left" if name == "transport" else "right", no_wrap=True)
+    first = report.transports[0]
+    several = len(report.transports) > 1
+    if several:
+        table.add_column(f"x {first}", justify="right", no_wrap=True)
+    base = {(row.collective, row.bytes): row.seconds_median for row in report.rows if row.transport == first}
+    before = None
+    for row in report.rows:
+        if before not in (None, row.collective):
+            table.add_section()
+        limit, bus = report.limit(row), row.bus_bandwidth
+        cells = [
+            row.collective if before != row.collective else "",
+            size_in_words(row.bytes) if row.bytes else "",
+            row.transport,
+            seconds_in_words(row.seconds_median),
+            f"{seconds_in_words(row.seconds_p10)} - {seconds_in_words(row.seconds_p90)}",
+            rate_in_words(row.algorithm_bandwidth),
+            rate_in_words(bus),
+            rate_in_words(limit if bus is not None else None),
+            _share(bus, limit) if bus is not None and limit else "",
+        ]
+        if several:
+            known = base.get((row.collective, row.bytes))
+            cells.append(f"{known / row.seconds_median:.2f}" if known is not None else "")
+        table.add_row(*cells)
+        before = row.collective
+    return table
+
+
+def _fits(report: Report) -> Table:
+    table = Table(title="fitted: time = latency + bytes / bandwidth")
+    table.add_column("collective")
+    table.add_column("transport")
+    for name in ("latency", "bandwidth, GB/s", "farthest median from it"):
+        table.add_column(name, justify="right")
+    for fit in report.fits:
+        told = rate_in_words(fit.bandwidth)
+        table.add_row(fit.collective, fit.transport, seconds_in_words(fit.latency), told, f"{fit.worst:.0%}")
+    return table
+
+
+def limit_lines(limits: Limits) -> list[str]:
+    """The link between hosts, in words; nothing on one host."""
+    if limits.interface is None and limits.stream is None:
+        return []
+    told = f"link between hosts: {limits.interface or 'interface not known'}"
+    told += f", {limits.adapter / 1e9:.3f} GB/s by its driver" if limits.adapter else ", no rate by its driver"
+    stream = f"{limits.stream / 1e9:.3f} GB/s" if limits.stream else "not measured"
+    return [f"{told}; one TCP stream: {stream}"]
+
+
+def checks_in_words(checks: Sequence[Check]) -> str:
+    right, wrong = sum(check.reason is None for check in checks), sum(check.wrong for check in checks)
+    refused = len(checks) - right - wrong
+    return f"results: {right} right, {wrong} wrong, {refused} refused by the back end (`samestep comm support`)"
+
+
+def print_demonstration(shown: Demonstration, out: Console | None = None) -> None:
+    """Each rank's tensor before and after, and what was done, as a sentence."""
+    out = out or console()
+    table = Table(title=f"{shown.collective} over {shown.transport}")
+    table.add_column("rank", justify="right")
+    table.add_column("before", overflow="fold")
+    table.add_column("after", overflow="fold")
+    for rank, (before, after) in enumerate(zip(shown.before, shown.after, strict=True)):
+        table.add_row(str(rank), _numbers(before), "not defined" if rank in shown.undefined else _numbers(after))
+    out.print(table)
+    out.print(shown.summary, soft_wrap=True)
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return " ".join(map(str, values)) or "-"
+
+
+def print_support(found: Support, out: Console | None = None) -> None:
+    """A table for each back end and device, then why some can't be had and what does not work."""
+    out = out or console()
+    for (transport, device), rows in found.tables().items():
+        out.print(_support_table(f"{transport} with tensors on {device}, tried on {found.ranks} ranks", rows))
+    for name, reason in found.missing.items():
+        out.print(f"{name}: not tried: {reason}", soft_wrap=True)
+    for line in found.reasons():
+        out.print(line, soft_wrap=True)
+
+
+def _support_table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
+    table = Table(title=title)
+    table.add_column("collective", no_wrap=True)
+    for dtype in DTYPES:
+        table.add_column(dtype_in_short(short(dtype)), no_wrap=True)
+    for collective, verdicts in rows.items():
+        cells = [verdicts.get(short(dtype), "") for dtype in DTYPES]
+        table.add_row(collective, *("yes" if cell == "works" else cell for cell in cells))
+    return table
+
+
+def dtype_in_short(dtype: str) -> str:
+    """float32 as f32, float8_e4m3fn as f8."""
+    dtype = dtype.partition("_")[0]
+    letters = dtype.rstrip("0123456789")
+    for name, brief in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if letters == name:
+            return brief + dtype.removeprefix(name)
+    return dtype
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Seconds with three digits: 12.3 us, 4.56 ms, 7.89 s."""
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 999.5:
+            return f"{_three(seconds * factor)} {unit}"
+    return f"{_three(seconds)} s"
+
+
+def _three(value: float) -> str:
+    """A number of at least three digits."""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def rate_in_words(rate: float | None) -> str:
+    """Bytes a second as GB/s, with two digits at least."""
+    if rate is None:
+        return ""
+    if rate >= 1e8:
+        return f"{rate / 1e9:.3f}" if rate < 1e9 else f"{rate / 1e9:.2f}"
+    return f"{rate / 1e9:.2g}" if rate >= 1e5 else f"{rate / 1e9:.0e}"
+
+
+def _share(bus: float, limit: float) -> str:
+    share = bus / limit
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.00095 else "<0.1%"
