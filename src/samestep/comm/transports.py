@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from samestep import environment
 from samestep.comm.mesh import new_group
+from samestep.comm.shared_memory import backend as shared_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,11 @@ def _no_gloo(place: Place) -> str | None:
     return None if dist.is_gloo_available() else "this PyTorch is built without it"
 
 
+def _no_shared_memory(place: Place) -> str | None:
+    apart = len(set(place.hosts)) == len(place.hosts)
+    return "every rank is on a host of its own, and hosts share no memory" if apart else None
+
+
 def _no_mpi(place: Place) -> str | None:
     if not dist.is_mpi_available():
         return "this PyTorch is built without it"
@@ -79,6 +86,11 @@ def _no_ucc(place: Place) -> str | None:
 
 TABLE: Mapping[str, Transport] = {
     "gloo": Transport(missing=_no_gloo, group=lambda place: _all_ranks(place, "gloo"), devices=_cpu_and_own),
+    "shared-memory": Transport(
+        missing=_no_shared_memory,
+        group=lambda place: _all_ranks(place, shared_memory.register(environment.snapshot())),
+        devices=_cpu,
+    ),
     "accelerator": Transport(
         missing=_no_accelerator,
         group=lambda place: _all_ranks(place, place.backend),
