@@ -1,6 +1,7 @@
 """Engines on TensorFlow's synchronous strategies: replicas of one process, and replicas of many."""
 
 from abc import abstractmethod
+from pathlib import Path
 from functools import cache
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from samestep.tasks.base import Task
 class KerasEngine(Engine):
     """A Keras model with a PyTorch model's weights, trained under one of TensorFlow's strategies."""
 
-    def check_task(self, task: Task, layout: Layout) -> None:
+    def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         losses.counterpart(task.loss)
         convert.check(task.model())
 
