@@ -1,8 +1,8 @@
 """Engines on TensorFlow's synchronous strategies: replicas of one process, and replicas of many."""
 
 from abc import abstractmethod
-from pathlib import Path
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch

@@ -8,6 +8,7 @@ Read in this order: `settings` (what can be chosen), `shards` (which server hold
 is sent), `worker` and `server` (one rank's step each), `member` (what both have: evaluation, checkpoints), `engine`.
 
 Li et al. 2014, "Scaling distributed machine learning with the parameter server" (OSDI), section 3: push and pull.
-Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server" (NeurIPS): the bound.
+Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server" (NeurIPS): the
+bound.
 Zheng et al. 2017, "Asynchronous stochastic gradient descent with delay compensation" (ICML): the compensation.
 """

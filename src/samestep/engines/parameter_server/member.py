@@ -139,6 +139,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if type(optimizer) not in _ELEMENTWISE:
         known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
         raise UserError(
-            f'engine "parameter-server": servers step parts of tensors, which {type(optimizer).__name__} is not known '
-            f"to allow; use one of {known}"
+            f'engine "parameter-server": servers step parts of tensors, which {type(optimizer).__name__} is not '
+            f"known to allow; use one of {known}"
         )

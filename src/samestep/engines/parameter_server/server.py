@@ -3,7 +3,7 @@
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from samestep.engines.parameter_server.messages import Answer, Pushed, Told
 from samestep.engines.parameter_server.shards import Chunk
 from samestep.parallel.holdings import Holdings, state_tensors
 from samestep.parallel.optimizer_pieces import OPTIMIZER
+from samestep.parallel.parts import Entry
 from samestep.parallel.pieces import MODEL, Piece
 
 
@@ -55,7 +56,7 @@ class Server(Member):
         self._chunks = chunks
         self._in_order = list(chunks.values())
         self.shard = self.flat.shard(number)
-        self.gradient = torch.zeros_like(self.shard)
+        self.gradient: Tensor = torch.zeros_like(self.shard)
 
     def held_chunks(self) -> Mapping[nn.Parameter, Chunk]:
         return self._chunks
@@ -65,6 +66,7 @@ class Server(Member):
         self._spread.repeated.check("a worker's step may run several")
         lr = self.optimizer.param_groups[0]["lr"]
         loss_value, norm = self.serve(batch)
+        self.wire.wait()
         self._changed = True
         values = torch.tensor([loss_value, norm], dtype=torch.float64)
         return StepReport(loss=values[0], grad_norm=values[1], lr=lr)
@@ -140,8 +142,8 @@ class SynchronousServer(Server):
 class AsynchronousServer(Server):
     """Applies each worker's gradient when it comes, and lets no worker start a step too far ahead of the slowest.
 
-    A gradient is the mean over its worker's terms, clipped by its own norm; it is applied with the learning rate times
-    the worker's share of the batch, so that the gradients of one step together have the step's learning rate.
+    A gradient is the mean over its worker's terms, clipped by its own norm; it is applied with the learning rate
+    times the worker's share of the batch, so that the gradients of one step together have the step's learning rate.
     """
 
     def __init__(self, **common: Any) -> None:
@@ -249,8 +251,14 @@ class AsynchronousServer(Server):
         for worker in range(len(self._clock)):  # who have all of them now
             self._hand_out(worker)
 
-    def restore(self, *arguments: Any) -> None:
-        super().restore(*arguments)
+    def restore(
+        self,
+        step: int,
+        saved: Mapping[str, Entry],
+        read: Callable[[Mapping[str, Piece]], None],
+        scaler: Mapping[str, float],
+    ) -> None:
+        super().restore(step, saved, read, scaler)
         for worker in range(len(self._clock)):
             self._hand_out(worker)
 

@@ -1,8 +1,9 @@
-"""Shards: all trained parameters as one sequence of elements, cut into a range of near-equal bytes for each server."""
+"""Shards: all trained parameters as one sequence of elements, of which each server has a range of equal length."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ def bounds_of(spans: Sequence[Span], servers: int) -> list[int]:
                 cut = span.start + round((cut - span.start) / span.row) * span.row
         cuts.append(cut)
     cuts.append(total)
-    if any(after <= before for before, after in zip(cuts, cuts[1:], strict=False)):
+    if any(after <= before for before, after in pairwise(cuts)):
         raise UserError(
             f"servers is {servers}, and the model's {len(spans)} trained parameters ({total:,} elements) leave one "
             "of them without any; use fewer servers"
@@ -159,7 +160,7 @@ class FlatParameters:
             place.copy_(self.parameters[span.name].detach())
             self.parameters[span.name].data = place
         self.chunks: Sequence[Sequence[Chunk]] = [  # of each server
-            chunks_of(self.spans, start, stop) for start, stop in zip(self._bounds, self._bounds[1:], strict=False)
+            chunks_of(self.spans, start, stop) for start, stop in pairwise(self._bounds)
         ]
 
     def shard(self, server: int) -> Tensor:

@@ -1,6 +1,7 @@
-"""Worker: computes the gradient of its samples, pushes it to the servers and pulls the parameters of the next step."""
+"""Worker: computes its samples' gradient, pushes it to the servers and pulls the parameters of the next step."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -56,9 +57,10 @@ class Worker(Member):
         """Servers sum over the workers, so each one's part is its loss sum / the global batch's samples."""
         return 1 / batch.global_samples
 
-    def _mean_and_clip(self, batch: StepBatch, totals: Tensor, gradients: object) -> tuple[float, float]:
+    def _mean_and_clip(
+        self, batch: StepBatch, totals: Tensor, gradients: Iterable[Tensor | None]
+    ) -> tuple[float, float]:
         """What turns sum / global samples into the mean over this worker's terms, clipped; and that mean's norm."""
-        assert isinstance(gradients, type({}.values()))
         norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients if each is not None]
         to_mean = batch.global_samples / max(1.0, totals[1].item())
         norm = (torch.stack(norms).norm().item() if norms else 0.0) * to_mean
