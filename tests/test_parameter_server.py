@@ -202,7 +202,7 @@ def _both_ways(job: samestep.Recipe, files: Sequence[Path]) -> list[tuple[dict[s
     with join(device="cpu", threads=1) as world:
         for file in files:
             run = Run(layout="dp3", engine_config=file, **ENGINE)
-            training = Training(Job(recipe=job, run=run), resolve(job.task), world, Layout.parse("dp3"))
+            training = Training(Job(recipe=job, run=run), resolve(job), world, Layout.parse("dp3"))
             for _ in training.steps(measured=2):
                 pass
             assert training.usage is not None
