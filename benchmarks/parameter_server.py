@@ -3,13 +3,15 @@
     python benchmarks/parameter_server.py [--workers 2] [--servers 1] [--epochs 5] [--slow 0.05] [--repeats 1]
                                           [--json FILE] [--markdown FILE]
 
-The job is examples/digits.yaml. All-reduce has as many ranks as the others have workers. A slow worker sleeps so many
-seconds in every step. The methods take turns; of several repeats the median counts.
+The job is examples/digits.yaml. All-reduce has as many ranks as the others have workers. Three times: as it is; with
+one worker that sleeps so many seconds in every step; and with workers that do so in turns, each for a few steps, as
+where other jobs disturb one host and then another. The methods take turns; of several repeats the median counts.
 """
 
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +21,46 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from samestep import jobfile
+from samestep import environment, jobfile
 from samestep.api import train_job
-from samestep.job import Inject, Job
+from samestep.job import Job
+from samestep.tasks.base import Batch
+from samestep.tasks.image_classification import ImageClassification
+from samestep.tasks.image_data import ImageData
+from samestep.tasks.image_model import ImageModel
 
 DIGITS = Path(__file__).resolve().parent.parent / "examples" / "digits.yaml"
+
+
+TURN = 2  # steps that a worker is slow in its turn
+
+
+class Disturbed(ImageClassification):
+    """Image classification with a loss that takes its time on some workers in some steps."""
+
+    def __init__(
+        self, *, data: ImageData, model: ImageModel, slow: str, seconds: float, first: int, workers: int
+    ) -> None:
+        """`slow`: nobody, one worker or all in turns; `first` is the first worker's rank."""
+        super().__init__(data=data, model=model)
+        ranks = environment.ranks()
+        self._worker = ranks.rank - first if ranks is not None else -1
+        self._slow = slow
+        self._seconds = seconds
+        self._workers = workers
+        self._step = 0
+
+    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor | int]:
+        turn = self._step // TURN % self._workers if self._slow == TURNS else self._workers - 1
+        self._step += 1
+        if self._slow != NONE and self._worker == turn:
+            time.sleep(self._seconds)
+        return super().loss(output, batch)
+
+
+NONE, ONE, TURNS = "none", "one", "in turns"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +88,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--slow", type=float, default=0.05, help="seconds that the slow worker sleeps in a step")
+    parser.add_argument("--slow", type=float, default=0.05, help="seconds that a slow worker sleeps in a step")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -60,12 +96,12 @@ def main() -> None:
     runs = [
         {"method": method.name, "slow": slow, **measure(method, options, slow)}
         for _ in range(options.repeats)
-        for slow in (0.0, options.slow)
+        for slow in (NONE, ONE, TURNS)
         for method in METHODS
     ]
     rows = [
         summary(method.name, slow, [run for run in runs if (run["method"], run["slow"]) == (method.name, slow)])
-        for slow in (0.0, options.slow)
+        for slow in (NONE, ONE, TURNS)
         for method in METHODS
     ]
     title = (
@@ -96,7 +132,7 @@ HEADINGS = (
 )
 
 
-def measure(method: Method, options: argparse.Namespace, slow: float) -> dict[str, Any]:
+def measure(method: Method, options: argparse.Namespace, slow: str) -> dict[str, Any]:
     """Train once, and say how long a step took and what was reached."""
     job = jobfile.load(DIGITS).job
     serves = method.settings is not None
@@ -107,16 +143,17 @@ def measure(method: Method, options: argparse.Namespace, slow: float) -> dict[st
             threads=1,
             device="cpu",
             tensorboard=False,
+            check=False,
             folder=Path(folder) / "run",
         )
         if serves:
             file = Path(folder) / "servers.yaml"
             file.write_text(yaml.safe_dump({"servers": options.servers, **(method.settings or {})}), encoding="utf-8")
             run = replace(run, engine="parameter-server", engine_config=file)
-        if slow:
-            last = options.workers - 1 + (options.servers if serves else 0)
-            run = replace(run, inject=(Inject(rank=last, step=0, fault="slow", seconds=slow),))
-        found = train_job(Job(recipe=replace(job.recipe, epochs=options.epochs), run=run))
+        args = {"slow": slow, "seconds": options.slow, "workers": options.workers}
+        args |= {"first": options.servers if serves else 0}
+        recipe = replace(job.recipe, task=f"{__file__}:Disturbed", args=args, epochs=options.epochs)
+        found = train_job(Job(recipe=recipe, run=run))
         report = json.loads((Path(folder) / "run" / "report.json").read_text(encoding="utf-8"))
     return {
         "seconds": found.seconds,
@@ -127,7 +164,7 @@ def measure(method: Method, options: argparse.Namespace, slow: float) -> dict[st
     }
 
 
-def summary(name: str, slow: float, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def summary(name: str, slow: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The medians of a method's runs as a row."""
 
     def median(key: str) -> float:
@@ -139,7 +176,7 @@ def summary(name: str, slow: float, runs: Sequence[Mapping[str, Any]]) -> tuple[
 
     return (
         name,
-        f"{1e3 * slow:.0f} ms" if slow else "none",
+        slow,
         f"{1e3 * statistics.median(run['seconds'] / run['steps'] for run in runs):.1f}",
         f"{100 * median('accuracy'):.1f} %",
         f"{median('loss'):.3f}",

@@ -13,7 +13,7 @@ import yaml
 from engine_recipes import Branched, recipe
 from proving import prove, same
 from safetensors.torch import load_file
-from small_tasks import Points, Words
+from small_tasks import Failing, Points, Words
 from torch import nn
 
 import samestep
@@ -140,6 +140,11 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(staleness: int, tmp_path: Pat
         samestep.train(recipe(epochs=2), "dp3", engine_config=config, inject=fault, folder=tmp_path / "run", **RUN)
     # Free workers agree on a step that none of them has begun.
     assert raised.value.step == 2 if staleness == 0 else 2 < raised.value.step <= 2 + staleness + 2
+
+
+def test_a_worker_that_fails_ends_the_others() -> None:
+    with pytest.raises(samestep.RankFailedError, match=r"rank 1 failed first(.|\n)*planted in rank 1"):
+        samestep.train(recipe(Failing(way="raise")), "dp2", **RUN)
 
 
 def test_checkpoints_go_from_any_layout_to_any_other(tmp_path: Path) -> None:

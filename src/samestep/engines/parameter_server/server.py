@@ -4,7 +4,7 @@ import math
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -245,6 +245,10 @@ class AsynchronousServer(Server):
         self._seen[worker] = self._updates
         if self._sent:
             self._sent[worker].copy_(self.shard)
+
+    def holdings(self) -> Holdings:
+        held = super().holdings()
+        return replace(held, parameters=[*held.parameters, *self._sent])
 
     def refresh(self) -> None:
         super().refresh()
