@@ -52,7 +52,7 @@ class Disturbed(ImageClassification):
         self._workers = workers
         self._step = 0
 
-    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor | int]:
+    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, int]:
         turn = self._step // TURN % self._workers if self._slow == TURNS else self._workers - 1
         self._step += 1
         if self._slow != NONE and self._worker == turn:
