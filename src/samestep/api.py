@@ -340,7 +340,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     task.check()
     if task.batch_buffers() and not engine.abilities.batch_buffers:
         raise UserError(f'engine "{engine.name}" keeps no batch_buffers() of a task; use engine native')
-    engine.check_task(task, layout)
+    engine.check_task(task, layout, job.run.engine_config)
     if here:
         engine.make_ready(job, layout)
     return task

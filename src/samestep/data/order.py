@@ -22,6 +22,7 @@ class Place:
 
     index: int = 0
     of: int = 1
+    idle: bool = False  # it takes no samples itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,8 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
     """
     largest = -(-len(batch) // place.of)
     count = micro_batches or -(-largest // min(micro_batch or largest, largest))
+    if place.idle:
+        return [Share(samples=batch[:1], lent=True)] * count
     start, stop = bounds(len(batch), place.index, place.of)
     shares = []
     for part in range(count):

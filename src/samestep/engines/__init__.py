@@ -9,4 +9,5 @@ ENGINES = {
     "keras-multi-worker": "samestep.engines.keras.synchronous:MultiWorker",
     "keras-parameter-server": "samestep.engines.keras.parameter_server:ParameterServer",
     "native": "samestep.engines.native:Native",
+    "parameter-server": "samestep.engines.parameter_server.engine:ParameterServer",
 }

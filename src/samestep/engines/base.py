@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import StepBatch
+from samestep.data.order import Place
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
@@ -62,6 +63,7 @@ class Trainer(ABC):
     """A model and its optimizer on one rank, spread as the layout says."""
 
     timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
+    free_running: bool = False  # ranks don't wait for each other in every step
 
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
@@ -81,6 +83,10 @@ class Trainer(ABC):
 
     def sent(self) -> Mapping[str, int]:
         """Bytes that this rank sends in one step by other ways than torch.distributed, by kind of collective."""
+        return {}
+
+    def measured(self) -> Mapping[str, Any]:
+        """What the engine has measured of its own, for the report; rank 0's counts."""
         return {}
 
     @abstractmethod
@@ -155,9 +161,13 @@ class Engine(ABC):
         """Whether `prepare` takes a model on the meta device under this layout, with its initial values to come."""
         return False
 
-    def check_task(self, task: Task, layout: Layout) -> None:
+    def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         """Raise UserError for a task that this engine can't train so. It is called before any process starts."""
         return
+
+    def training_place(self, place: Place, layout: Layout, rank: int, config: Path | None) -> Place:
+        """Which part of each global batch a rank trains on; `place` is its part where all data ranks share it out."""
+        return place
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
         """Raise UserError for what its abilities don't say, such as a mistake in its own configuration file.

@@ -75,6 +75,8 @@ class NativeTrainer(Checkpointed, Skipping):
         self.model.zero_grad()  # also what the optimizer was not given, or it would add up over the steps
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
         totals = self.backward(batch, loss)
+        # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
+        totals[1].clamp_(min=1)
         grad_norm = self.scale_and_clip(batch, totals)
         lr = self.optimizer.param_groups[0]["lr"]
         if self.skips_nonfinite and not self._is_finite(totals, grad_norm):
@@ -111,8 +113,7 @@ class NativeTrainer(Checkpointed, Skipping):
             return loss_sum * (micro_batch.weight * self.gradient_scale(batch))
 
         def forwards_done() -> None:
-            # Two numbers, on their way while backward runs.
-            pending.append(dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True))
+            pending.append(self.sum_totals(totals))  # two numbers, on their way while backward runs
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
         with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
@@ -120,9 +121,11 @@ class NativeTrainer(Checkpointed, Skipping):
         for work in pending:
             if work is not None:
                 work.wait()
-        # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
-        totals[1].clamp_(min=1)
         return totals
+
+    def sum_totals(self, totals: Tensor) -> dist.Work | None:
+        """Begin to add up [loss sum, count] over all ranks."""
+        return dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True)
 
     @contextmanager
     def _no_other_draws(self) -> Iterator[None]:
@@ -230,6 +233,10 @@ class NativeTrainer(Checkpointed, Skipping):
         read({**model_pieces(self.model, parts), **to_fill.pieces})
         to_fill.fill()
         self._precision.restore(scaler)
+        self._advance_schedule(step)
+
+    def _advance_schedule(self, step: int) -> None:
+        """Set the rates of the next step after `step` of them."""
         if self.schedule is not None and step:
             # A schedule is a function of the step: taking the last one again sets the rates of the next.
             self.schedule.last_epoch = step - 1

@@ -25,6 +25,7 @@ class Notice:
     def __init__(self, world_size: int, *, told: bool) -> None:
         """Every rank must make one. With `told` the starting process passes signals on, and these are not counted."""
         self._told = told
+        self.apart = _APART
         self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         self._asked = 0
         self._first_at: float | None = None
@@ -90,4 +91,5 @@ class Notice:
         if last is None:
             return 1
         seconds = (now - last[1]) / (step - last[0])
-        return min(_MOST_STEPS, max(1, int(_APART / max(seconds, 1e-6))))
+        most = int(_MOST_STEPS * self.apart / _APART)
+        return min(most, max(1, int(self.apart / max(seconds, 1e-6))))

@@ -20,6 +20,7 @@ from samestep.supervision.pace import Pace
 from samestep.supervision.round import Round
 
 _APART = 0.5  # seconds between heartbeats, at most
+_ASKED_IN_A_NOTICE = 4.0  # times that free-running ranks ask each other in the time that a signal leaves them
 
 
 class RankSupervision:
@@ -72,6 +73,11 @@ class RankSupervision:
         if self._run.checkpoint is not None:
             self._notice = Notice(self._world_size, told=self._round.folder is not None)
             self._notice.listen()
+
+    def ask_seldom(self) -> None:
+        """The ranks don't wait for each other in every step, and shall do so seldom to hear of signals."""
+        if self._notice is not None:
+            self._notice.apart = self._run.notice / _ASKED_IN_A_NOTICE
 
     def goes_on(self, job: Job) -> bool:
         """Whether the run may have been begun before, in an earlier round or an earlier start of the job."""

@@ -59,6 +59,7 @@ class Training:
             seed=recipe.seed,
             micro_batch=job.run.micro_batch,
             workers=job.run.workers,
+            engine_config=job.run.engine_config,
         )
         self.samples = task.train_set()
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
@@ -244,6 +245,8 @@ def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None
     trainer = training.session.trainer
     if isinstance(trainer, Skipping):
         trainer.skips_nonfinite = job.run.on_nonfinite == "skip"
+    if trainer.free_running:
+        supervision.ask_seldom()
     supervision.check(training.total_steps)
 
 

@@ -96,6 +96,7 @@ def write(
         processes=session.world.world_size,
         threads=session.world.threads,
         device=session.world.device.type,
+        measured=session.trainer.measured(),
     )
     if schedule is not None:
         _write_json(result.folder / SCHEDULE_FILE, schedule)
@@ -103,7 +104,15 @@ def write(
 
 
 def write_report(
-    result: TrainResult, *, peaks: list[int], layout: str, engine: str, processes: int, threads: int, device: str
+    result: TrainResult,
+    *,
+    peaks: list[int],
+    layout: str,
+    engine: str,
+    processes: int,
+    threads: int,
+    device: str,
+    measured: Mapping[str, Any] | None = None,
 ) -> None:
     """Write report.json, and the metrics that are curves into a file of their own."""
     report = {
@@ -122,6 +131,7 @@ def write_report(
         "usage_bytes": [usage.to_json() for usage in result.usage],
         "layout": layout,
         "engine": engine,
+        **({"engine_measured": dict(measured)} if measured else {}),
         "processes": processes,
         "threads": threads,
         "device": device,

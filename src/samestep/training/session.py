@@ -192,7 +192,7 @@ class Session:
             samples,
             collate,
             order,
-            place=self.mesh.data_place,
+            place=self.engine.training_place(self.mesh.data_place, self.layout, self.world.rank, self._engine_config),
             device=self.world.device,
             dtype=self._dtype,
             start=start,

@@ -44,7 +44,7 @@ class DeepSpeed(Engine):
         if layout.pipeline > 1:
             rules.check_pipeline(layout, precision)
 
-    def check_task(self, task: Task, layout: Layout) -> None:
+    def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         if layout.pipeline > 1:
             pipeline.check_task(task, layout)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -49,7 +50,7 @@ class ParameterServer(Engine):
         same_step=False,
     )
 
-    def check_task(self, task: Task, layout: Layout) -> None:
+    def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         if layout.size < _FEWEST:
             raise LayoutError(
                 f'layout "{layout}": engine "{self.name}" wants a chief, a worker and a server at least; dp{_FEWEST} '

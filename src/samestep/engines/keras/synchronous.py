@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from samestep.tasks.base import Task
 class KerasEngine(Engine):
     """A Keras model with a PyTorch model's weights, trained under one of TensorFlow's strategies."""
 
-    def check_task(self, task: Task, layout: Layout) -> None:
+    def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         losses.counterpart(task.loss)
         convert.check(task.model())
 

@@ -1,0 +1,196 @@
+"""Synchronous and asynchronous parameter servers beside all-reduce: time and accuracy, also with one slow worker.
+
+    python benchmarks/parameter_server.py [--workers 2] [--servers 1] [--epochs 5] [--slow 0.05] [--repeats 1]
+                                          [--json FILE] [--markdown FILE]
+
+The job is examples/digits.yaml. All-reduce has as many ranks as the others have workers. Three times: as it is; with
+one worker that sleeps so many seconds in every step; and with workers that do so in turns, each for a few steps, as
+where other jobs disturb one host and then another. The methods take turns; of several repeats the median counts.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from samestep import environment, jobfile
+from samestep.api import train_job
+from samestep.job import Job
+from samestep.tasks.base import Batch
+from samestep.tasks.image_classification import ImageClassification
+from samestep.tasks.image_data import ImageData
+from samestep.tasks.image_model import ImageModel
+
+DIGITS = Path(__file__).resolve().parent.parent / "examples" / "digits.yaml"
+
+
+TURN = 2  # steps that a worker is slow in its turn
+
+
+class Disturbed(ImageClassification):
+    """Image classification with a loss that takes its time on some workers in some steps."""
+
+    def __init__(
+        self, *, data: ImageData, model: ImageModel, slow: str, seconds: float, first: int, workers: int
+    ) -> None:
+        """`slow`: nobody, one worker or all in turns; `first` is the first worker's rank."""
+        super().__init__(data=data, model=model)
+        ranks = environment.ranks()
+        self._worker = ranks.rank - first if ranks is not None else -1
+        self._slow = slow
+        self._seconds = seconds
+        self._workers = workers
+        self._step = 0
+
+    def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        turn = self._step // TURN % self._workers if self._slow == TURNS else self._workers - 1
+        self._step += 1
+        if self._slow != NONE and self._worker == turn:
+            time.sleep(self._seconds)
+        return super().loss(output, batch)
+
+
+NONE, ONE, TURNS = "none", "one", "in turns"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What takes the steps; without settings it is all-reduce."""
+
+    name: str
+    settings: Mapping[str, Any] | None = None
+
+
+METHODS = (
+    Method(name="all-reduce (native)"),
+    Method(name="server, synchronous", settings={"staleness": 0}),
+    Method(name="server, staleness 2", settings={"staleness": 2}),
+    Method(name="server, staleness infinite", settings={"staleness": "infinite"}),
+    Method(
+        name="server, staleness infinite, compensated",
+        settings={"staleness": "infinite", "delay_compensation": 0.04},
+    ),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--slow", type=float, default=0.05, help="seconds that a slow worker sleeps in a step")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    runs = [
+        {"method": method.name, "slow": slow, **measure(method, options, slow)}
+        for _ in range(options.repeats)
+        for slow in (NONE, ONE, TURNS)
+        for method in METHODS
+    ]
+    rows = [
+        summary(method.name, slow, [run for run in runs if (run["method"], run["slow"]) == (method.name, slow)])
+        for slow in (NONE, ONE, TURNS)
+        for method in METHODS
+    ]
+    title = (
+        f"digits, {options.workers} workers, {options.servers} servers, {runs[0]['steps']} steps, "
+        f"median of {options.repeats}"
+    )
+    table = Table(title=title)
+    for name in HEADINGS:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=130).print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"title": title, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    if options.markdown is not None:
+        options.markdown.write_text(markdown(rows), encoding="utf-8")
+
+
+HEADINGS = (
+    "method",
+    "slow worker",
+    "ms a step",
+    "accuracy",
+    "final loss",
+    "updates late, mean",
+    "most",
+    "steps ahead",
+)
+
+
+def measure(method: Method, options: argparse.Namespace, slow: str) -> dict[str, Any]:
+    """Train once, and say how long a step took and what was reached."""
+    job = jobfile.load(DIGITS).job
+    serves = method.settings is not None
+    with TemporaryDirectory(prefix="samestep-parameter-server-") as folder:
+        run = replace(
+            job.run,
+            layout=f"dp{options.workers + (options.servers if serves else 0)}",
+            threads=1,
+            device="cpu",
+            tensorboard=False,
+            check=False,
+            folder=Path(folder) / "run",
+        )
+        if serves:
+            file = Path(folder) / "servers.yaml"
+            file.write_text(yaml.safe_dump({"servers": options.servers, **(method.settings or {})}), encoding="utf-8")
+            run = replace(run, engine="parameter-server", engine_config=file)
+        args = {"slow": slow, "seconds": options.slow, "workers": options.workers}
+        args |= {"first": options.servers if serves else 0}
+        recipe = replace(job.recipe, task=f"{__file__}:Disturbed", args=args, epochs=options.epochs)
+        found = train_job(Job(recipe=recipe, run=run))
+        report = json.loads((Path(folder) / "run" / "report.json").read_text(encoding="utf-8"))
+    return {
+        "seconds": found.seconds,
+        "steps": found.steps,
+        "accuracy": found.metrics["accuracy"],
+        "loss": found.losses[-1],
+        "measured": report.get("engine_measured", {}),
+    }
+
+
+def summary(name: str, slow: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The medians of a method's runs as a row."""
+
+    def median(key: str) -> float:
+        return statistics.median(run[key] for run in runs)
+
+    def of_engine(key: str) -> str:
+        values = [run["measured"][key] for run in runs if key in run["measured"]]
+        return f"{statistics.median(values):.1f}".removesuffix(".0") if values else ""
+
+    return (
+        name,
+        slow,
+        f"{1e3 * statistics.median(run['seconds'] / run['steps'] for run in runs):.1f}",
+        f"{100 * median('accuracy'):.1f} %",
+        f"{median('loss'):.3f}",
+        of_engine("mean_age_in_updates"),
+        of_engine("oldest_in_updates"),
+        of_engine("most_steps_ahead"),
+    )
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The table as it stands in the documentation."""
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

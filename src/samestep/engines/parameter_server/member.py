@@ -1,0 +1,144 @@
+"""Member: what servers and workers have in common, namely a copy of the model to evaluate with, and checkpoints."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.engines.native import NativeTrainer
+from samestep.engines.parameter_server.messages import Wire
+from samestep.engines.parameter_server.settings import Roles, Settings
+from samestep.engines.parameter_server.shards import Chunk, FlatParameters
+from samestep.errors import UserError
+from samestep.parallel.optimizer_pieces import OPTIMIZER
+from samestep.parallel.parts import Entry
+from samestep.parallel.pieces import MODEL, Piece, model_pieces, whole_piece
+
+
+class Member(NativeTrainer):
+    """A rank of a parameter server. All ranks evaluate, with the parameters that the servers then hold."""
+
+    def __init__(self, *, flat: FlatParameters, roles: Roles, settings: Settings, wire: Wire, **common: Any) -> None:
+        super().__init__(**common)
+        check_optimizer(self.optimizer)
+        self.flat = flat
+        self.roles = roles
+        self.settings = settings
+        self.wire = wire
+        self.free_running = not settings.synchronous
+        self._changed = False  # since the parameters were the same on all ranks
+
+    def refresh(self) -> None:
+        """Give every rank the servers' parameters, and the first worker's buffers; every rank must ask."""
+        if not self._changed:
+            return
+        for number, server in enumerate(self.roles.servers):
+            dist.broadcast(self.flat.shard(number), src=server)
+        mine = self.model.state_dict()
+        for name in self._spread.parts.buffers():
+            value = mine[name].contiguous()
+            dist.broadcast(value, src=self.roles.workers[0])
+            mine[name].copy_(value)
+        self._changed = False
+
+    def predict(self, inputs: Any) -> Any:
+        self.refresh()
+        return super().predict(inputs)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        self.refresh()
+        return super().parameters()
+
+    def state(self) -> dict[str, Tensor]:
+        self.refresh()
+        return super().state()
+
+    def pieces(self) -> dict[str, Piece]:
+        """A server has its shard, and the first worker what no server holds: buffers, and what isn't trained."""
+        if dist.get_rank() != self.roles.workers[0]:
+            return {}
+        served = {MODEL + span.name for span in self.flat.spans}
+        every = model_pieces(self.model, self._spread.parts)
+        return {name: piece for name, piece in every.items() if name not in served}
+
+    def restore(
+        self,
+        step: int,
+        saved: Mapping[str, Entry],
+        read: Callable[[Mapping[str, Piece]], None],
+        scaler: Mapping[str, float],
+    ) -> None:
+        # Every rank reads the whole model into its copy, of which a server's shard is a part.
+        to_fill = ShardState(self.optimizer, self.held_chunks(), saved)
+        read({**model_pieces(self.model, self._spread.parts), **to_fill.pieces})
+        to_fill.fill()
+        self._changed = False
+        self._advance_schedule(step)
+
+    def held_chunks(self) -> Mapping[nn.Parameter, Chunk]:
+        """The chunks that this rank's optimizer steps."""
+        return {}
+
+
+class ShardState:
+    """An optimizer of chunks that is to get its state from a checkpoint, read into `pieces` first."""
+
+    def __init__(
+        self, optimizer: Optimizer, chunks: Mapping[nn.Parameter, Chunk], saved: Mapping[str, Entry]
+    ) -> None:
+        self._optimizer = optimizer
+        self._chunks = chunks
+        self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self.pieces: dict[str, Piece] = {}
+        for parameter, chunk in chunks.items():
+            prefix = f"{OPTIMIZER}{chunk.span.name}."
+            for full_name in (name for name in saved if name.startswith(prefix)):
+                key, entry = full_name.removeprefix(prefix), saved[full_name]
+                if "." in key:  # of a parameter whose name begins with this one's
+                    continue
+                shaped = entry.shape == chunk.span.shape and len(entry.shape)
+                value = torch.zeros(chunk.shape if shaped else entry.shape, dtype=entry.dtype)
+                value = value.to(parameter.device) if shaped else value
+                self._state.setdefault(parameter, {})[key] = value
+                self.pieces[full_name] = piece_of_state(chunk, value)
+
+    def fill(self) -> None:
+        """Give the optimizer what was read, and leave its groups' settings as they are."""
+        if not self._chunks:
+            return
+        self._optimizer.state.clear()
+        for parameter, values in self._state.items():
+            self._optimizer.state[parameter] = values
+
+
+def piece_of_state(chunk: Chunk, value: Tensor) -> Piece:
+    """State of a chunk's shape is cut as the chunk is; other state is each server's, such as a count of steps."""
+    return chunk.piece(value) if value.ndim and value.shape == chunk.shape else whole_piece(value)
+
+
+# Their update of an element needs that element's gradient and state alone, so a part of a tensor can be stepped.
+_ELEMENTWISE: Sequence[type[Optimizer]] = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise UserError for an optimizer that may look at whole tensors, of which a server has parts."""
+    if type(optimizer) not in _ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+        raise UserError(
+            f'engine "parameter-server": servers step parts of tensors, which {type(optimizer).__name__} is not '
+            f"known to allow; use one of {known}"
+        )

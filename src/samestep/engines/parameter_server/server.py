@@ -1,0 +1,277 @@
+"""Server: holds a shard of the parameters and of the optimizer's state, and steps it by the workers' gradients."""
+
+import math
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.data.loader import StepBatch
+from samestep.engines.base import Loss, StepReport
+from samestep.engines.parameter_server.member import Member, piece_of_state
+from samestep.engines.parameter_server.messages import Answer, Pushed, Told
+from samestep.engines.parameter_server.shards import Chunk
+from samestep.parallel.holdings import Holdings, state_tensors
+from samestep.parallel.optimizer_pieces import OPTIMIZER
+from samestep.parallel.parts import Entry
+from samestep.parallel.pieces import MODEL, Piece
+
+
+@dataclass(kw_only=True)
+class _Totals:
+    """What the workers said of one step."""
+
+    loss: float = 0.0
+    count: float = 0.0
+    norms: float = 0.0
+    pushes: int = 0
+
+    def add(self, told: Told) -> None:
+        self.loss += told.loss
+        self.count += told.count
+        self.norms += told.norm
+        self.pushes += 1
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(1.0, self.count)
+
+    @property
+    def mean_norm(self) -> float:
+        return self.norms / max(1, self.pushes)
+
+
+class Server(Member):
+    """What both kinds of servers have: the shard as chunks of parameters, and a gradient of the same length."""
+
+    def __init__(self, *, number: int, chunks: Mapping[nn.Parameter, Chunk], **common: Any) -> None:
+        """`number` is the server's among the servers; `chunks` are what its optimizer steps."""
+        super().__init__(**common)
+        self._number = number
+        self._chunks = chunks
+        self._in_order = list(chunks.values())
+        self.shard = self.flat.shard(number)
+        self.gradient: Tensor = torch.zeros_like(self.shard)
+
+    def held_chunks(self) -> Mapping[nn.Parameter, Chunk]:
+        return self._chunks
+
+    def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        # In its first step every rank hears whether a worker's forwards have moved a buffer too often.
+        self._spread.repeated.check("a worker's step may run several")
+        lr = self.optimizer.param_groups[0]["lr"]
+        loss_value, norm = self.serve(batch)
+        self.wire.wait()
+        self._changed = True
+        values = torch.tensor([loss_value, norm], dtype=torch.float64)
+        return StepReport(loss=values[0], grad_norm=values[1], lr=lr)
+
+    @abstractmethod
+    def serve(self, batch: StepBatch) -> tuple[float, float]:
+        """Serve the workers until all have done this step: its loss and gradient norm."""
+
+    def receive(self, worker: int | None) -> tuple[int, Pushed]:
+        return self.wire.receive_push(self._in_order, self.shard.dtype, worker)
+
+    def step_shard(self, used: Sequence[bool]) -> None:
+        """Let the optimizer step by `gradient`; chunks without a gradient are left alone, also by weight decay."""
+        for (parameter, chunk), has_one in zip(self._chunks.items(), used, strict=True):
+            parameter.grad = self.gradient[chunk.at].view(chunk.shape) if has_one else None
+        self.optimizer.step()
+
+    def pieces(self) -> dict[str, Piece]:
+        found: dict[str, Piece] = {}
+        for parameter, chunk in self._chunks.items():
+            found[MODEL + chunk.span.name] = chunk.piece(parameter)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"{OPTIMIZER}{chunk.span.name}.{key}"] = piece_of_state(chunk, value)
+        return found
+
+    def holdings(self) -> Holdings:
+        return Holdings(
+            parameters=[parameter.detach() for parameter in self.model.parameters()],
+            gradients=[self.gradient],
+            optimizer_state=list(state_tensors(self.optimizer)),
+        )
+
+
+class SynchronousServer(Server):
+    """Sums the gradients of all workers, in the order of their ranks, and takes the step of one process."""
+
+    def __init__(self, *, server_group: dist.ProcessGroup, **common: Any) -> None:
+        super().__init__(**common)
+        self._server_group = server_group
+
+    def serve(self, batch: StepBatch) -> tuple[float, float]:
+        self.wire.wait()
+        self.gradient.zero_()
+        totals = _Totals()
+        used = [False] * len(self._chunks)
+        for worker in self.roles.workers:
+            _, pushed = self.receive(worker)
+            pushed.add_to(self.gradient)
+            used = [before or now for before, now in zip(used, pushed.used, strict=True)]
+            totals.add(pushed.told)
+        norm = self._clip_whole(batch.global_samples / max(1.0, totals.count))
+        self.step_shard(used)
+        if self.schedule is not None:
+            self.schedule.step()
+        answer = Answer(loss=totals.mean_loss, norm=norm, stop_at=math.inf)
+        for worker in self.roles.workers:
+            self.wire.reply(worker, answer, self.shard)
+        return answer.loss, answer.norm
+
+    def _clip_whole(self, to_mean: float) -> float:
+        """Turn sum / samples into sum / terms, clip the norm over all servers' shards, and return it as it was."""
+        square = torch.linalg.vector_norm(self.gradient, dtype=torch.float64).square().cpu()
+        if len(self.roles.servers) > 1:
+            dist.all_reduce(square, group=self._server_group)
+        norm = square.sqrt().item() * to_mean
+        factor = to_mean if self._clip is None else to_mean * min(1.0, self._clip / (norm + 1e-6))
+        if factor != 1.0:
+            self.gradient *= factor
+        return norm
+
+
+class AsynchronousServer(Server):
+    """Applies each worker's gradient when it comes, and lets no worker start a step too far ahead of the slowest.
+
+    A gradient is the mean over its worker's terms, clipped by its own norm; it is applied with the learning rate
+    times the worker's share of the batch, so that the gradients of one step together have the step's learning rate.
+    """
+
+    def __init__(self, **common: Any) -> None:
+        super().__init__(**common)
+        count = len(self.roles.workers)
+        self._clock = [0] * count  # steps that each worker has pushed
+        self._seen = [0] * count  # updates that were made before each worker's parameters were sent
+        compensates = self.settings.delay_compensation is not None
+        self._sent = [self.shard.clone() for _ in range(count)] if compensates else []  # what each computes with
+        self._waiting: list[int] = []  # workers whose push was applied, and who have no answer yet
+        self._totals: dict[int, _Totals] = {}  # by step
+        self._latest: _Totals | None = None  # of the newest step that all workers have done
+        self._steps = 0  # that this rank has reported
+        self._scheduled = 0
+        self._stop_at = math.inf
+        self._updates = self._ages = self._oldest = self._left_out = self._furthest = 0
+
+    def serve(self, batch: StepBatch) -> tuple[float, float]:
+        """Some workers may push later steps meanwhile."""
+        step, self._steps = self._steps, self._steps + 1
+        while min(self._clock) <= step:
+            worker, pushed = self.receive(None)
+            self._take(self.roles.workers.index(worker), pushed)
+        totals = self._totals.pop(step)
+        return math.nan if step >= self._stop_at else totals.mean_loss, totals.mean_norm
+
+    def _take(self, worker: int, pushed: Pushed) -> None:
+        """Apply a worker's gradient, and answer whom the bound then lets go on."""
+        told, step, before = pushed.told, self._clock[worker], min(self._clock)
+        totals = self._totals.setdefault(step, _Totals())
+        self._clock[worker] += 1
+        self._furthest = max(self._furthest, step - before)
+        self._stop_at = min(self._stop_at, told.stop_at)
+        if math.isfinite(told.loss) and math.isfinite(told.norm):
+            totals.add(told)
+            if told.samples:
+                self._update(worker, pushed)
+        else:
+            self._leave_out(worker, step)
+        if min(self._clock) > before:
+            self._latest = self._totals[before]
+        self._advance(sum(self._clock) // len(self._clock))
+        self._waiting.append(worker)
+        self._answer()
+
+    def _update(self, worker: int, pushed: Pushed) -> None:
+        self.wire.wait()  # the shard may still be on its way to a worker
+        age = self._updates - self._seen[worker]
+        self._ages, self._oldest = self._ages + age, max(self._oldest, age)
+        self.gradient.zero_()
+        pushed.add_to(self.gradient)
+        strength = self.settings.delay_compensation
+        if strength is not None:
+            # Zheng et al. 2017, equation 10: g + lambda g * g * (w now - w that the gradient was computed at).
+            moved = self.shard - self._sent[worker]
+            self.gradient.addcmul_(self.gradient.square(), moved, value=strength)
+        share = pushed.told.samples / pushed.told.global_samples
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * share
+        self.step_shard(pushed.used)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._updates += 1
+
+    def _leave_out(self, worker: int, step: int) -> None:
+        """A gradient that isn't finite is applied by no server; all ranks report NaN from a step that none has begun.
+
+        The first server chooses the step and tells the workers, who tell the other servers by their next push.
+        """
+        self._left_out += 1
+        if self._number or math.isfinite(self._stop_at):
+            return
+        self._stop_at = max(self._clock) + 1
+        print(
+            f"samestep: the loss or gradient of worker {worker} (rank {self.roles.workers[worker]}) is not finite in "
+            f"its step {step} of this start; it is not applied, and the training stops at step {self._stop_at:.0f}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _advance(self, steps: int) -> None:
+        """The schedule goes by the pushes of all workers: a step for as many as there are workers."""
+        while self._scheduled < steps:
+            self._scheduled += 1
+            if self.schedule is not None:
+                self.pass_over()
+
+    def _answer(self) -> None:
+        slowest = min(self._clock)
+        for worker in [each for each in self._waiting if self._clock[each] - slowest <= self.settings.bound]:
+            self._waiting.remove(worker)
+            self._hand_out(worker)
+            known = self._latest or self._totals[slowest if slowest in self._totals else min(self._totals)]
+            answer = Answer(loss=known.mean_loss, norm=known.mean_norm, stop_at=self._stop_at)
+            self.wire.reply(self.roles.workers[worker], answer, self.shard)
+
+    def _hand_out(self, worker: int) -> None:
+        self._seen[worker] = self._updates
+        if self._sent:
+            self._sent[worker].copy_(self.shard)
+
+    def holdings(self) -> Holdings:
+        held = super().holdings()
+        return replace(held, parameters=[*held.parameters, *self._sent])
+
+    def refresh(self) -> None:
+        super().refresh()
+        for worker in range(len(self._clock)):  # who have all of them now
+            self._hand_out(worker)
+
+    def restore(
+        self,
+        step: int,
+        saved: Mapping[str, Entry],
+        read: Callable[[Mapping[str, Piece]], None],
+        scaler: Mapping[str, float],
+    ) -> None:
+        super().restore(step, saved, read, scaler)
+        for worker in range(len(self._clock)):
+            self._hand_out(worker)
+
+    def measured(self) -> Mapping[str, Any]:
+        """How stale gradients were: updates by others between a worker's pull and its push, and steps ahead."""
+        return {
+            "updates": self._updates,
+            "mean_age_in_updates": self._ages / max(1, self._updates),
+            "oldest_in_updates": self._oldest,
+            "most_steps_ahead": self._furthest,
+            "left_out": self._left_out,
+        }

@@ -1,0 +1,92 @@
+"""What of the parameter server can be chosen: a small YAML file, `run.engine_config`."""
+
+from dataclasses import dataclass as plain_dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from annotated_types import Ge, Gt
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from samestep.data.order import Place
+from samestep.errors import LayoutError, UserError
+from samestep.layout import Layout
+from samestep.recipe import STRICT, Positive, Real, Whole, broken_rule
+from samestep.validation import checked
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings:
+    """How many ranks are servers, and how far workers may run apart."""
+
+    servers: Positive = 1  # of all ranks, the first ones
+    # Steps that a worker may be ahead of the slowest one. 0: all gradients of a step are summed, the same step.
+    staleness: Annotated[Whole, Ge(0)] | Literal["infinite"] = 0
+    delay_compensation: Annotated[Real, Gt(0)] | None = None  # lambda of DC-ASGD; None: none
+    sparse_rows: bool = True  # gradients of embedding tables as the rows that were touched, where that is less
+
+    @model_validator(mode="after")
+    def _compensates_a_delay(self) -> "Settings":
+        if self.delay_compensation is not None and self.synchronous:
+            raise broken_rule(
+                "delay_compensation",
+                f"delay_compensation is {self.delay_compensation}, and with staleness 0 no gradient is delayed; "
+                "use staleness: 1 or more, or infinite",
+            )
+        return self
+
+    @property
+    def synchronous(self) -> bool:
+        return self.staleness == 0
+
+    @property
+    def bound(self) -> float:
+        """The staleness as a number of steps."""
+        return float("inf") if self.staleness == "infinite" else self.staleness
+
+
+@plain_dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Which ranks serve and which work."""
+
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, settings: Settings, ranks: int) -> "Roles":
+        """Servers come first, so that rank 0, which writes the records, knows of every worker."""
+        return cls(servers=tuple(range(settings.servers)), workers=tuple(range(settings.servers, ranks)))
+
+    def place(self, rank: int) -> Place:
+        """The part of each global batch that a rank trains on: workers share it out, servers take none."""
+        if rank in self.servers:
+            return Place(index=0, of=len(self.workers), idle=True)
+        return Place(index=self.workers.index(rank), of=len(self.workers))
+
+
+def read(path: Path | None) -> Settings:
+    """Read a file of settings. Raises UserError that names the file and each mistake."""
+    if path is None:
+        return Settings()
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: no YAML file of a parameter server's settings: {error}") from None
+    try:
+        return checked(Settings, {} if values is None else values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def check_ranks(settings: Settings, layout: Layout) -> None:
+    """Raise LayoutError where no rank would be left to work."""
+    if layout.size < 2:
+        raise LayoutError(
+            f'layout "{layout}": engine "parameter-server" needs a server and a worker at least; use dp2 or more'
+        )
+    if settings.servers >= layout.size:
+        raise LayoutError(
+            f'layout "{layout}": {settings.servers} of {layout.size} ranks would be servers, and none a worker; '
+            f"use servers: {layout.size - 1} or fewer, or dp{settings.servers + 1} or more"
+        )

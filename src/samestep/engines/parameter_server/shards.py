@@ -1,0 +1,168 @@
+"""Shards: all trained parameters as one sequence of elements, of which each server has a range of equal length."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import UserError
+from samestep.parallel.pieces import Box, Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Where a parameter lies in the sequence."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    table: bool  # an embedding table, whose gradient may be few rows; it is cut between rows alone
+
+    @property
+    def row(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """The part of a parameter that a server holds."""
+
+    span: Span
+    first: int  # of the parameter's elements
+    last: int  # one past the last
+    offset: int  # where it begins in the server's shard
+
+    @property
+    def elements(self) -> int:
+        return self.last - self.first
+
+    @property
+    def whole(self) -> bool:
+        return self.elements == self.span.stop - self.span.start
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor that the optimizer steps: with the parameter's number of dimensions, which decides its
+        weight decay. A part of a parameter is a single row of so many elements."""
+        dims = len(self.span.shape)
+        return self.span.shape if self.whole else torch.Size([1] * (dims - 1) + [self.elements])
+
+    @property
+    def at(self) -> slice:
+        """Of the server's shard."""
+        return slice(self.offset, self.offset + self.elements)
+
+    def piece(self, values: Tensor) -> Piece:
+        """What `values`, of the chunk's shape, are of the whole parameter."""
+        flat, begin, found = values.detach().reshape(-1), 0, []
+        for offsets, shape in boxes(self.span.shape, self.first, self.last):
+            end = begin + math.prod(shape)
+            found.append(Box(offsets=offsets, values=flat[begin:end].view(shape)))
+            begin = end
+        return Piece(shape=self.span.shape, dtype=values.dtype, boxes=found)
+
+
+def spans_of(model: nn.Module) -> list[Span]:
+    """The trained parameters one after the other, in the model's order. Raises UserError for several dtypes."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    spans: list[Span] = []
+    start, first = 0, None
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or not parameter.numel():
+            continue
+        first = first or (name, parameter.dtype)
+        if parameter.dtype != first[1]:
+            raise UserError(
+                f'engine "parameter-server": {name} is {parameter.dtype} and {first[0]} {first[1]}; '
+                "use parameters of one dtype, or engine native"
+            )
+        stop = start + parameter.numel()
+        spans.append(Span(name=name, shape=parameter.shape, start=start, stop=stop, table=id(parameter) in tables))
+        start = stop
+    return spans
+
+
+def bounds_of(spans: Sequence[Span], servers: int) -> list[int]:
+    """Where each server's range begins, and the end of the last. Raises UserError where a server would hold nothing.
+
+    Each range has total / servers elements, to one element; a cut inside an embedding table moves to the nearest row.
+    """
+    total = spans[-1].stop if spans else 0
+    cuts = [0]
+    for server in range(1, servers):
+        cut = round(total * server / servers)
+        for span in spans:
+            if span.table and span.start < cut < span.stop:
+                cut = span.start + round((cut - span.start) / span.row) * span.row
+        cuts.append(cut)
+    cuts.append(total)
+    if any(after <= before for before, after in pairwise(cuts)):
+        raise UserError(
+            f"servers is {servers}, and the model's {len(spans)} trained parameters ({total:,} elements) leave one "
+            "of them without any; use fewer servers"
+        )
+    return cuts
+
+
+def chunks_of(spans: Sequence[Span], start: int, stop: int) -> list[Chunk]:
+    """What a server with this range of the sequence holds of each parameter."""
+    found = []
+    for span in spans:
+        first, last = max(start, span.start), min(stop, span.stop)
+        if first < last:
+            found.append(Chunk(span=span, first=first - span.start, last=last - span.start, offset=first - start))
+    return found
+
+
+def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements `first` to `last` of a tensor as rectangular parts in the order of its memory: offsets and shapes.
+
+    A range is at most a part of a row, whole rows, and a part of a row, and so on inside those.
+    """
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    number = first // row
+    if first % row or last < (number + 1) * row:
+        end = min(last, (number + 1) * row)
+        for offsets, lengths in boxes(shape[1:], first - number * row, end - number * row):
+            yield (number, *offsets), (1, *lengths)
+        first, number = end, number + 1
+    if (full := last // row) > number:
+        yield (number, *(0 for _ in shape[1:])), (full - number, *shape[1:])
+        first = full * row
+    if first < last:
+        yield from boxes(shape, first, last)
+
+
+class FlatParameters:
+    """A model's trained parameters in one memory, in which each server's shard is a range.
+
+    A worker receives parameters straight into it, and a server's optimizer steps its range in place.
+    """
+
+    def __init__(self, model: nn.Module, servers: int) -> None:
+        """The model's parameters become views of this memory."""
+        self.spans = spans_of(model)
+        self._bounds = bounds_of(self.spans, servers)
+        parameters = dict(model.named_parameters())
+        self.parameters: Mapping[str, nn.Parameter] = {span.name: parameters[span.name] for span in self.spans}
+        like = next(iter(self.parameters.values()))
+        self.values = torch.empty(self._bounds[-1], dtype=like.dtype, device=like.device)
+        for span in self.spans:
+            place = self.values[span.start : span.stop].view(span.shape)
+            place.copy_(self.parameters[span.name].detach())
+            self.parameters[span.name].data = place
+        self.chunks: Sequence[Sequence[Chunk]] = [  # of each server
+            chunks_of(self.spans, start, stop) for start, stop in pairwise(self._bounds)
+        ]
+
+    def shard(self, server: int) -> Tensor:
+        """A server's range, in this memory."""
+        return self.values[self._bounds[server] : self._bounds[server + 1]]
