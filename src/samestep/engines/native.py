@@ -111,8 +111,7 @@ class NativeTrainer(Checkpointed, Skipping):
             return loss_sum * (micro_batch.weight * self.gradient_scale(batch))
 
         def forwards_done() -> None:
-            # Two numbers, on their way while backward runs.
-            pending.append(dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True))
+            pending.append(self.sum_totals(totals))
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
         with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
@@ -123,6 +122,10 @@ class NativeTrainer(Checkpointed, Skipping):
         # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
         totals[1].clamp_(min=1)
         return totals
+
+    def sum_totals(self, totals: Tensor) -> dist.Work | None:
+        """Sum [loss sum, count] over the ranks: two numbers, on their way while backward runs."""
+        return dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True)
 
     @contextmanager
     def _no_other_draws(self) -> Iterator[None]:
@@ -259,6 +262,7 @@ class Native(Engine):
         complex_parameters=True,
         compiles=True,
         skips=True,
+        sends_less=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
@@ -272,6 +276,10 @@ class Native(Engine):
             return self._prepare(model, how, failures)
 
     def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
+        if how.communication is not None:
+            from samestep.engines.less_communication import prepare
+
+            return prepare(model, how, how.communication, failures)
         in_precision = Precision(how.precision, how.device)
         spread_model = spread(
             model,
