@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Rank:
         self.v = copy.deepcopy(self.m)
         self.t = 0
         self.weight = 0.0
-        self.kept: dict[str, Any] = {}
+        self.kept: dict[Any, Any] = {}
 
     def decay(self) -> None:
         for name, value in self.x.items():
@@ -55,7 +56,7 @@ class Simulation:
         self.samples: Any = task.train_set()
         self.order = SampleOrder(size=len(self.samples), batch=batch, seed=seed)
         self.ranks = [Rank(start) for _ in range(ranks)]
-        self.shared: dict[str, Any] = {}
+        self.shared: dict[Any, Any] = {}
         self.done = 0
         self.losses: list[float] = []
 
@@ -140,7 +141,7 @@ def local_sgd(*, every: int, start: int = 0) -> Any:
 def diloco(
     *, every: int, lr: float, momentum: float, parts: Sequence[Sequence[str]], overlap: int = 0, mixing: float = 0.0
 ) -> Any:
-    """Algorithm 1 of Douillard et al. 2023 for one part; the parts' rounds end every / parts steps after each other."""
+    """Algorithm 1 of Douillard et al. 2023 for one part; the rounds of parts end every / parts steps apart."""
 
     def method(run: Simulation, sums: list[Tensors], counts: list[float], samples: int) -> None:
         if "a" not in run.shared:
@@ -173,17 +174,166 @@ def diloco(
     return method
 
 
+def _shares(run: Simulation, sums: list[Tensors], counts: list[float]) -> list[Tensors]:
+    """Of each rank what the mean over the ranks makes the sum over the global batch / the global count."""
+    return [{name: g * len(sums) / sum(counts) for name, g in each.items()} for each in sums]
+
+
+def _mean_of(tensors: Sequence[Tensors]) -> Tensors:
+    return {name: torch.stack([each[name] for each in tensors]).mean(0) for name in tensors[0]}
+
+
+def powersgd(*, rank: int, start: int) -> Any:
+    """Algorithms 1 and 2 of Vogels et al. 2019, with the Gram-Schmidt process that stands there."""
+
+    def method(run: Simulation, sums: list[Tensors], counts: list[float], samples: int) -> None:
+        shares = _shares(run, sums, counts)
+        gradient = _mean_of(shares)
+        if run.done > start:
+            for number, (name, value) in enumerate(run.ranks[0].x.items()):
+                if value.ndim < 2 or sum(value.shape) * min(rank, *value.shape) >= value.numel():
+                    continue
+                drawn = torch.randn(value.shape[1], rank, generator=torch.Generator().manual_seed(number))
+                q = run.shared.get(("q", name), drawn.double())
+                matrices = [
+                    each[name] + other.kept.get(name, 0.0) for each, other in zip(shares, run.ranks, strict=True)
+                ]
+                p = _orthonormal(sum(matrix @ q for matrix in matrices) / len(matrices))  # type: ignore[arg-type]
+                run.shared["q", name] = sum(matrix.T @ p for matrix in matrices) / len(matrices)
+                gradient[name] = p @ run.shared["q", name].T
+                for matrix, other in zip(matrices, run.ranks, strict=True):
+                    other.kept[name] = matrix - gradient[name]
+        for each in run.ranks:
+            each.adam(run.clipped(gradient))
+
+    return method
+
+
+def _orthonormal(matrix: Tensor) -> Tensor:
+    columns: list[Tensor] = []
+    for column in matrix.T:
+        for before in columns:
+            column = column - (column @ before) * before
+        columns.append(column / column.norm())
+    return torch.stack(columns, dim=1)
+
+
+def _one_bit_mean(run: Simulation, vectors: Sequence[Tensor]) -> Tensor:
+    """The mean by signs and scales, with errors on both ways; a scale for each tensor's part of each chunk."""
+    numbers, ranks = len(vectors[0]), len(vectors)
+    chunk = 8 * -(-numbers // (8 * ranks))
+    cuts = {0, numbers, *range(0, numbers, chunk)}
+    at = 0
+    for value in run.ranks[0].x.values():
+        at += value.numel()
+        cuts.add(at)
+    edges = sorted(cuts)
+
+    def told(vector: Tensor) -> Tensor:
+        out = torch.empty_like(vector)
+        for first, last in pairwise(edges):
+            part = vector[first:last]
+            scale = part.abs().mean().float().double()
+            out[first:last] = torch.where(part >= 0, scale, -scale)
+        return out
+
+    total = torch.zeros(numbers, dtype=torch.float64)
+    for rank, vector in zip(run.ranks, vectors, strict=True):
+        whole = vector + rank.kept.get("error", 0.0)
+        rank.kept["error"] = whole - told(whole)
+        total += told(whole) / ranks
+    total += run.shared.get("error", 0.0)
+    run.shared["error"] = total - told(total)
+    return told(total)
+
+
+def _flat(tensors: Tensors) -> Tensor:
+    return torch.cat([value.flatten() for value in tensors.values()])
+
+
+def _like(vector: Tensor, tensors: Tensors) -> Tensors:
+    parts = vector.split([value.numel() for value in tensors.values()])
+    return {name: part.view(value.shape) for part, (name, value) in zip(parts, tensors.items(), strict=True)}
+
+
+def _mixed(m: Tensors, g: Tensors) -> Tensors:
+    return {name: BETAS[0] * m[name] + (1 - BETAS[0]) * g[name] for name in m}
+
+
+def one_bit_adam(*, warmup: int) -> Any:
+    """Algorithm 1 of Tang et al. 2021, with AdamW's corrections for bias, its decay, and numbers with v = 0 kept."""
+
+    def method(run: Simulation, sums: list[Tensors], counts: list[float], samples: int) -> None:
+        if run.done <= warmup:
+            plain(run, sums, counts, samples)
+            return
+        gradients = [run.clipped(share) for share in _shares(run, sums, counts)]
+        vectors = [_flat(_mixed(rank.m, g)) for rank, g in zip(run.ranks, gradients, strict=True)]
+        m = _like(_one_bit_mean(run, vectors), run.ranks[0].m)
+        for rank in run.ranks:
+            rank.m = m
+            rank.decay()
+            for name in m:
+                v = rank.v[name] / (1 - BETAS[1] ** warmup)
+                step = LR / (1 - BETAS[0] ** run.done) * m[name] / (v.sqrt() + EPS)
+                rank.x[name] = rank.x[name] - torch.where(v == 0, 0.0, step)
+
+    return method
+
+
+def zero_one_adam(*, renewals: Sequence[int], exchanges: Sequence[int]) -> Any:
+    """Algorithm 1 of Lu et al. 2022; the steps, counted from 1, that renew the variance, and that exchange."""
+
+    def method(run: Simulation, sums: list[Tensors], counts: list[float], samples: int) -> None:
+        shares = _shares(run, sums, counts)
+        if run.done in renewals:
+            whole = run.clipped(_mean_of(shares))
+            gradients = [whole] * len(shares)
+            for rank in run.ranks:
+                rank.v = {name: BETAS[1] * v + (1 - BETAS[1]) * whole[name] ** 2 for name, v in rank.v.items()}
+        else:
+            gradients = [run.clipped(share) for share in shares]
+        unbias = 1 - BETAS[1] ** sum(step <= run.done for step in renewals)
+        rate = LR / (1 - BETAS[0] ** run.done)
+        run.shared["rate"] = run.shared.get("rate", 0.0) + rate
+        run.shared.setdefault("a", dict(run.ranks[0].x))
+        factor = {name: 1 - LR * DECAY * (value.ndim >= 2) for name, value in run.ranks[0].x.items()}
+        run.shared["a"] = {name: value * factor[name] for name, value in run.shared["a"].items()}
+        v = run.ranks[0].v
+        divide = {name: torch.where(v[name] == 0, torch.inf, (v[name] / unbias).sqrt() + EPS) for name in v}
+        for rank, gradient in zip(run.ranks, gradients, strict=True):
+            rank.m = _mixed(rank.m, gradient)
+            rank.decay()
+            rank.x = {name: value - rate * rank.m[name] / divide[name] for name, value in rank.x.items()}
+            rank.kept["u"] = rank.kept.get("u", 0.0) + rate * _flat(rank.m)
+        if run.done in renewals:
+            run.shared["a"] = dict(run.ranks[0].x)
+        elif run.done in exchanges:
+            u = _like(_one_bit_mean(run, [rank.kept["u"] for rank in run.ranks]), v)
+            run.shared["a"] = {name: value - u[name] / divide[name] for name, value in run.shared["a"].items()}
+            for rank in run.ranks:
+                rank.x = dict(run.shared["a"])
+                rank.m = {name: value / run.shared["rate"] for name, value in u.items()}
+        else:
+            return
+        run.shared["rate"] = 0.0
+        for rank in run.ranks:
+            rank.kept["u"] = torch.zeros_like(_flat(v))
+
+    return method
+
+
 def begin_diloco(run: Simulation) -> None:
     run.shared["a"] = dict(run.ranks[0].x)
     run.shared["u"] = {name: torch.zeros_like(value) for name, value in run.ranks[0].x.items()}
 
 
-def resized(run: Simulation, ranks: int, weights: Sequence[float] | None = None) -> None:
-    """Another number of ranks: the parameters are the mean, the optimizer's state that of rank i modulo the old number.
+def resized(run: Simulation, ranks: int, model: Tensors) -> None:
+    """Another number of ranks, each with these parameters and the optimizer's state of rank i modulo the old number.
 
     A rank's own sums are dealt out to rank i modulo the new number, times new / old.
     """
-    before, model = run.ranks, run.mean(lambda rank: rank.x, weights)
+    before = run.ranks
     factor = ranks / len(before)
     run.ranks = [copy.deepcopy(before[number % len(before)]) for number in range(ranks)]
     for number, rank in enumerate(run.ranks):
@@ -199,5 +349,3 @@ def apart(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
         ((found[name].double() - value).abs().max() / value.abs().max().clamp(min=1e-3)).item()
         for name, value in wanted.items()
     )
-
-

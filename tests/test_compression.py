@@ -17,15 +17,20 @@ from simulated_replicas import (
     diloco,
     half,
     local_sgd,
+    one_bit_adam,
+    plain,
+    powersgd,
     resized,
+    zero_one_adam,
 )
-from small_tasks import Words
+from small_tasks import ScoredWords
+from torch.func import functional_call
 
 import samestep
-from samestep.errors import UserError
+from samestep.checkpoint.folder import name_of
 from samestep.validation import checked
 
-BATCH, SAMPLES, STEPS, SAVED, CLIP = 10, 45, 12, 7, 0.5
+BATCH, SAMPLES, STEPS, EVALUATED, SAVED, CLIP = 10, 45, 12, 5, 7, 0.5
 TENSORS = {"0.weight": 64, "0.bias": 16, "1.weight": 16, "1.bias": 16, "4.weight": 48, "4.bias": 3}
 NUMBERS = sum(TENSORS.values())
 HALVES = (["0.weight", "0.bias", "1.weight"], ["1.bias", "4.weight", "4.bias"])
@@ -36,6 +41,15 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "local-sgd": {"kind": "local-sgd", "every": 3, "start": 2},
     "diloco": {"kind": "diloco", "every": 4, "outer_lr": 0.6, "outer_momentum": 0.8},
     "streaming": {"kind": "diloco", "every": 4, "fragments": 2, "overlap": 2, "mixing": 0.25},
+    "powersgd": {"kind": "powersgd", "rank": 2, "start": 2},
+    "one-bit-adam": {"kind": "one-bit-adam", "warmup": 2},
+    "zero-one-adam": {
+        "kind": "zero-one-adam",
+        "variance_scaler": 2,
+        "variance_stop": 6,
+        "local_scaler": 3,
+        "local_most": 4,
+    },
 }
 SIMULATED: Mapping[str, Any] = {
     "bf16": half(torch.bfloat16),
@@ -43,13 +57,18 @@ SIMULATED: Mapping[str, Any] = {
     "local-sgd": local_sgd(every=3, start=2),
     "diloco": diloco(every=4, lr=0.6, momentum=0.8, parts=[list(TENSORS)]),
     "streaming": diloco(every=4, lr=0.7, momentum=0.9, parts=HALVES, overlap=2, mixing=0.25),
+    "powersgd": powersgd(rank=2, start=2),
+    "one-bit-adam": one_bit_adam(warmup=2),
+    # The variance in the steps 0, 1, 2, 4 and 6, the last of which is beyond the stop; an exchange every second step
+    # from the seventh on, and every fourth after three steps.
+    "zero-one-adam": zero_one_adam(renewals=(1, 2, 3, 5), exchanges=(4, 6, 8, 12)),
 }
 # 16 bits round in another order where a number of ranks sums otherwise than 0 + 1.
 CLOSE = 1e-9
 
 
 def task() -> samestep.Task:
-    return Words(samples=SAMPLES)
+    return ScoredWords(samples=SAMPLES)
 
 
 def recipe(communication: dict[str, Any] | None, **more: Any) -> samestep.Recipe:
@@ -60,6 +79,7 @@ def recipe(communication: dict[str, Any] | None, **more: Any) -> samestep.Recipe
         "precision": "fp64",
         "clip": CLIP,
         "optimizer": OPTIMIZER,
+        "evaluation": {"every": EVALUATED},
         "communication": communication,
         **more,
     }
@@ -68,16 +88,28 @@ def recipe(communication: dict[str, Any] | None, **more: Any) -> samestep.Recipe
 
 def simulated(name: str) -> Simulation:
     run = Simulation(task(), ranks=2, batch=BATCH, clip=CLIP)
-    begin_diloco(run)
+    if name in ("diloco", "streaming"):
+        begin_diloco(run)
     return run
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"step-{step:08d}"
+    return folder / "checkpoints" / name_of(step)
 
 
 def sent(folder: Path) -> list[int]:
     return [json.loads(line)["sent_bytes"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def model_of(run: Simulation) -> dict[str, torch.Tensor]:
+    """What all simulated ranks together stand for: each part of the model by its own weights."""
+    parts = HALVES if 1 in run.ranks[0].kept else [list(TENSORS)]
+    found: dict[str, torch.Tensor] = {}
+    for number, names in enumerate(parts):
+        weights = [rank.kept.get(number, rank.weight) for rank in run.ranks]
+        mean = run.mean(lambda rank: rank.x, weights if any(weights) else None)
+        found |= {name: mean[name] for name in names}
+    return {name: found[name] for name in TENSORS}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Mapping[str, samestep.TrainResult]:
-    """Every method on two ranks, in one start of them; saved after step 7, in the middle of every round."""
+    """Every method on two ranks, in one start of them; evaluated and saved in the middle of every round."""
     jobs = [
         job_of(recipe(method), "dp2", folder / name, checkpoint={"every": SAVED, "keep": 9})
         for name, method in METHODS.items()
@@ -95,15 +127,113 @@ def trained(folder: Path) -> Mapping[str, samestep.TrainResult]:
     return dict(zip(METHODS, train_all(jobs), strict=True))
 
 
+@pytest.fixture(scope="module")
+def resumed(folder: Path, trained: Mapping[str, Any]) -> Mapping[tuple[str, int], samestep.TrainResult]:
+    """The same from the checkpoints after step 7, on two and on three ranks."""
+    assert set(trained) == set(METHODS)
+    cases = [(name, ranks) for ranks in (2, 3) for name in METHODS]
+    jobs = [
+        job_of(
+            recipe(METHODS[name]),
+            f"dp{ranks}",
+            folder / f"{name}-on-{ranks}",
+            checkpoint={"resume": str(checkpoint_of(folder / name, SAVED))},
+        )
+        for name, ranks in cases
+    ]
+    return dict(zip(cases, train_all(jobs), strict=True))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_takes_the_steps_of_simulated_ranks(name: str, trained: Mapping[str, Any]) -> None:
     run = simulated(name)
     run.take(STEPS, SIMULATED[name])
     assert trained[name].losses == pytest.approx(run.losses, rel=CLOSE)
-    weights = [rank.weight or 1.0 for rank in run.ranks]
-    if name == "streaming":  # the ranks are not alike; each part has its own weights
-        kept = [run.mean(lambda rank: rank.x, [rank.kept[n] or 1.0 for rank in run.ranks]) for n in (0, 1)]
-        wanted = {key: kept[n][key] for n, names in enumerate(HALVES) for key in names}
-    else:
-        wanted = run.mean(lambda rank: rank.x, weights)
-    assert apart(load_file(trained[name].model_file), wanted) < CLOSE
+    assert apart(load_file(trained[name].model_file), model_of(run)) < CLOSE
+
+
+def test_methods_take_other_steps_than_plain_replicas_and_each_other(trained: Mapping[str, Any]) -> None:
+    run = simulated("plain")
+    run.take(STEPS, plain)
+    last = [run.losses[-1], *(result.losses[-1] for result in trained.values())]
+    assert min(abs(a - b) for i, a in enumerate(last) for b in last[:i]) > 1000 * CLOSE
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_evaluation_in_a_round_is_of_the_mean_of_all_ranks(
+    name: str, folder: Path, trained: Mapping[str, Any]
+) -> None:
+    run = simulated(name)
+    run.take(EVALUATED, SIMULATED[name])
+    inputs, labels = zip(*task().eval_set(), strict=True)  # type: ignore[misc]
+    scores = functional_call(run.model, model_of(run), (torch.stack(inputs).double(),))
+    right = (scores.argmax(dim=1) == torch.stack(labels)).double().mean().item()
+    lines = (folder / name / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
+    assert trained[name].steps == STEPS
+    assert {"step": EVALUATED, "accuracy": pytest.approx(right)}.items() <= json.loads(lines[0]).items()
+
+
+# Bytes that one of two ranks sends in a step: an all-reduce of b bytes is 2 b (n - 1) / n = b.
+_LOSSES = 8 * 2  # the sum of losses and their number
+_LOCAL = 8 * 4  # the same, and the norms with their weights, after backward
+_FLAGS = len(TENSORS)  # which parameters a step used, a byte each; of DistributedDataParallel's hooks 8
+# 163 numbers in two chunks of 88, of which half go to the other rank and all of the sum come back; 8 scales to the
+# other rank, 3 of the first chunk and 5 of the second, and as many of the sum as the chunk with most has.
+_ONE_BIT = 88 // 8 + 4 * 8 + 88 // 8 + 4 * 5
+
+
+def expected_bytes(name: str, step: int) -> int:
+    """Of step `step`, counted from 1."""
+    part = [sum(TENSORS[key] for key in names) for names in HALVES]
+    return {
+        "bf16": _LOSSES + 8 * _FLAGS + 2 * NUMBERS,
+        "fp16": _LOSSES + 8 * _FLAGS + 2 * NUMBERS,
+        "local-sgd": _LOCAL + 8 * (NUMBERS + 1) * (step <= 2 or step % 3 == 0),
+        "diloco": _LOCAL + 8 * (NUMBERS + 1) * (step % 4 == 0),
+        "streaming": _LOCAL + 8 * (part[0] + 1) * (step % 4 == 0) + 8 * (part[1] + 1) * (step % 4 == 2),
+        # 51 numbers of biases and norms; P and Q of 16 x 4 and 3 x 16 numbers with two columns each.
+        "powersgd": _LOSSES + _FLAGS + 8 * (NUMBERS if step <= 2 else 51 + 2 * (16 + 3) + 2 * (4 + 16)),
+        "one-bit-adam": _LOSSES + _FLAGS + (8 * NUMBERS if step <= 2 else _LOCAL + _ONE_BIT),
+        "zero-one-adam": _LOSSES
+        + _FLAGS
+        + (8 * NUMBERS if step in (1, 2, 3, 5) else _LOCAL + _ONE_BIT * (step in (4, 6, 8, 12))),
+    }[name]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_bytes_that_are_recorded_are_those_of_the_formula(
+    name: str, folder: Path, trained: Mapping[str, Any]
+) -> None:
+    wanted = [expected_bytes(name, step) for step in range(1, STEPS + 1)]
+    assert sent(folder / name) == wanted
+    assert trained[name].sent_bytes == sum(wanted)
+    assert json.loads((folder / name / "report.json").read_text())["sent_bytes"] == sum(wanted)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_bytes_that_are_recorded_are_those_that_are_seen_on_their_way(
+    name: str, trained: Mapping[str, Any], folder: Path
+) -> None:
+    assert trained[name].usage[0].sent_in_all == sent(folder / name)[2]  # the third step is measured
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_training_goes_on_as_if_it_had_not_ended(
+    name: str, folder: Path, trained: Mapping[str, Any], resumed: Mapping[Any, Any]
+) -> None:
+    again = resumed[name, 2]
+    assert again.first_step == SAVED
+    assert list(again.losses) == list(trained[name].losses[SAVED:])
+    found, wanted = load_file(again.model_file), load_file(trained[name].model_file)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert sent(folder / f"{name}-on-2") == sent(folder / name)[SAVED:]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("bf16", "fp16")])
+def test_a_training_goes_on_with_another_number_of_ranks(name: str, resumed: Mapping[Any, Any]) -> None:
+    run = simulated(name)
+    run.take(SAVED, SIMULATED[name])
+    resized(run, 3, model_of(run))
+    run.take(STEPS - SAVED, SIMULATED[name])
+    assert resumed[name, 3].losses == pytest.approx(run.losses[SAVED:], rel=CLOSE)
+    assert apart(load_file(resumed[name, 3].model_file), model_of(run)) < CLOSE

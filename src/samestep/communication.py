@@ -90,8 +90,8 @@ class DiLoCo:
         if self.overlap >= self.every:
             raise broken_rule(
                 "overlap",
-                f"overlap is {self.overlap} and every is {self.every}; a part arrives before it is sent again, so use "
-                f"at most {self.every - 1}",
+                f"overlap is {self.overlap} and every is {self.every}; a part arrives before it is sent again, so "
+                f"use at most {self.every - 1}",
             )
         return self
 

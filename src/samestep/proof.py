@@ -88,8 +88,8 @@ class Proof:
             return []
         most = largest(self.max_relative_difference.values())
         return [
-            f"recipe.communication is {self.communication}, which does not take the same step as one process; in these "
-            f"{self.steps} steps the largest relative difference was {most:.1e}"
+            f"recipe.communication is {self.communication}, which does not take the same step as one process; in "
+            f"these {self.steps} steps the largest relative difference was {most:.1e}"
         ]
 
 

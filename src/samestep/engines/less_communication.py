@@ -1,7 +1,7 @@
 """The native step of replicas that send less than their gradients: `recipe.communication`.
 
-A method of `samestep.comm.compression` says what is sent. The trainer here gives it gradients of the right weight, and
-keeps what the rest of samestep relies on: losses of the whole batch, one model to evaluate, checkpoints.
+A method of `samestep.comm.compression` says what is sent. The trainer here gives it gradients of the right weight,
+and keeps what the rest of samestep relies on: losses of the whole batch, one model to evaluate, checkpoints.
 """
 
 import warnings
@@ -39,7 +39,7 @@ STATE = "communication."
 def prepare(
     model: nn.Module, how: Preparation, options: Communication, failures: LayoutFailures
 ) -> "LessCommunicationTrainer":
-    """Spread a model over plain replicas that exchange what a method says. Raises UserError for models it can't take."""
+    """Spread a model over replicas that exchange what a method says. Raises UserError for models it can't take."""
     method_class = _method_class(options.kind)
     _check_model(model, method_class, options.kind)
     in_precision = Precision(how.precision, how.device)
@@ -296,7 +296,7 @@ def _range_piece(held: Any) -> Piece:
 
 
 class _UsedByAny(Used):
-    """Gives a gradient of zeros where another rank used a parameter and this one did not, and none where nobody did."""
+    """Gives zeros as the gradient of a parameter that only other ranks used; what no rank used keeps none."""
 
     def __init__(self, model: nn.Module, *, wire: Wire) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

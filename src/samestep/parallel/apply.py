@@ -58,7 +58,8 @@ def spread(
 ) -> Spread:
     """Spread a model as its layout says, and fill what of it is on the meta device with its initial values.
 
-    `exchange`: what plain replicas do with their gradients, None: they average them as they are. Raises LayoutError where it could not take the same step then.
+    `exchange`: what plain replicas do with their gradients; None: they average them as they are.
+    Raises LayoutError where it could not take the same step then.
     """
     keep_no_cache(model)
     check_complex(model, layout, precision)

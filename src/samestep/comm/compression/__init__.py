@@ -9,4 +9,7 @@ METHODS = {
     "diloco": "samestep.comm.compression.diloco:OuterMomentum",
     "fp16": "samestep.comm.compression.half:Half",
     "local-sgd": "samestep.comm.compression.local_sgd:Averaging",
+    "one-bit-adam": "samestep.comm.compression.one_bit_adam:OneBitMomentum",
+    "powersgd": "samestep.comm.compression.powersgd:LowRank",
+    "zero-one-adam": "samestep.comm.compression.zero_one_adam:LocalOneBit",
 }

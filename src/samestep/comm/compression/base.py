@@ -53,7 +53,7 @@ class Method(ABC):
     # Whether ranks' parameters and optimizer state may differ after a step.
     diverges: ClassVar[bool] = False
     # Whether a rank steps with the mean over its own samples; else its gradient is its share of the global batch's:
-    # the mean of all ranks' is sum over the global batch / global count, also where ranks have other numbers of terms.
+    # the mean of all ranks' is sum over the global batch / global count, also where ranks' numbers of terms differ.
     own_mean: ClassVar[bool] = False
 
     def __init__(self, options: Any, replica: Replica) -> None:

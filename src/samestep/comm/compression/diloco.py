@@ -34,7 +34,7 @@ class _Fragment:
         self.begun = flat(parameters)  # what all ranks began the round with
         self.momentum = torch.zeros_like(self.begun)
         self.weight = torch.zeros((), dtype=torch.float64)  # terms of this rank's losses in the round
-        # The mean change that a checkpoint, or an outer step that is due later, finds here; and the step it is due at.
+        # The mean change of an outer step that is due later, once it has arrived; and the step that it is due at.
         self.change = torch.zeros_like(self.begun) if options.overlap else None
         self.due = torch.full((), -1, dtype=torch.int64)
         self._coming: WeightedMean | None = None
@@ -42,10 +42,9 @@ class _Fragment:
     def ends_round(self, steps: int) -> bool:
         return steps > 0 and steps % self._options.every == self._offset
 
-    def mean_change(self, wire: "Replica", *, asynchronous: bool = False) -> WeightedMean:
+    def mean_change(self, replica: Replica, *, asynchronous: bool = False) -> WeightedMean:
         change = self.begun - flat(self.parameters)
-        mean = WeightedMean(wire.wire, [change], float(self.weight), asynchronous=asynchronous)
-        return mean
+        return WeightedMean(replica.wire, [change], float(self.weight), asynchronous=asynchronous)
 
     def end_round(self, replica: Replica, steps: int) -> None:
         """Send what the round has changed; step at once, or `overlap` steps later."""
@@ -132,8 +131,8 @@ def _fragments(options: DiLoCo, replica: Replica) -> list[_Fragment]:
     named = dict(zip(replica.parameters, replica.tensors, strict=True))
     if options.fragments > len(named):
         raise UserError(
-            f"recipe.communication.fragments is {options.fragments}, and the model has {len(named)} parameter tensors "
-            f"to deal out; use at most {len(named)}"
+            f"recipe.communication.fragments is {options.fragments}, and the model has {len(named)} parameter tensors; "
+            f"use at most {len(named)}"
         )
     total = sum(tensor.numel() for tensor in named.values())
     parts: list[list[str]] = [[]]

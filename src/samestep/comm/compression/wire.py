@@ -1,4 +1,4 @@
-"""Wire: the collectives that a method uses, over one process group, with a count of the bytes that this rank sends."""
+"""Wire: the collectives that a method uses over one process group, and the bytes that this rank sends by them."""
 
 from collections.abc import Sequence
 
