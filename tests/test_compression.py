@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from proving import prove
 from resuming import job_of, train_all
 from safetensors.torch import load_file
 from simulated_replicas import (
@@ -23,11 +24,14 @@ from simulated_replicas import (
     resized,
     zero_one_adam,
 )
-from small_tasks import ScoredWords
+from small_tasks import Points, ScoredWords
 from torch.func import functional_call
 
 import samestep
+from samestep import jobfile
 from samestep.checkpoint.folder import name_of
+from samestep.errors import CheckpointError, UserError
+from samestep.report.tables import print_proof
 from samestep.validation import checked
 
 BATCH, SAMPLES, STEPS, EVALUATED, SAVED, CLIP = 10, 45, 12, 5, 7, 0.5
@@ -237,3 +241,108 @@ def test_a_training_goes_on_with_another_number_of_ranks(name: str, resumed: Map
     run.take(STEPS - SAVED, SIMULATED[name])
     assert resumed[name, 3].losses == pytest.approx(run.losses[SAVED:], rel=CLOSE)
     assert apart(load_file(resumed[name, 3].model_file), model_of(run)) < CLOSE
+
+
+def test_verify_says_what_a_method_is_and_how_far_its_steps_are(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        "apart": {"kind": "powersgd", "rank": 2, "start": 1},
+        "warm-up": {"kind": "one-bit-adam", "warmup": 50},
+    }
+    proofs = prove({name: (recipe(method), "dp2", {}) for name, method in cases.items()}, steps=3)
+    apart_, warm = proofs["apart"], proofs["warm-up"]
+    assert not isinstance(apart_, str)
+    assert not isinstance(warm, str)
+    assert not apart_.same_step
+    assert max(apart_.max_relative_difference.values()) > 1e-4
+    (words,) = [line for line in apart_.words() if "recipe.communication" in line]
+    assert "is powersgd, which does not take the same step as one process; in these 3 steps" in words
+    # Steps of a warm-up are those of one process; the method's are not, and that is what it is called.
+    assert max(warm.max_relative_difference.values()) < 1e-10
+    assert not warm.same_step
+    assert warm.to_json()["communication"] == "one-bit-adam"
+    print_proof(apart_)
+    told = capsys.readouterr().out
+    assert "NOT the same step" in told
+    assert f"{max(apart_.max_relative_difference.values()):.1e}" in told
+
+
+@pytest.mark.parametrize(
+    ("communication", "layout", "run", "more", "message"),
+    [
+        ({"kind": "diloco"}, "fsdp2", {}, {}, "is diloco, which is for plain replicas; use dp2"),
+        ({"kind": "diloco"}, "single", {}, {}, "is diloco, which is for plain replicas; use dp2"),
+        ({"kind": "bf16"}, "dp2 tp2", {}, {}, "is bf16, which is for plain replicas; use dp4"),
+        ({"kind": "bf16"}, "dp2 offload=optimizer", {}, {}, "use dp2 without offload=optimizer"),
+        ({"kind": "bf16"}, "single", {"engine": "data-parallel"}, {}, 'engine "data-parallel" does not have'),
+        ({"kind": "fp16"}, "dp2", {}, {"precision": "fp16"}, "is fp16 and recipe.precision is fp16"),
+    ],
+)
+def test_what_a_method_can_not_have_is_refused_before_any_process_starts(
+    communication: dict[str, Any], layout: str, run: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        samestep.train(recipe(communication, **more), layout, **run)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("communication", "message"),
+    [
+        ({"kind": "dilco"}, "recipe.communication.kind is 'dilco'; did you mean \"diloco\"?"),
+        ({"every": 3}, "recipe.communication.kind is missing"),
+        ({"kind": "powersgd", "rnk": 3}, 'unknown key "recipe.communication.rnk"; did you mean "rank"?'),
+        ({"kind": "powersgd", "rank": 0}, "recipe.communication.rank is 0; it should be greater than 0"),
+        ({"kind": "local-sgd", "every": True}, "recipe.communication.every is true; it should be a number"),
+        ({"kind": "diloco", "every": 3, "fragments": 5}, "fragments is 5 and every is 3"),
+        ({"kind": "diloco", "every": 3, "overlap": 3}, "overlap is 3 and every is 3"),
+        ("bf16", "recipe.communication is 'bf16'; it should be a section of keys and values"),
+    ],
+)
+def test_wrong_options_are_told_in_one_sentence(communication: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        recipe(communication)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_kinds_of_adam_want_adam() -> None:
+    with pytest.raises(UserError, match="which is a kind of Adam, and optimizer is sgd; use adamw"):
+        recipe({"kind": "one-bit-adam"}, optimizer={"name": "sgd"})
+
+
+class Normed(Points):
+    """With batch norm."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, self.classes))
+
+
+def test_ranks_that_step_by_themselves_have_no_batch_norm() -> None:
+    found = prove({"normed": (recipe({"kind": "local-sgd"}, task=Normed()), "dp2", {})}, steps=1)
+    assert "local-sgd, whose ranks step by themselves, and 1 (BatchNorm1d)" in str(found["normed"])
+
+
+def test_another_method_does_not_go_on_from_a_checkpoint(folder: Path, trained: Mapping[str, Any]) -> None:
+    assert "diloco" in trained
+    place = checkpoint_of(folder / "diloco", SAVED)
+    with pytest.raises(CheckpointError, match=r"recipe\.communication\.outer_momentum is 0\.9, and was 0\.8"):
+        train_all(
+            [
+                job_of(
+                    recipe({**METHODS["diloco"], "outer_momentum": 0.9}),
+                    "dp2",
+                    folder / "other",
+                    checkpoint={"resume": str(place)},
+                )
+            ]
+        )
+
+
+def test_a_job_file_with_a_method_is_printed_and_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("recipe: {task: x.py:X, communication: {kind: diloco, every: 7}}\n", encoding="utf-8")
+    loaded = jobfile.load(file)
+    again = tmp_path / "again.yaml"
+    again.write_text(jobfile.dump(loaded), encoding="utf-8")
+    assert jobfile.load(again).job.recipe.communication == loaded.job.recipe.communication

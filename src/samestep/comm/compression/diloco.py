@@ -131,7 +131,7 @@ def _fragments(options: DiLoCo, replica: Replica) -> list[_Fragment]:
     named = dict(zip(replica.parameters, replica.tensors, strict=True))
     if options.fragments > len(named):
         raise UserError(
-            f"recipe.communication.fragments is {options.fragments}, and the model has {len(named)} parameter tensors; "
+            f"recipe.communication.fragments is {options.fragments}, and the model has {len(named)} parameters; "
             f"use at most {len(named)}"
         )
     total = sum(tensor.numel() for tensor in named.values())

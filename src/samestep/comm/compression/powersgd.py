@@ -7,8 +7,8 @@ the step before (at first: normal numbers, the same on every rank),
     Q = mean over ranks of M^T P;  gradient = P Q^T;  error = M - gradient
 
 A tensor of more than two dims is the matrix of its first one and the rest. What P and Q would not make smaller
-(biases, norms, small matrices) is averaged whole. PyTorch's `powerSGD_hook` keeps its errors by buckets, whose order changes
-while a training runs, so that they can't be saved; here they are kept by parameter.
+(biases, norms, small matrices) is averaged whole. PyTorch's `powerSGD_hook` keeps its errors by buckets, whose order
+changes while a training runs, so that they can't be saved; here they are kept by parameter.
 """
 
 from collections.abc import Mapping

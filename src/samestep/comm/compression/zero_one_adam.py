@@ -10,7 +10,8 @@ with its share g_r of the gradient and the parameters a that all ranks had after
 v is renewed from the gradient's whole average in the steps k(0) = 0, k(j + 1) = k(j) + 2^floor(j / variance_scaler),
 until `variance_stop`. Such a step takes m from that average too, as DeepSpeed's implementation does. From then on
 only every second step has an exchange, after `local_scaler` steps every fourth, and so on, up to every
-`local_most`-th. lr above is AdamW's with its correction for the bias of m; v has its correction, and x and a AdamW's decay.
+`local_most`-th. lr above is AdamW's with its correction for the bias of m; v has its correction, and x and a AdamW's
+decay.
 """
 
 from collections.abc import Mapping
