@@ -40,7 +40,7 @@ class Wire:
         """Every rank's tensor, of one shape, as [ranks, ...]."""
         gathered = torch.empty((self.ranks, *mine.shape), dtype=mine.dtype, device=mine.device)
         self.sent += (self.ranks - 1) * mine.nbytes
-        dist.all_gather_into_tensor(gathered, mine.contiguous()[None], group=self.group)
+        dist.all_gather(list(gathered.unbind()), mine.contiguous(), group=self.group)
         return gathered
 
     def mean(self, tensors: Sequence[Tensor]) -> None:
