@@ -86,10 +86,12 @@ class Proof:
     def _of_communication(self) -> Sequence[str]:
         if self.communication is None:
             return []
-        most = largest(self.max_relative_difference.values())
+        # Not of the gradient norms: ranks that step by themselves have each their own.
+        loss, parameters = (self.max_relative_difference[name] for name in ("loss", "parameters"))
         return [
             f"recipe.communication is {self.communication}, which does not take the same step as one process; in "
-            f"these {self.steps} steps the largest relative difference was {most:.1e}"
+            f"these {self.steps} steps the largest relative difference of losses was {loss:.1e}, of parameters "
+            f"{parameters:.1e}"
         ]
 
 
