@@ -69,6 +69,16 @@ class Words(Points):
         return {}
 
 
+class ScoredWords(Words):
+    """The same, with the points that are held out scored."""
+
+    def eval_set(self) -> samestep.Samples | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.held_out
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return Points.metrics(self)
+
+
 class Failing(Points):
     """Fails in its third loss on rank 1 of several, in the way it is told."""
 

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from samestep import layout
 from samestep.cli.main import _parser
+from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
 from samestep.job import Checkpointing, Run
 from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
 from samestep.tasks.decoder_model import DecoderModel
@@ -178,6 +179,10 @@ SCHEMAS = (
     (AdamW, "recipe.optimizer"),
     (SGD, "recipe.optimizer"),
     (Schedule, "recipe.schedule"),
+    *(
+        (schema, "recipe.communication")
+        for schema in (Bf16, Fp16, PowerSGD, OneBitAdam, ZeroOneAdam, LocalSGD, DiLoCo)
+    ),
     (Evaluation, "recipe.evaluation"),
     (Run, "run"),
     (Checkpointing, "run.checkpoint"),

@@ -20,6 +20,8 @@ HOUSE = (
     ("environment",),
     ("versions",),
     ("layout",),
+    ("field_types",),
+    ("communication",),
     ("recipe",),
     ("job",),
     ("run_folder",),

@@ -166,7 +166,7 @@ def verify_layouts(
         raise UserError("--layouts goes without run.engine_config, which is for one layout; --layout would do")
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
-    task = _check(replace(job, run=replace(job.run, layout="single", processes=None)), Layout())
+    task = _check(_alone(job), Layout())
     _check_contract(job, task, dropout=dropout)
     job = proof_job(job, dropout=dropout)
     fitting: dict[str, Layout] = {}
@@ -216,6 +216,12 @@ def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Re
         else:
             rows[text] = Row(job=_name_of(job), layout=text, reason=found)
     return rows
+
+
+def _alone(job: Job) -> Job:
+    """The job as one process does it, which sends nothing."""
+    run = replace(job.run, layout="single", processes=None)
+    return replace(job, recipe=replace(job.recipe, communication=None), run=run)
 
 
 def _name_of(job: Job) -> str:
@@ -310,6 +316,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     recipe = job.recipe
     engine = engines.resolve(job.run.engine)
     engines.check(engine, layout, recipe.precision, job.run.engine_config)
+    engines.check_communication(recipe.communication, engine, layout, recipe.precision)
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device)

@@ -94,7 +94,8 @@ def _alone(job: Job) -> Job:
     if ranks is not None and ranks.world_size > 1:
         raise UserError("this command works in one process; start it without a launcher")
     run = job.run
-    return replace(job, run=Run(device=run.device, threads=run.threads, workers=run.workers))
+    recipe = replace(job.recipe, communication=None)
+    return replace(job, recipe=recipe, run=Run(device=run.device, threads=run.threads, workers=run.workers))
 
 
 def _check_held_out(task: Task, would_do: str) -> None:

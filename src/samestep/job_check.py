@@ -65,7 +65,9 @@ def check(recipe: Recipe, *, layouts: Sequence[str] = LAYOUTS, **run: Any) -> Ch
 
 def check_layouts(job: Job, layouts: Sequence[str] = LAYOUTS) -> Checked:
     """The same of a job; the layout that it names is not looked at."""
-    alone = replace(job, run=replace(job.run, layout="single", processes=None, engine_config=None))
+    # What is looked at is the task and its layouts, not how less could be sent than their steps send.
+    recipe = replace(job.recipe, communication=None)
+    alone = replace(job, recipe=recipe, run=replace(job.run, layout="single", processes=None, engine_config=None))
     task = check_job(alone)
     given = job.recipe.task
     name = job.name or (given if isinstance(given, str) else type(given).__name__)

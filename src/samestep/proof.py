@@ -58,9 +58,12 @@ class Proof:
     worst_parameter: str
     as_built: AsBuilt | None = None  # how far one process is from the model as its task built it
     nonfinite: Sequence[NonFiniteValue] = ()
+    communication: str | None = None  # the recipe's way to send less, which is another step by what it is
 
     @property
     def same_step(self) -> bool:
+        if self.communication is not None:
+            return False
         if self.nonfinite or not (self.as_built is None or self.as_built.same):
             return False
         judged = _JUDGED_IN_FLOAT32 if self.dtype == "float32" else tuple(self.max_relative_difference)
@@ -78,7 +81,18 @@ class Proof:
     def words(self) -> Sequence[str]:
         """What there is to say beside the differences: a line for each value that is not finite, and the model's."""
         model = [self.as_built.words()] if self.as_built is not None else []
-        return [*(each.words() for each in self.nonfinite), *model]
+        return [*(each.words() for each in self.nonfinite), *model, *self._of_communication()]
+
+    def _of_communication(self) -> Sequence[str]:
+        if self.communication is None:
+            return []
+        # Not of the gradient norms: ranks that step by themselves have each their own.
+        loss, parameters = (self.max_relative_difference[name] for name in ("loss", "parameters"))
+        return [
+            f"recipe.communication is {self.communication}, which does not take the same step as one process; in "
+            f"these {self.steps} steps the largest relative difference of losses was {loss:.1e}, of parameters "
+            f"{parameters:.1e}"
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +144,7 @@ def reference(job: Job, task: Task, steps: int, folder: Path, *, held_out: int |
     The parameters after the last step are written into `folder`.
     """
     alone = Run(device=job.run.device, threads=job.run.threads, workers=job.run.workers)
-    recipe = replace(job.recipe, precision="fp64")
+    recipe = replace(job.recipe, precision="fp64", communication=None)
     with join(alone=True, device=alone.device, threads=alone.threads) as world:
         training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout(), held_out=held_out)
         first: list[FirstStep] = []
@@ -243,6 +257,7 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
         worst_parameter=worst_parameter,
         as_built=expected.as_built,
         nonfinite=nonfinite,
+        communication=job.recipe.communication and job.recipe.communication.kind,
     )
 
 

@@ -3,31 +3,13 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from annotated_types import Ge, Gt, Lt
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
 
-STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+from samestep.communication import Communication, OneBitAdam, ZeroOneAdam
+from samestep.field_types import STRICT, Beta, Fraction, Positive, Real, Whole, broken_rule
 
-
-def _no_switch(value: Any) -> Any:
-    """Refuse true and false (in YAML also yes, no, on, off) where a number is wanted: they'd count as 1 and 0."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("number_wanted", "Input should be a number")
-    return value
-
-
-def broken_rule(key: str, message: str) -> PydanticCustomError:
-    """What a validator raises where values that are right by themselves don't go together; `key` is one of them."""
-    return PydanticCustomError("broken_rule", "{message}", {"key": key, "message": message})
-
-
-Whole = Annotated[int, BeforeValidator(_no_switch)]
-Real = Annotated[float, BeforeValidator(_no_switch)]
-Positive = Annotated[Whole, Gt(0)]
-Fraction = Annotated[Real, Ge(0), Le(1)]
-Beta = Annotated[Real, Ge(0), Lt(1)]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
@@ -96,7 +78,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
-    """What is trained: task, data, seed, global batch, length, optimizer, schedule, clipping, precision.
+    """What is trained: task, data, seed, global batch, length, optimizer, schedule, clipping, precision, messages.
 
     `task` is the name of a shipped task, "path/to/file.py:ClassName", or a task object. `data`, `model` and
     `args` are handed to the task's class.
@@ -115,6 +97,7 @@ class Recipe:
     clip: Annotated[Real, Gt(0)] | None = None  # largest norm of the whole gradient
     precision: Precision = "fp32"
     dropout: bool = True  # False switches every dropout of the model off
+    communication: Communication | None = None  # None: every step's gradient, whole and exact
     evaluation: Evaluation = field(default_factory=Evaluation)
 
     @model_validator(mode="after")
@@ -122,6 +105,16 @@ class Recipe:
         if self.steps is not None and self.epochs is not None:
             raise broken_rule(
                 "epochs", "steps and epochs are both given; give one of them, and leave the other out or make it null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adam_of_few_bits(self) -> "Recipe":
+        if isinstance(self.communication, (OneBitAdam, ZeroOneAdam)) and not isinstance(self.optimizer, AdamW):
+            raise broken_rule(
+                "communication",
+                f"communication is {self.communication.kind}, which is a kind of Adam, and optimizer is "
+                f"{self.optimizer.name}; use adamw, or powersgd, local-sgd or diloco",
             )
         return self
 

@@ -95,9 +95,12 @@ def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
     if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{name} is missing"
     if kind == "union_tag_invalid":
-        tag = detail["input"].get("name") if isinstance(detail["input"], Mapping) else context["tag"]
+        key = context["discriminator"].strip("'")
+        tag = detail["input"].get(key) if isinstance(detail["input"], Mapping) else context["tag"]
         tags = context["expected_tags"].replace("'", "").split(", ")
-        return f"{name}.name is {shown(tag)}; {closest(str(tag), tags)}"
+        return f"{name}.{key} is {shown(tag)}; {closest(str(tag), tags)}"
+    if kind == "union_tag_not_found":
+        return f"{name}.{context['discriminator'].strip(chr(39))} is missing"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").removeprefix("Input ")
     if kind in ("value_error", "assertion_error", "broken_rule"):
         return f"{name}: {message}"
@@ -149,13 +152,21 @@ def _keys_at(schema: Any, path: Path, given: Any) -> list[str]:
 
 
 def _dataclasses(hint: Any, value: Any) -> list[Any]:
-    """The dataclasses that a type hint may mean for this value; one alone where the value's `name` says which."""
+    """The dataclasses that a type hint may mean for this value; one alone where its `name` or `kind` says which."""
     if isinstance(hint, type) and is_dataclass(hint):
         return [hint]
     if get_origin(hint) is Annotated:
         return _dataclasses(get_args(hint)[0], value)
     if get_origin(hint) in (typing.Union, UnionType):
         found = [cls for argument in get_args(hint) for cls in _dataclasses(argument, value)]
-        wanted = value.get("name") if isinstance(value, Mapping) else None
-        return [cls for cls in found if any(f.name == "name" and f.default == wanted for f in fields(cls))] or found
+        wanted = [value.get(key) for key in _TAGS] if isinstance(value, Mapping) else [None, None]
+        return [cls for cls in found if _tag_of(cls) in wanted] or found
     return []
+
+
+# The keys that say which of several sections one is.
+_TAGS = ("name", "kind")
+
+
+def _tag_of(schema: Any) -> Any:
+    return next((f.default for f in fields(schema) if f.name in _TAGS), None)

@@ -101,6 +101,11 @@ def _check(job: Job) -> Task:
             f"recipe.task is {job.recipe.task!r}; compare starts each method as a command, which wants the task's "
             'name, such as "my_task.py:MyTask"'
         )
+    if job.recipe.communication is not None:
+        raise UserError(
+            f"recipe.communication is {job.recipe.communication.kind}, with which no two methods take the same step; "
+            "compare without it, and use benchmarks/compression.py for it"
+        )
     alone = replace(job, run=Run(device=job.run.device))
     task = check_job(alone)
     if job.run.check:  # once for all methods

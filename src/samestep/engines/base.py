@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
+from samestep.communication import Communication
 from samestep.data.loader import StepBatch
 from samestep.data.order import Place
 from samestep.job import Job
@@ -47,6 +48,7 @@ class Abilities:
     skips: bool = False  # whether its trainers are Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block
+    sends_less: bool = False  # recipe.communication
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
@@ -57,6 +59,7 @@ class StepReport:
     loss: Tensor  # sum over the global batch / global count
     grad_norm: Tensor  # before clipping
     lr: float
+    sent: int | None = None  # bytes that this rank sent in the step, where they are counted in every step
 
 
 class Trainer(ABC):
@@ -149,6 +152,7 @@ class Preparation:
     optimizer_of: OptimizerOf  # from the parameters that this rank then holds
     schedule_of: ScheduleOf
     details: Details
+    communication: Communication | None = None  # how less is sent than every step's gradient; None: it isn't
 
 
 class Engine(ABC):

@@ -124,7 +124,7 @@ class NativeTrainer(Checkpointed, Skipping):
         return totals
 
     def sum_totals(self, totals: Tensor) -> dist.Work | None:
-        """Begin to add up [loss sum, count] over all ranks."""
+        """Sum [loss sum, count] over the ranks: two numbers, on their way while backward runs."""
         return dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True)
 
     @contextmanager
@@ -267,6 +267,7 @@ class Native(Engine):
         compiles=True,
         shared_memory=True,
         skips=True,
+        sends_less=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
@@ -280,6 +281,10 @@ class Native(Engine):
             return self._prepare(model, how, failures)
 
     def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
+        if how.communication is not None:
+            from samestep.engines.less_communication import prepare
+
+            return prepare(model, how, how.communication, failures)
         in_precision = Precision(how.precision, how.device)
         spread_model = spread(
             model,

@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from samestep.communication import Communication
 from samestep.engines import ENGINES
 from samestep.engines.base import Engine
 from samestep.errors import LayoutError, UserError
@@ -66,3 +67,22 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
             f'recipe.precision is {precision}, which engine "{engine.name}" does not have; {would_do} would do'
         )
     engine.check(layout, precision, config)
+
+
+def check_communication(communication: Communication | None, engine: Engine, layout: Layout, precision: str) -> None:
+    """Raise UserError where what a recipe says of its messages can't be had with this engine, layout or precision."""
+    if communication is None:
+        return
+    said = f"recipe.communication is {communication.kind}"
+    if not engine.abilities.sends_less:
+        raise UserError(f'{said}, which engine "{engine.name}" does not have; use engine native')
+    if layout.size == 1 or layout.replicate != layout.size:
+        instead = f"dp{layout.size}" if layout.size > 1 else "dp2"
+        raise LayoutError(f'layout "{layout}": {said}, which is for plain replicas; use {instead}')
+    if layout.offload not in ("none", "activations"):
+        raise LayoutError(
+            f'layout "{layout}": {said}, whose ranks step their whole optimizer; use dp{layout.size} without '
+            f"offload={layout.offload}"
+        )
+    if precision == "fp16":
+        raise UserError(f"{said} and recipe.precision is fp16, whose scaled gradients it does not take; use bf16")

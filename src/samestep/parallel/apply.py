@@ -35,7 +35,7 @@ from samestep.parallel.pipeline.cut import cut
 from samestep.parallel.pipeline.pipeline import Pipeline
 from samestep.parallel.rebuild import rebuild
 from samestep.parallel.recompute import recompute
-from samestep.parallel.replicate import replicate
+from samestep.parallel.replicate import GradientExchange, replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
 from samestep.parallel.shard_units import agreed_units
@@ -54,9 +54,11 @@ def spread(
     precision: str,
     autocast: Context,
     details: Details,
+    exchange: GradientExchange | None = None,
 ) -> Spread:
     """Spread a model as its layout says, and fill what of it is on the meta device with its initial values.
 
+    `exchange`: what plain replicas do with their gradients; None: they average them as they are.
     Raises LayoutError where it could not take the same step then.
     """
     keep_no_cache(model)
@@ -130,8 +132,10 @@ def spread(
             details.initial.fill(model, device)
         of_pipeline.end_stages()
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
+    if exchange is not None and exchange.hook is None:
+        return WholeModel(module=model, accumulating=nullcontext, used=exchange.used(model), **common)
     if layout.data_ranks > 1:
-        replicated = replicate(model, mesh.data_group, device, parts.owners)
+        replicated = replicate(model, mesh.data_group, device, parts.owners, exchange)
         used = UsedByReplicas(model, mesh.data_group)
         return WholeModel(module=replicated, accumulating=replicated.no_sync, used=used, **common)
     return WholeModel(module=model, accumulating=nullcontext, used=UsedAlone(), **common)

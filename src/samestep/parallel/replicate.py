@@ -1,6 +1,8 @@
 """Replicas: every data rank holds the whole model, and gradients are averaged while backward still runs."""
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,10 +11,25 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.parallel.owners import Owners, to_owners
+from samestep.parallel.used import Used, UsedAlone
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientExchange:
+    """What replicas do with their gradients where that is not to average them as they are."""
+
+    # A communication hook of DistributedDataParallel, with its first argument.
+    hook: tuple[Any, Callable[..., Any]] | None = None
+    # Without a hook gradients stay each rank's own; this then notes which parameters a step used.
+    used: Callable[[nn.Module], Used] = lambda model: UsedAlone()
 
 
 def replicate(
-    module: nn.Module, group: ProcessGroup, device: torch.device, owners: Owners | None = None
+    module: nn.Module,
+    group: ProcessGroup,
+    device: torch.device,
+    owners: Owners | None = None,
+    exchange: GradientExchange | None = None,
 ) -> DistributedDataParallel:
     """Wrap a module so that backward averages its gradients over `group`, or on the ranks that own them."""
     replicated = DistributedDataParallel(
@@ -24,6 +41,8 @@ def replicate(
     )
     if owners is not None:
         replicated.register_comm_hook(owners, to_owners)
+    elif exchange is not None and exchange.hook is not None:
+        replicated.register_comm_hook(*exchange.hook)
     return replicated
 
 

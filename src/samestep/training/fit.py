@@ -60,6 +60,7 @@ class Training:
             micro_batch=job.run.micro_batch,
             workers=job.run.workers,
             engine_config=job.run.engine_config,
+            communication=recipe.communication,
         )
         self.samples = task.train_set()
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
@@ -280,6 +281,7 @@ def _finish(
         speeds=speeds(samples_per_second, task.work(), job.recipe.precision, session.world.device),
         folder=folder,
         usage=usages.gather(training.usage),
+        sent_bytes=log.sent,
         own_step_seconds=results.gather_own_step_seconds(supervision.pace.seconds()),
     )
     state = session.trainer.state()

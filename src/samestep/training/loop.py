@@ -30,6 +30,7 @@ class StepLog:
         self.losses = list(losses)  # of all steps, also those before a checkpoint that the records tell of
         self.samples = 0
         self.seconds = 0.0
+        self.sent: int | None = None  # bytes that this rank sent in all steps, where they are counted
         self.bar = bar
 
     def add(self, batch: StepBatch, report: StepReport, seconds: float) -> None:
@@ -53,8 +54,11 @@ class StepLog:
                 "samples": batch.global_samples,
                 "step_seconds": seconds,
                 "data_seconds": batch.data_seconds,
+                **({} if report.sent is None else {"sent_bytes": report.sent}),
             }
         )
+        if report.sent is not None:
+            self.sent = (self.sent or 0) + report.sent
         self._guard.check(batch.step, loss, grad_norm)
 
     @property

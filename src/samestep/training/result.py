@@ -35,6 +35,7 @@ class TrainResult:
     speeds: Mapping[str, float]  # more of them, where the task says what a sample costs
     folder: Path
     usage: Sequence[Usage] = ()  # of each rank, in one step
+    sent_bytes: int | None = None  # of one rank in all steps since `first_step`, where recipe.communication is given
     own_step_seconds: Sequence[float] = ()  # of each rank, median, without waiting for others
 
     @property
@@ -128,6 +129,7 @@ def write_report(
         "peak_memory_bytes": peaks,
         "own_step_seconds": list(result.own_step_seconds),
         "slow_ranks": lagging(result.own_step_seconds),
+        **({} if result.sent_bytes is None else {"sent_bytes": result.sent_bytes}),
         "usage_bytes": [usage.to_json() for usage in result.usage],
         "layout": layout,
         "engine": engine,

@@ -19,6 +19,7 @@ from samestep.checkpoint.save import Saver
 from samestep.cluster.device import DeviceChoice
 from samestep.cluster.world import Transport, World, join
 from samestep.comm.mesh import build_mesh, new_group
+from samestep.communication import Communication
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
 from samestep.data.order import SampleOrder
 from samestep.engines.base import (
@@ -32,7 +33,7 @@ from samestep.engines.base import (
     Trainer,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.resolve import check, resolve
+from samestep.engines.resolve import check, check_communication, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
@@ -80,9 +81,11 @@ class Session:
         compile: bool = False,
         offload_folder: Path | None = None,
         engine_config: Path | None = None,
+        communication: Communication | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision, engine_config)
+        check_communication(communication, engine, layout, precision)
         self.world = world
         self.layout = layout
         self.engine = engine
@@ -98,6 +101,7 @@ class Session:
         self._compile = compile
         self._offload_folder = offload_folder
         self._engine_config = engine_config
+        self._communication = communication
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
         self._group: ProcessGroup | None = None
@@ -166,6 +170,7 @@ class Session:
                     optimizer_of=optimizer_of,
                     schedule_of=schedule_of,
                     details=details,
+                    communication=self._communication,
                 ),
             )
         # For randomness of the model's own, which no layout makes the same: data ranks hold other samples, so they

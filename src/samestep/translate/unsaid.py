@@ -26,6 +26,7 @@ REASONS = {
     "recipe.clip": "the script clips",
     "recipe.precision": _SCRIPT,
     "recipe.dropout": "the model says it",
+    "recipe.communication": "the script registers the hook or makes the optimizer",
     "recipe.evaluation": "the script evaluates",
     "run.processes": "the layout's sizes say it",
     "run.engine": "the file is another engine's",

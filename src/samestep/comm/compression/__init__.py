@@ -1,0 +1,15 @@
+"""Methods that send less than plain data parallelism: one file and one line here each.
+
+Read `base` first: what a method is given, when it is called, what it leaves in a checkpoint. `wire` holds the
+collectives, which count what they send. `engines/less_communication.py` calls the methods in a training's step.
+"""
+
+METHODS = {
+    "bf16": "samestep.comm.compression.half:Half",
+    "diloco": "samestep.comm.compression.diloco:OuterMomentum",
+    "fp16": "samestep.comm.compression.half:Half",
+    "local-sgd": "samestep.comm.compression.local_sgd:Averaging",
+    "one-bit-adam": "samestep.comm.compression.one_bit_adam:OneBitMomentum",
+    "powersgd": "samestep.comm.compression.powersgd:LowRank",
+    "zero-one-adam": "samestep.comm.compression.zero_one_adam:LocalOneBit",
+}

@@ -1,0 +1,99 @@
+"""Method: how replicas exchange what they learn in fewer bytes, and so take another step than one process.
+
+In every step the trainer calls, on all ranks alike:
+
+    backward             leaves this rank's own gradient (or, with a `hook`, the exchanged one)
+    method.exchange()    may average it; then norm and clipping
+    method.update()      steps the optimizer, and may exchange momenta or parameters
+
+A method that `diverges` lets parameters and optimizer state differ between ranks from one exchange to the next.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from samestep.comm.compression.wire import Wire
+
+Hook = Callable[[Wire, dist.GradBucket], Future[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """What a method works on: this rank's copy of the model."""
+
+    parameters: Mapping[str, nn.Parameter]  # those that are trained, by their names, in the model's order
+    optimizer: Optimizer
+    wire: Wire
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters' numbers, without their history."""
+        return [parameter.detach() for parameter in self.parameters.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The part of a flat tensor that this rank holds; the ranks' parts are the whole."""
+
+    start: int
+    whole: int  # numbers of the flat tensor
+    values: Tensor
+
+
+class Method(ABC):
+    """One way to send less. Made on every rank alike, from the options of `samestep.communication`."""
+
+    # Whether ranks' parameters and optimizer state may differ after a step.
+    diverges: ClassVar[bool] = False
+    # Whether a rank steps with the mean over its own samples; else its gradient is its share of the global batch's:
+    # the mean of all ranks' is sum over the global batch / global count, also where ranks' numbers of terms differ.
+    own_mean: ClassVar[bool] = False
+
+    def __init__(self, options: Any, replica: Replica) -> None:
+        self.replica = replica
+
+    @classmethod
+    def hook(cls, options: Any) -> Hook | None:
+        """What DistributedDataParallel calls for each bucket of gradients; None: it takes no part."""
+        return None
+
+    def exchange(self) -> bool:
+        """Exchange gradients after backward; whether they are now one gradient, the same on every rank."""
+        return False
+
+    @abstractmethod
+    def update(self, weight: float) -> None:
+        """Step, and exchange what this method exchanges. `weight`: terms of this rank's loss in this step."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether every rank's parameters are the same now."""
+        return True
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The parameters that all ranks together stand for, where they are not alike; every rank must ask."""
+        raise NotImplementedError  # of methods that diverge
+
+    # Of a checkpoint: tensors that are filled in place when a training goes on.
+
+    def shared(self) -> Mapping[str, Tensor]:
+        """State that is the same on every rank."""
+        return {}
+
+    def own(self) -> Mapping[str, Tensor]:
+        """State that differs between ranks, and of which only the mean over the ranks matters, such as errors.
+
+        With another number of ranks the old ranks' are dealt out and added up, times new ranks / old ranks.
+        """
+        return {}
+
+    def ranges(self) -> Mapping[str, Range]:
+        """State that is cut over the ranks."""
+        return {}

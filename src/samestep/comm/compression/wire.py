@@ -1,0 +1,93 @@
+"""Wire: the collectives that a method uses over one process group, and the bytes that this rank sends by them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Of a rank without any sample the weight is this rather than 0, so that there is a mean where all ranks have none.
+_NO_WEIGHT = 1e-20
+
+
+class Wire:
+    """Collectives over a group. `sent` counts as `samestep.comm.traffic.Traffic` does: by ring algorithms."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.sent = 0.0  # bytes of this rank since the start
+
+    def sum(self, message: Tensor, *, asynchronous: bool = False) -> dist.Work | None:
+        """Sum a tensor over the ranks in place; `asynchronous`: once the work that is returned is waited for."""
+        self.sent += 2 * message.nbytes * (self.ranks - 1) / self.ranks
+        return dist.all_reduce(message, group=self.group, async_op=asynchronous)
+
+    def largest(self, message: Tensor) -> None:
+        """The largest value over the ranks, in place."""
+        self.sent += 2 * message.nbytes * (self.ranks - 1) / self.ranks
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Row i of [ranks, ...] goes to rank i; returns what came from each rank, of the same shape."""
+        received = torch.empty_like(parts)
+        self.sent += parts.nbytes * (self.ranks - 1) / self.ranks
+        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
+        return received
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """Every rank's tensor, of one shape, as [ranks, ...]."""
+        gathered = torch.empty((self.ranks, *mine.shape), dtype=mine.dtype, device=mine.device)
+        self.sent += (self.ranks - 1) * mine.nbytes
+        dist.all_gather(list(gathered.unbind()), mine.contiguous(), group=self.group)
+        return gathered
+
+    def mean(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors over the ranks in place, in one message a dtype."""
+        for some in _by_dtype(tensors):
+            message = flat(some)
+            self.sum(message)
+            put_back(message.div_(self.ranks), some)
+
+
+class WeightedMean:
+    """The mean of the ranks' tensors, each weighted by how much its rank has seen; perhaps still on its way."""
+
+    def __init__(self, wire: Wire, tensors: Sequence[Tensor], weight: float, *, asynchronous: bool = False) -> None:
+        """`weight`: this rank's, 0 or more, such as the terms of its losses. It is sent along, as one more number."""
+        self._shapes = [tensor.shape for tensor in tensors]
+        weight = max(weight, _NO_WEIGHT)
+        values = flat(tensors)
+        self._message = torch.cat([values.mul_(weight), values.new_tensor([weight])])
+        self._work = wire.sum(self._message, asynchronous=asynchronous)
+
+    def wait(self) -> Tensor:
+        """The mean as one flat tensor; the same bits on every rank."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._message[:-1] / self._message[-1]
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    return list(kinds.values())
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of all numbers of some tensors of one dtype, one after the other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def split_like(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor in the shapes of some tensors."""
+    parts = values.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def put_back(values: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a flat tensor into some tensors."""
+    torch._foreach_copy_(list(tensors), split_like(values, tensors))

@@ -1,0 +1,101 @@
+"""Options of the methods that send less than plain data parallelism, and so take another step: a class each.
+
+They are the values of `recipe.communication`. What each does stands in `samestep.comm.compression`.
+"""
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from samestep.field_types import STRICT, Beta, Fraction, Positive, Real, Whole, broken_rule
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Bf16:
+    """Gradients are averaged in bfloat16: half the bytes of float32, 8 bits of precision."""
+
+    kind: Literal["bf16"] = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Fp16:
+    """Gradients are averaged in float16: half the bytes of float32, 11 bits of precision, nothing below 6e-8."""
+
+    kind: Literal["fp16"] = "fp16"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PowerSGD:
+    """Gradients of matrices are averaged as products of two thin ones (Vogels et al. 2019, algorithm 1)."""
+
+    kind: Literal["powersgd"] = "powersgd"
+    rank: Positive = 2  # columns of the thin matrices
+    start: Whole = Field(default=10, ge=0)  # steps before it, with gradients averaged whole
+    error_feedback: bool = True  # what was left out is added to the next gradient
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OneBitAdam:
+    """Adam, and after a warm-up its momentum in one bit a number, its variance frozen (Tang et al. 2021)."""
+
+    kind: Literal["one-bit-adam"] = "one-bit-adam"
+    warmup: Positive = 100  # steps of plain Adam, in which the variance settles
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ZeroOneAdam:
+    """Adam with one bit a number, a variance that is seldom renewed, and local steps (Lu et al. 2022)."""
+
+    kind: Literal["zero-one-adam"] = "zero-one-adam"
+    variance_scaler: Positive = 16  # renewals of the variance after which the interval between them doubles
+    variance_stop: Positive = 1000  # steps after which it is renewed no more, and local steps begin
+    local_scaler: Positive = 1000  # steps after which the number of local steps doubles
+    local_most: Positive = 16  # most steps from one message to the next
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LocalSGD:
+    """Every rank takes steps of its own, and parameters are averaged (Stich 2019; `start`: Lin et al. 2020)."""
+
+    kind: Literal["local-sgd"] = "local-sgd"
+    every: Positive = 10  # steps from one average to the next
+    start: Whole = Field(default=0, ge=0)  # steps before that, with an average after each
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DiLoCo:
+    """Local steps, and an outer optimizer with Nesterov momentum on their average (Douillard et al. 2023).
+
+    `fragments`, `overlap` and `mixing` are Streaming DiLoCo's (Douillard et al. 2025).
+    """
+
+    kind: Literal["diloco"] = "diloco"
+    every: Positive = 100  # local steps from one outer step of a parameter to the next
+    outer_lr: Annotated[Real, Gt(0)] = 0.7
+    outer_momentum: Beta = 0.9
+    fragments: Positive = 1  # parts of the model that are sent in turn
+    overlap: Annotated[Whole, Ge(0)] = 0  # steps that go on while a part is on its way
+    mixing: Fraction = 0.5  # with an overlap: how much stays of what a rank has reached by itself meanwhile
+
+    @model_validator(mode="after")
+    def _in_turn(self) -> "DiLoCo":
+        if self.fragments > self.every:
+            raise broken_rule(
+                "fragments",
+                f"fragments is {self.fragments} and every is {self.every}; one is sent in a step, so use at most "
+                f"{self.every}",
+            )
+        if self.overlap >= self.every:
+            raise broken_rule(
+                "overlap",
+                f"overlap is {self.overlap} and every is {self.every}; a part arrives before it is sent again, so "
+                f"use at most {self.every - 1}",
+            )
+        return self
+
+
+Communication = Annotated[
+    Bf16 | Fp16 | PowerSGD | OneBitAdam | ZeroOneAdam | LocalSGD | DiLoCo, Field(discriminator="kind")
+]

@@ -1,0 +1,314 @@
+"""The native step of replicas that send less than their gradients: `recipe.communication`.
+
+A method of `samestep.comm.compression` says what is sent. The trainer here gives it gradients of the right weight,
+and keeps what the rest of samestep relies on: losses of the whole batch, one model to evaluate, checkpoints.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.comm.compression import METHODS
+from samestep.comm.compression.base import Method, Replica
+from samestep.comm.compression.wire import Wire
+from samestep.communication import Communication
+from samestep.data.loader import StepBatch
+from samestep.engines.base import Loss, Preparation, StepReport
+from samestep.engines.native import NativeTrainer
+from samestep.engines.precision import Precision
+from samestep.errors import UserError
+from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.holdings import Holdings
+from samestep.parallel.layout_failure import LayoutFailures
+from samestep.parallel.optimizer_pieces import OPTIMIZER, optimizer_pieces
+from samestep.parallel.parts import Entry
+from samestep.parallel.pieces import MODEL, Box, Piece, model_pieces, whole_piece
+from samestep.parallel.replicate import GradientExchange
+from samestep.parallel.used import Used, UsedAlone
+
+STATE = "communication."
+
+
+def prepare(
+    model: nn.Module, how: Preparation, options: Communication, failures: LayoutFailures
+) -> "LessCommunicationTrainer":
+    """Spread a model over replicas that exchange what a method says. Raises UserError for models it can't take."""
+    method_class = _method_class(options.kind)
+    _check_model(model, method_class, options.kind)
+    in_precision = Precision(how.precision, how.device)
+    wire = Wire(how.mesh.data_group)
+    hook = method_class.hook(options)
+    spread_model = spread(
+        model,
+        how.layout,
+        how.mesh,
+        how.device,
+        precision=how.precision,
+        autocast=in_precision.autocast,
+        details=how.details,
+        exchange=GradientExchange(
+            hook=None if hook is None else (wire, hook),
+            used=(lambda _: UsedAlone()) if method_class.own_mean else partial(_UsedByAny, wire=wire),
+        ),
+    )
+    optimizer = spread_optimizer(
+        how.optimizer_of(model.named_parameters()), how.layout, how.mesh, how.device, spread_model=spread_model
+    )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return LessCommunicationTrainer(
+        method=method_class(options, Replica(parameters=trained, optimizer=optimizer, wire=wire)),
+        wire=wire,
+        hooked=hook is not None,
+        model=model,
+        spread_model=spread_model,
+        optimizer=optimizer,
+        schedule=how.schedule_of(optimizer),
+        precision=in_precision,
+        clip=how.clip,
+        mesh=how.mesh,
+        device=how.device,
+        failures=failures,
+    )
+
+
+def _method_class(kind: str) -> type[Method]:
+    module, _, name = METHODS[kind].partition(":")
+    return getattr(import_module(module), name)
+
+
+def _check_model(model: nn.Module, method_class: type[Method], kind: str) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserError(f"recipe.communication is {kind}, and the parameter {name} is complex; leave it out")
+    if not method_class.diverges:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UserError(
+                f"recipe.communication is {kind}, whose ranks step by themselves, and {name} "
+                f"({type(module).__name__}) takes its statistics from the samples of all; use group norm, or powersgd"
+            )
+
+
+class LessCommunicationTrainer(NativeTrainer):
+    """Steps whose gradients, momenta or parameters are exchanged by a method."""
+
+    def __init__(self, *, method: Method, wire: Wire, hooked: bool, **native: Any) -> None:
+        """`hooked`: DistributedDataParallel exchanges the gradients, by the method's hook."""
+        super().__init__(**native)
+        # With it goes a flag of 8 bytes for each parameter that is trained: whether any rank used it.
+        flags = 8 * len(method.replica.parameters) if hooked else 0
+        self._flags_sent = 2 * flags * (wire.ranks - 1) / wire.ranks
+        self._method = method
+        self._wire = wire
+        self._own = torch.zeros(2, dtype=torch.float64, device=self._device)  # [loss sum, count] of this rank
+        self._kept: dict[str, Tensor] | None = None  # its own parameters, while those of all are looked at
+
+    # The step.
+
+    def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        self._put_back()
+        before = self._wire.sent
+        report = super().step(batch, loss)
+        return replace(report, sent=round(self._wire.sent - before + self._flags_sent))
+
+    def gradient_scale(self, batch: StepBatch) -> float:
+        if self._method.own_mean:
+            return 1 / max(1, batch.local_samples)
+        return super().gradient_scale(batch)
+
+    def sum_totals(self, totals: Tensor) -> dist.Work | None:
+        self._own.copy_(totals)
+        if self._method.own_mean:
+            return None  # it goes with the norms, after backward
+        return self._wire.sum(totals, asynchronous=True)
+
+    def scale_and_clip(self, batch: StepBatch, totals: Tensor) -> Tensor:
+        """Turn gradients into means over terms, exchange them, and clip what this rank then steps with.
+
+        The norm that is returned is the same on every rank: of the one gradient, or else the root of the mean of the
+        ranks' squares, each rank as many times as its own gradient counts in the mean.
+        """
+        samples_to_terms = batch.global_samples / totals[1]
+        if self._method.own_mean:
+            samples_to_terms = max(1, batch.local_samples) / self._own[1].clamp(min=1)
+        self._multiply(samples_to_terms)
+        whole = self._method.exchange()
+        norm = self._gradient_norm()
+        if self._clip is not None:
+            self._multiply(torch.clamp(self._clip / (norm + 1e-6), max=1.0))
+        if whole:
+            return norm
+        weight = self._own[1] if self._method.own_mean else torch.ones_like(norm)
+        told = torch.stack([self._own[0], self._own[1], weight, weight * norm.square()])
+        self._wire.sum(told)
+        totals.copy_(told[:2])
+        totals[1].clamp_(min=1)
+        return (told[3] / told[2].clamp(min=1)).sqrt()
+
+    def _multiply(self, coefficient: Tensor) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(coefficient.to(parameter.grad))
+
+    def update(self) -> None:
+        self._method.update(float(self._own[1]))
+        if self.schedule is not None:
+            with warnings.catch_warnings():  # it looks for a step of the optimizer, which a method may do itself
+                warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)`")
+                self.schedule.step()
+
+    # The model that all ranks together stand for.
+
+    def predict(self, inputs: Any) -> Any:
+        self._look_at_all()
+        return super().predict(inputs)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        self._look_at_all()
+        return super().parameters()
+
+    def state(self) -> dict[str, Tensor]:
+        self._look_at_all()
+        return super().state()
+
+    def _look_at_all(self) -> None:
+        """Put the ranks' mean in the place of this rank's own parameters until the next step; every rank asks."""
+        if self._kept is not None or self._method.alike:
+            return
+        sent = self._wire.sent
+        mean = self._method.averaged()
+        self._wire.sent = sent  # what is sent to look at the training is none of its steps' messages
+        self._kept = {}
+        for name, parameter in self._method.replica.parameters.items():
+            self._kept[name] = parameter.detach().clone()
+            parameter.detach().copy_(mean[name])
+
+    def _put_back(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            for name, parameter in self._method.replica.parameters.items():
+                parameter.detach().copy_(kept[name])
+
+    def holdings(self) -> Holdings:
+        held = super().holdings()
+        ranges = [each.values for each in self._method.ranges().values()]
+        state = [*self._method.shared().values(), *self._method.own().values(), *ranges]
+        return replace(held, optimizer_state=[*held.optimizer_state, *state])
+
+    # Checkpoints: `model.` is what all ranks stand for; where they diverge, each rank's own stands beside it.
+
+    def pieces(self) -> dict[str, Piece]:
+        self._look_at_all()
+        model = model_pieces(self.model, self._spread.parts)
+        if self._kept is not None:  # they are copied before the parameters change again
+            model = {name: _copied(piece) for name, piece in model.items()}
+        self._put_back()
+        optimizer = optimizer_pieces(self.optimizer, self.model, self._spread.parts)
+        method = self._method
+        pieces = {**model, **{STATE + name: whole_piece(value) for name, value in method.shared().items()}}
+        pieces |= {STATE + name: _range_piece(each) for name, each in method.ranges().items()}
+        own = self._own_prefix(self._wire.rank)
+        pieces |= {own + name: whole_piece(value) for name, value in method.own().items()}
+        if not method.diverges:
+            return {**pieces, **optimizer}
+        pieces |= {own + name: piece for name, piece in optimizer.items()}
+        for name, parameter in method.replica.parameters.items():
+            pieces[own + MODEL + name] = whole_piece(parameter.detach())
+        return pieces
+
+    def _own_prefix(self, rank: int) -> str:
+        return f"{STATE}rank{rank}."
+
+    def restore(
+        self,
+        step: int,
+        saved: Mapping[str, Entry],
+        read: Callable[[Mapping[str, Piece]], None],
+        scaler: Mapping[str, float],
+    ) -> None:
+        before = _ranks_in(saved)
+        own = self._own_prefix(self._wire.rank % before if before else 0)
+        by_usual_names = {name.removeprefix(own): entry for name, entry in saved.items() if name.startswith(own)}
+        trained = self._method.replica.parameters
+        dealt = _Dealt(self._method, before=before, prefix=self._own_prefix)
+
+        def read_all(pieces: Mapping[str, Piece]) -> None:
+            method = self._method
+            more = {STATE + name: whole_piece(value) for name, value in method.shared().items()}
+            more |= {STATE + name: _range_piece(each) for name, each in method.ranges().items()}
+            if method.diverges:
+                # Its own optimizer state; and its own parameters, where there are as many ranks as before.
+                mine = {MODEL + name for name in trained} if before == self._wire.ranks else set[str]()
+                mine |= {name for name in pieces if name.startswith(OPTIMIZER)}
+                pieces = {own + name if name in mine else name: each for name, each in pieces.items()}
+            read({**pieces, **more, **dealt.pieces})
+
+        super().restore(step, by_usual_names if self._method.diverges else saved, read_all, scaler)
+        dealt.fill()
+
+
+class _Dealt:
+    """A method's own state on this rank, from that of the ranks that saved it."""
+
+    def __init__(self, method: Method, *, before: int, prefix: Callable[[int], str]) -> None:
+        """`before`: how many ranks saved it."""
+        ranks, rank = method.replica.wire.ranks, method.replica.wire.rank
+        self._factor = ranks / before if before else 1.0
+        self._parts = {
+            name: [torch.zeros_like(value) for _ in range(rank, before, ranks)]
+            for name, value in method.own().items()
+        }
+        self._own = method.own()
+        self.pieces = {
+            f"{prefix(old)}{name}": whole_piece(part)
+            for name, parts in self._parts.items()
+            for old, part in zip(range(rank, before, ranks), parts, strict=True)
+        }
+
+    def fill(self) -> None:
+        for name, value in self._own.items():
+            value.zero_()
+            for part in self._parts[name]:
+                value.add_(part, alpha=self._factor)
+
+
+def _ranks_in(saved: Mapping[str, Entry]) -> int:
+    """How many ranks have state of their own in a checkpoint."""
+    start = f"{STATE}rank"
+    return len({name.removeprefix(start).partition(".")[0] for name in saved if name.startswith(start)})
+
+
+def _copied(piece: Piece) -> Piece:
+    return replace(piece, boxes=[replace(box, values=box.values.clone()) for box in piece.boxes])
+
+
+def _range_piece(held: Any) -> Piece:
+    boxes = [Box(offsets=(held.start,), values=held.values)] if held.values.numel() else []
+    return Piece(shape=torch.Size([held.whole]), dtype=held.values.dtype, boxes=boxes)
+
+
+class _UsedByAny(Used):
+    """Gives zeros as the gradient of a parameter that only other ranks used; what no rank used keeps none."""
+
+    def __init__(self, model: nn.Module, *, wire: Wire) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._wire = wire
+
+    def reach(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def settle(self) -> None:
+        flags = [parameter.grad is not None for parameter in self._parameters]
+        used = torch.tensor(flags, dtype=torch.uint8, device=self._parameters[0].device)
+        self._wire.largest(used)
+        for parameter, any_used in zip(self._parameters, used.tolist(), strict=True):
+            if any_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
