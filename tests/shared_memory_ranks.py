@@ -177,6 +177,20 @@ def sent_by(transport: Any) -> dict[str, float]:
         return traffic.sent
 
 
+def told_by_a_backward() -> str:
+    """What a rank is told whose gradients are to be averaged with those of a rank that calls another collective."""
+    with join(device="cpu", threads=1, transport="auto") as world:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 40))
+        try:
+            if world.rank == 0:
+                model(torch.ones(2, 30)).sum().backward()
+            else:
+                dist.all_reduce(torch.ones(7))
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
+
 def ends(rank: int, folder: str, how: str) -> None:
     """A rank of two without a launcher: rank 1 departs from what rank 0 does, who writes down what it is told."""
     store = dist.FileStore(str(Path(folder) / "store"), 2)

@@ -30,6 +30,8 @@ from samestep.comm_bench.table import console, dtype_in_short, print_report, sec
 TESTS = Path(__file__).parent
 KB, MB = 1024, 1024**2
 
+TRANSPORTS = ("gloo", "shared-memory")  # of ranks on one host
+
 # What nccl-tests multiplies S / t with, on n ranks: doc/PERFORMANCE.md; src/gather.cu, scatter.cu, sendrecv.cu.
 BUS_FACTORS = {
     "send/recv": {2: 1.0, 4: 1.0},
@@ -65,13 +67,15 @@ def found(folder: Path) -> dict[str, Any]:
 
 
 def test_every_collective_is_timed_at_every_size(found: dict[str, Any]) -> None:
-    timed = [(row["collective"], row["bytes"]) for row in found["rows"]]
+    timed = [(row["collective"], row["bytes"], row["transport"]) for row in found["rows"]]
     assert timed == [
-        *((name, size) for name in BUS_FACTORS for size in (KB, 64 * KB)),
-        ("barrier", 0),
+        (name, size, transport)
+        for name in (*BUS_FACTORS, "barrier")
+        for size in ((0,) if name == "barrier" else (KB, 64 * KB))
+        for transport in TRANSPORTS
     ]
     for row in found["rows"]:
-        assert (row["ranks"], row["transport"], row["device"]) == (2, "gloo", "cpu")
+        assert (row["ranks"], row["device"]) == (2, "cpu")
         assert 0 < row["seconds_p10"] <= row["seconds_median"] <= row["seconds_p90"] < 60
         if row["collective"] == "barrier":
             assert row["algorithm_bandwidth"] is row["bus_bandwidth"] is row["limit"] is None
@@ -109,10 +113,11 @@ def test_the_picture_has_a_line_for_each_collective_and_the_limit(folder: Path, 
     root = ElementTree.parse(folder / "comm.svg").getroot()
     name = "{http://www.w3.org/2000/svg}"
     lines = root.findall(f"{name}polyline")
-    assert len(lines) == 2 * len(BUS_FACTORS) + 1
+    assert len(lines) == 2 * len(TRANSPORTS) * len(BUS_FACTORS) + 1
     assert {len(line.get("points", "").split()) for line in lines} == {2}
     words = {text.text for text in root.findall(f"{name}text")}
-    assert words >= {*BUS_FACTORS, "limit", "1 KB", "64 KB"}
+    assert words >= {"limit", "1 KB", "64 KB"}
+    assert words >= {f"{each}, {transport}" for each in BUS_FACTORS for transport in TRANSPORTS}
 
 
 def made_up(*transports: str) -> Report:
@@ -232,22 +237,22 @@ def test_transports_are_measured_side_by_side(capsys: pytest.CaptureFixture[str]
     wanted = Asked(collectives=("all-reduce",), sizes=(KB, 4 * KB), device="cpu", seconds=0.05)
     report = local.start(comm_ranks.measure_two, (wanted,), 2)
     timed = [(row.bytes, row.transport) for row in report.rows]
-    assert timed == [(KB, "gloo"), (KB, "slow"), (4 * KB, "gloo"), (4 * KB, "slow")]
-    for fast, slow in zip(report.rows[::2], report.rows[1::2], strict=True):
+    assert timed == [(size, transport) for size in (KB, 4 * KB) for transport in (*TRANSPORTS, "slow")]
+    for fast, slow in zip(report.rows[::3], report.rows[2::3], strict=True):
         assert slow.seconds_median > comm_ranks.SLOWER
         assert slow.seconds_median - fast.seconds_median > comm_ranks.SLOWER / 2
-    assert {fit.transport for fit in report.fits} == {"gloo", "slow"}
+    assert {fit.transport for fit in report.fits} == {*TRANSPORTS, "slow"}
     print_report(report, console())
     output = capsys.readouterr().out
     assert "x gloo" in output
-    assert "results: 20 right, 0 wrong, 4 refused by the back end" in output
+    assert "results: 30 right, 0 wrong, 6 refused by the back end" in output
 
 
 def test_a_wrong_result_on_one_rank_is_named_and_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = Asked(collectives=("broadcast", "barrier"), sizes=(KB,), device="cpu", seconds=0.01)
     report = local.start(comm_ranks.measure_wrong, (wanted,), 2)
     assert not report.passed
-    assert [row.collective for row in report.rows] == ["barrier"]
+    assert [(row.collective, row.transport) for row in report.rows] == [("barrier", each) for each in TRANSPORTS]
     print_report(report, console())
     assert "WRONG: broadcast of float32 over gloo: rank 1: a wrong result: element 1" in capsys.readouterr().out
 
@@ -346,12 +351,17 @@ def bad_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_attempt_that_hangs_or_crashes_does_not_end_the_rest() -> None:
     found = support.supported("cpu", 2, limit=2.0)
     assert found is not None
-    assert [(each["collective"], each["dtype"], each["verdict"]) for each in found.attempts] == [
-        ("(process group)", "float32", "works"),
-        ("broadcast", "float64", "crashes"),
-        ("broadcast", "float32", "works"),
-        ("all-reduce", "float64", "works"),
-        ("all-reduce", "float32", "hangs"),
+    tried = [(each["transport"], each["collective"], each["dtype"], each["verdict"]) for each in found.attempts]
+    assert tried == [
+        (transport, *each)
+        for transport in TRANSPORTS
+        for each in (
+            ("(process group)", "float32", "works"),
+            ("broadcast", "float64", "crashes"),
+            ("broadcast", "float32", "works"),
+            ("all-reduce", "float64", "works"),
+            ("all-reduce", "float32", "hangs"),
+        )
     ]
     assert "SIGABRT" in found.attempts[1]["reason"]
     assert found.reasons()[1] == "gloo on cpu, all-reduce of float32: hangs: it did not return within the time limit"

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from shared_memory_ranks import (
     NO_COMPILER,
@@ -18,6 +20,7 @@ from shared_memory_ranks import (
     ends,
     runs_on,
     sent_by,
+    told_by_a_backward,
     wrong_collectives,
     wrong_over_hosts,
 )
@@ -27,6 +30,7 @@ import samestep
 from samestep.cluster.start import local
 from samestep.cluster.world import join
 from samestep.comm.shared_memory import build, host, region
+from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 
 MEMORY = Path("/dev/shm")
 
@@ -94,6 +98,20 @@ def test_a_rank_that_does_not_come_is_told(how: str, told: str, kernel: str, tmp
         until(tmp_path, "told-0", seconds=10)
         assert time.monotonic() - began < 5
     assert told in (tmp_path / "told-0").read_text(encoding="utf-8")
+
+
+def test_a_backward_beside_another_collective_is_an_error_and_no_crash() -> None:
+    told = "rank 1 of the group calls another collective, or one of another size or dtype"
+    assert told in local.start(told_by_a_backward, (), 2)
+
+
+def test_what_pytorch_looks_up_in_a_group_never_reaches_its_base_class() -> None:
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    text = header.read_text(encoding="utf-8").partition("c10::intrusive_ptr<Work> allgather(")[2]
+    names = set(re.findall(r"c10::intrusive_ptr<Work> (\w+)\(", "c10::intrusive_ptr<Work> allgather(" + text))
+    assert names >= {"allgather", "allreduce", "all_to_all_single", "barrier", "broadcast", "recv", "send"}
+    own = {name for each in (SharedMemoryGroup, KernelGroup) for name in vars(each)}
+    assert names - own <= {"endCoalescing"}  # which gloo has not
 
 
 def kill_one(folder: Path, chance: random.Random) -> None:

@@ -1,7 +1,7 @@
 """The proof: a layout's first steps held against those of one process in float64."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -295,6 +295,7 @@ class _Compared:
 
     worst: float  # the largest relative difference
     where: str  # the parameter that has it
+    floor: float  # the root mean square of all parameters
     nonfinite: NonFiniteValue | None  # the first parameter that is not finite
 
 
@@ -310,7 +311,7 @@ def _compare_parameters(
     reference = load_file(known.parameters) if known is not None else None
     moves = load_file(known.rounding) if known is not None and known.rounding is not None else None
     named = list(trainer.parameters())
-    floor = _root_mean_square(trainer)
+    floor = _root_mean_square(parameter for _, parameter in named)
     worst, where, nonfinite = 0.0, named[0][0], None
     for name, mine in named:
         mine = as_real(mine)
@@ -321,7 +322,7 @@ def _compare_parameters(
         if apart > worst:
             worst, where = apart, name
         nonfinite = nonfinite or first_parameter("", 0, {name: mine})
-    return _Compared(worst=worst, where=where, nonfinite=nonfinite)
+    return _Compared(worst=worst, where=where, floor=floor, nonfinite=nonfinite)
 
 
 def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared) -> _Compared:
@@ -330,12 +331,13 @@ def _compare_buffers(trainer: Trainer, expected: Reference, compared: _Compared)
     A running mean may be of numbers that cancel out, and then it is rounding too: it has the parameters' floor. It
     follows a bias before it, whose moves by rounding are taken off.
     """
-    state, floor = trainer.state(), _root_mean_square(trainer)
+    state = trainer.state()
     for name, theirs in expected.buffers.items():
         mine, theirs = as_real(state[name]).double(), as_real(theirs).double()
-        apart = relative_tensors(mine, theirs, floor)
+        apart = relative_tensors(mine, theirs, compared.floor)
         if TOLERANCE <= apart < math.inf:
-            apart = relative_tensors(mine, theirs, floor, rounding=torch.full_like(theirs, expected.most_rounding))
+            rounding = torch.full_like(theirs, expected.most_rounding)
+            apart = relative_tensors(mine, theirs, compared.floor, rounding=rounding)
         if apart > compared.worst:
             compared = replace(compared, worst=apart, where=f"{name} (a buffer)")
     return compared
@@ -356,9 +358,9 @@ def _on_any_rank(value: float, device: torch.device) -> float:
     return largest.item()
 
 
-def _root_mean_square(trainer: Trainer) -> float:
+def _root_mean_square(parameters: Iterable[Tensor]) -> float:
     squares = numbers = 0.0
-    for _, parameter in trainer.parameters():
+    for parameter in parameters:
         squares += as_real(parameter).square().sum().item()
         numbers += as_real(parameter).numel()
     return math.sqrt(squares / numbers)

@@ -7,11 +7,13 @@ last ends it: often this function, but a DistributedDataParallel that lives on d
 """
 
 import atexit
+from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from samestep.comm.shared_memory.process_group import GlooGroup, KernelGroup
+from samestep.comm.shared_memory.process_group import KernelGroup
 
 
 def leave_process_group() -> None:
@@ -22,13 +24,9 @@ def leave_process_group() -> None:
     let go of one, whenever the group ends.
     """
     every = tuple(dist.distributed_c10d._world.pg_map)
-    last: list[Any] = [
-        dist.barrier(group, async_op=True) for group in every if dist.get_backend(group) == dist.Backend.GLOO
-    ]
-    last += [group.last_message() for group in every if isinstance(group, GlooGroup)]
+    last = [backend.barrier(dist.BarrierOptions()) for group in every if (backend := _gloo_of(group)) is not None]
     for work in last:
-        if work is not None:
-            work.wait()
+        work.wait()
     if dist.get_world_size() > 1:  # one process alone has no replicas that would hold its group
         atexit.register(_hold, last)
     for group in every:
@@ -36,6 +34,15 @@ def leave_process_group() -> None:
             group.close()
     dist.destroy_process_group()
     del last  # after the groups, whose threads are gone by now where nobody else holds them
+
+
+def _gloo_of(group: Any) -> Any | None:
+    """The gloo that a group sends by, whichever back end the group has; None where it has none."""
+    with suppress(RuntimeError):  # a group without a back end for the CPU
+        backend = group._get_backend(torch.device("cpu"))
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+        return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+    return None
 
 
 def _hold(last: list[Any]) -> None:

@@ -6,7 +6,8 @@ the whole before the next one.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,13 +99,14 @@ def build_recorded(make: Callable[[], nn.Module]) -> InitialModel:
 
 
 def _record(make: Callable[[], nn.Module]) -> InitialModel:
-    with recorded() as recording:
-        model = make()
-    if recording.trouble:
-        raise Unrecordable(recording.trouble)
-    regions = _regions(model, recording)
-    own = {id(parameter) for parameter in model.parameters()}
-    others = [tensor for tensor in _living_tensors() if id(tensor) not in own and recording.knows(tensor)]
+    with _new_objects_alone():
+        with recorded() as recording:
+            model = make()
+        if recording.trouble:
+            raise Unrecordable(recording.trouble)
+        regions = _regions(model, recording)
+        own = {id(parameter) for parameter in model.parameters()}
+        others = [tensor for tensor in _living_tensors() if id(tensor) not in own and recording.knows(tensor)]
     _compute_now(others, recording, {region.storage for region in regions.values()})
     values = InitialValues(record=recording.record, regions=regions)
     return InitialModel(model=model, values=values if regions else None)
@@ -139,6 +141,19 @@ def _regions(model: nn.Module, recording: Recording) -> dict[str, Region]:
         if buffer.is_meta and not recording.knows(buffer):
             raise Unrecordable(f"{name} was made on the meta device")
     return regions
+
+
+@contextmanager
+def _new_objects_alone() -> Iterator[None]:
+    """Leave all that was there before to the side of Python's garbage collector, which is slow to walk through it."""
+    if gc.get_freeze_count():  # somebody else's, who would find it unfrozen
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _living_tensors() -> Iterable[Tensor]:

@@ -15,7 +15,7 @@ from samestep.comm.shared_memory.hierarchical import HierarchicalKernel, Hosts
 from samestep.comm.shared_memory.host import host_identity, host_of_each
 from samestep.comm.shared_memory.interpreted import InterpretedKernel
 from samestep.comm.shared_memory.kernel import MOST_RANKS, HostKernel, Place
-from samestep.comm.shared_memory.process_group import GlooGroup, KernelGroup, SharedMemoryGroup
+from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup, gloo_group
 from samestep.comm.shared_memory.region import NoRegionError
 
 NAME = "samestep"
@@ -45,11 +45,11 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
     store, rank, ranks = options.store, options.group_rank, options.group_size
     gloo = _gloo(options, "gloo", rank, ranks)
     if ranks == 1:
-        return GlooGroup(gloo)
+        return gloo_group(gloo)
     hosts = Hosts(of_rank=host_of_each(store, rank, ranks, host_identity() if host is None else host))
     own = hosts.ranks_on(hosts.of_rank[rank])
     if hosts.count == ranks or len(own) > MOST_RANKS:
-        return GlooGroup(gloo)
+        return gloo_group(gloo)
     place = Place(
         rank=own.index(rank),
         ranks=len(own),
@@ -68,7 +68,7 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
             kernel.close()
         if rank == 0 and options.group_id == _DEFAULT_GROUP:
             print(f"samestep: messages go through gloo, not through shared memory: {found}", file=sys.stderr)
-        return GlooGroup(gloo)
+        return gloo_group(gloo)
     if hosts.count == 1:
         assert kernel is not None
         return SharedMemoryGroup(gloo, kernel)

@@ -17,57 +17,57 @@ from samestep.comm.shared_memory.work import Done, WorkQueue
 Counter = Callable[[str, int, int], None]  # the collective's kind, the bytes of its message, the group's size
 
 
-class GlooGroup(dist.ProcessGroup):
-    """A group whose collectives all go through gloo: what a `SharedMemoryGroup` falls back on."""
-
-    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
-        super().__init__(gloo.rank(), gloo.size())  # pyright: ignore[reportCallIssue]  # the stub has one more
-        self.gloo = gloo
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-
-    def last_message(self) -> Any:
-        """A barrier over gloo's own connections, begun."""
-        backend: Any = self.gloo
-        return backend.barrier(dist.BarrierOptions())
+def gloo_group(gloo: dist.ProcessGroupGloo) -> dist.ProcessGroup:
+    """PyTorch's own group over gloo."""
+    group = dist.ProcessGroup(gloo.rank(), gloo.size())  # pyright: ignore[reportCallIssue]  # the stub has one more
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
 
 
-class KernelGroup(GlooGroup):
+class KernelGroup(dist.ProcessGroup):
     """Takes over all-reduce, broadcast and barrier of dense CPU tensors, for ranks on one host or several.
 
     What else is asked of it, point-to-point messages among them, goes to gloo. Which of the two runs a collective
     depends on its arguments alone, so all ranks choose alike.
+
+    Every method that PyTorch looks up in Python (`PyProcessGroup.hpp`) is defined here or in `SharedMemoryGroup`,
+    and what gloo does is asked of `fallback`, never of `super()`: PyTorch's way from a Python group to the base
+    class holds Python's lock while it waits for gloo's, and a thread of gloo holds that lock while it waits for
+    Python's. (Seen in PyTorch 2.13: both wait for ever.)
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, kernel: Kernel) -> None:
-        super().__init__(gloo)
+        super().__init__(gloo.rank(), gloo.size())  # pyright: ignore[reportCallIssue]  # the stub has one more
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self.fallback: Any = gloo_group(gloo)
         self.kernel = kernel
         self._queue = WorkQueue()
         self._open = True
+        self._entered = 0
         self.counters: list[Counter] = []  # told of each collective that doesn't pass PyTorch's dispatcher
-
-    # A call of `super()` must stand in the method of the same name: pybind11 knows by it that the base is meant.
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = dist.AllreduceOptions() if opts is None else opts
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         operation = _operation(opts)
         if operation is None or len(tensors) != 1 or not _summable(tensors[0]):
-            return super().allreduce(tensors, opts)
+            return self.fallback.allreduce(tensors, opts)
         return self._all_reduce(tensors, operation, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         operation = _operation(opts)
         if operation is None or not tensors or not all(map(_summable, tensors)):
-            return super().allreduce_coalesced(tensors, opts)
+            return self.fallback.allreduce_coalesced(tensors, opts)
         return self._all_reduce(tensors, operation, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         opts = dist.BroadcastOptions() if opts is None else opts
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if len(tensors) != 1 or not _dense(tensors[0]):
-            return super().broadcast(tensors, opts)
+            return self.fallback.broadcast(tensors, opts)
         (tensor,), root = tensors, opts.rootRank
         return self._run("broadcast", tensor.nbytes, opts, tensors, lambda: self.kernel.broadcast(tensor, root))
 
@@ -75,11 +75,34 @@ class KernelGroup(GlooGroup):
         opts = dist.BarrierOptions() if opts is None else opts
         return self._run("barrier", 0, opts, [], self.kernel.barrier)
 
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        return self.fallback.allgather(output_tensors, input_tensors, opts)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fallback.reduce_scatter(*args, **kwargs)
+
+    def all_to_all_single(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fallback.all_to_all_single(*args, **kwargs)
+
+    def alltoall_base(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fallback.alltoall_base(*args, **kwargs)
+
+    def send(self, tensors: Any, dst: int, tag: int) -> Any:
+        return self.fallback.send(tensors, dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int) -> Any:
+        return self.fallback.recv(tensors, src, tag)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has entered, over shared memory and over gloo."""
+        return self._entered + self.fallback._get_sequence_number_for_group()
+
     def abort(self) -> None:
         """Let every rank that waits in a collective raise."""
         if self._open:
             self.kernel.abort()
-        super().abort()
+        self.fallback.abort()
 
     def close(self) -> None:
         """Let go of the shared memory, after the collectives that were called."""
@@ -96,6 +119,7 @@ class KernelGroup(GlooGroup):
         return self._run("all-reduce", _bytes(tensors), opts, tensors, run)
 
     def _run(self, kind: str, message: int, opts: Any, result: Any, collective: Callable[[], None]) -> Any:
+        self._entered += 1
         for count in self.counters:
             count(kind, message, self.size())
         if not opts.asyncOp:
@@ -114,31 +138,31 @@ class SharedMemoryGroup(KernelGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         if not self._gathers([output], [input]):
-            return super().all_gather_single(output, input, opts)
+            return self.fallback.all_gather_single(output, input, opts)
         return self._gather([output], [input], opts)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         if not self._gathers([output], [input]):
-            return super()._allgather_base(output, input, opts)
+            return self.fallback._allgather_base(output, input, opts)
         return self._gather([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         if not self._gathers(outputs, inputs):
-            return super().all_gather_single_coalesced(outputs, inputs, opts)
+            return self.fallback.all_gather_single_coalesced(outputs, inputs, opts)
         return self._gather(outputs, inputs, opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         if not self._gathers(outputs, inputs):
-            return super().allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return self.fallback.allgather_into_tensor_coalesced(outputs, inputs, opts)
         return self._gather(outputs, inputs, opts)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
         if len(output_tensors) != 1 or not _alike(output_tensors[0], input_tensors[0]):
-            return super().allgather(output_tensors, input_tensors, opts)
+            return self.fallback.allgather(output_tensors, input_tensors, opts)
         (parts,), (given,) = output_tensors, input_tensors
 
         def run() -> None:
@@ -152,25 +176,25 @@ class SharedMemoryGroup(KernelGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not self._scatters([output], [input], opts):
-            return super().reduce_scatter_single(output, input, opts)
+            return self.fallback.reduce_scatter_single(output, input, opts)
         return self._scatter([output], [input], opts)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not self._scatters([output], [input], opts):
-            return super()._reduce_scatter_base(output, input, opts)
+            return self.fallback._reduce_scatter_base(output, input, opts)
         return self._scatter([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not self._scatters(outputs, inputs, opts):
-            return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+            return self.fallback.reduce_scatter_single_coalesced(outputs, inputs, opts)
         return self._scatter(outputs, inputs, opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         if not self._scatters(outputs, inputs, opts):
-            return super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            return self.fallback.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return self._scatter(outputs, inputs, opts)
 
     def _gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:

@@ -17,10 +17,13 @@ class _Task:
 
     def __init__(self, run: Callable[[], None], result: Any) -> None:
         self.run = run
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
         self.result = result
         self.error: Exception | None = None
         self.done = False
+        self._ended: torch.futures.Future[None] = torch.futures.Future()
+        # `set_exception` stores the exception as the future's result, which C++ (DistributedDataParallel's reducer)
+        # takes for tensors and crashes. An error of a callback is one in C++, too.
+        self.future: torch.futures.Future[Any] = self._ended.then(self._outcome)
 
     def finish(self) -> None:
         try:
@@ -29,10 +32,12 @@ class _Task:
             self.error = error
         self.run = _TASK_ENDED  # lets go of its tensors
         self.done = True
-        if self.error is None:
-            self.future.set_result(self.result)
-        else:
-            self.future.set_exception(self.error)
+        self._ended.set_result(None)
+
+    def _outcome(self, _: torch.futures.Future[None]) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result
 
 
 class WorkQueue:
