@@ -10,11 +10,11 @@ from samestep.comm.shared_memory import kernel
 from samestep.comm.shared_memory.kernel import TYPES, Place
 from samestep.comm.shared_memory.region import Region
 
-SLOT = 1 << 20  # bytes: two slots a rank stay in the second-level cache, or near it
-# Below this every rank sums the whole message, which costs one wait instead of two.
-_DIRECTLY_BELOW = 1 << 18
-
-_CHUNK = 1 << 18  # bytes of a message that ranks work on at a time, above that
+# Bytes of a message that ranks work on at a time: they stay in the second-level cache, and while one chunk is summed
+# the next one is on its way.
+SLOT = 1 << 17
+# Up to this every rank sums the whole message, which costs one wait instead of two.
+_DIRECTLY_BELOW = 1 << 15
 
 _SIZE = ctypes.c_size_t
 _POINTER = ctypes.c_void_p
@@ -36,7 +36,7 @@ def load(path: Path) -> Any:
         "break": [],
         "lost": [],
         "barrier": [],
-        "all_reduce": [_POINTER, _SIZE, _INT, _INT, _SIZE, _SIZE],
+        "all_reduce": [_POINTER, _SIZE, _INT, _INT, _SIZE],
         "reduce_scatter": [_POINTER, _POINTER, _SIZE, _INT, _INT],
         "all_gather": [_POINTER, _POINTER, _SIZE],
         "broadcast": [_POINTER, _SIZE, _INT],
@@ -60,7 +60,6 @@ class CompiledKernel:
         # Where ranks share cores, who waits must give its core to who is waited for.
         spins = 4000 if place.ranks <= place.cores else 50
         self._view = (ctypes.c_char * len(region.memory)).from_buffer(region.memory)
-        self._directly_below = _DIRECTLY_BELOW if place.ranks > 2 else 1 << 62
         self._handle = functions.samestep_open(
             ctypes.addressof(self._view), region.file, place.rank, place.ranks, SLOT, int(place.limit * 1e9), spins
         )
@@ -71,13 +70,7 @@ class CompiledKernel:
     def all_reduce(self, tensor: Tensor, operation: int) -> None:
         self._check(
             self._functions.samestep_all_reduce(
-                self._handle,
-                tensor.data_ptr(),
-                tensor.numel(),
-                TYPES[tensor.dtype],
-                operation,
-                self._directly_below,
-                _CHUNK,
+                self._handle, tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], operation, _DIRECTLY_BELOW
             )
         )
 

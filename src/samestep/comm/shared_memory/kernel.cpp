@@ -58,7 +58,7 @@ struct Group {
   int rank;
   int size;
   int spins;         // looks at a counter before the processor is given away
-  size_t slot;       // bytes
+  size_t slot;       // bytes: how much of a message ranks work on at a time
   int64_t limit_ns;  // of one wait
   uint32_t phase;
   uint32_t chunk;    // parity: which of its two slots a rank writes next
@@ -344,10 +344,9 @@ void give(const Group& group, uint32_t parity, const char* data, size_t bytes) {
 
 // Reduce-scatter, then all-gather, chunk by chunk: two waits a chunk. Each rank sums one part of n, and copies the
 // others' parts in and out: 2 (n - 1) / n copies of the message.
-Result all_reduce_in_parts(Group& group, char* data, size_t bytes, size_t width, size_t chunk, Reduce sum,
-                           uint64_t signature) {
+Result all_reduce_in_parts(Group& group, char* data, size_t bytes, size_t width, Reduce sum, uint64_t signature) {
   const void* in[kMostRanks];
-  size_t some = std::min(chunk, bytes);
+  size_t some = std::min(group.slot, bytes);
   uint32_t parity = group.chunk++ & 1;
   give(group, parity, data, some);
   for (size_t done = 0; done < bytes;) {
@@ -358,7 +357,7 @@ Result all_reduce_in_parts(Group& group, char* data, size_t bytes, size_t width,
     for (int r = 0; r < group.size; r++) in[r] = r == group.rank ? own : group.slot_of(r, parity) + first;
     sum(own, group.slot_of(group.rank, parity) + first, in, group.size, (end - first) / width);
     arrive(group);
-    size_t next = done + some, following = next < bytes ? std::min(chunk, bytes - next) : 0;
+    size_t next = done + some, following = next < bytes ? std::min(group.slot, bytes - next) : 0;
     uint32_t other = parity ^ 1;
     if (following) {  // while the others still sum
       group.chunk++;
@@ -458,8 +457,7 @@ int samestep_barrier(void* handle) {
   return ended(group, begin(group, signature_of(kBarrier, 0, 0, 0, 0)));
 }
 
-int samestep_all_reduce(void* handle, void* data, size_t count, int type, int op, size_t directly_below,
-                        size_t chunk) {
+int samestep_all_reduce(void* handle, void* data, size_t count, int type, int op, size_t directly_below) {
   Group& group = *static_cast<Group*>(handle);
   size_t width = bytes_of(type), bytes = count * width;
   Reduce sum = reduce_of(type, op);
@@ -467,7 +465,7 @@ int samestep_all_reduce(void* handle, void* data, size_t count, int type, int op
   bool directly = bytes < directly_below;
   char* from = static_cast<char*>(data);
   return ended(group, directly ? all_reduce_directly(group, from, bytes, width, sum, signature)
-                               : all_reduce_in_parts(group, from, bytes, width, std::min(chunk, group.slot), sum, signature));
+                               : all_reduce_in_parts(group, from, bytes, width, sum, signature));
 }
 
 int samestep_reduce_scatter(void* handle, const void* in, void* out, size_t count, int type, int op) {

@@ -44,6 +44,7 @@ class KernelGroup(dist.ProcessGroup):
         self.fallback: Any = gloo_group(gloo)
         self.kernel = kernel
         self._queue = WorkQueue()
+        self._done = Done()
         self._open = True
         self._entered = 0
         self.counters: list[Counter] = []  # told of each collective that doesn't pass PyTorch's dispatcher
@@ -124,7 +125,7 @@ class KernelGroup(dist.ProcessGroup):
             count(kind, message, self.size())
         if not opts.asyncOp:
             self._queue.run(collective)
-            return Done(result)
+            return self._done
         return self._queue.add(collective, result)
 
 

@@ -20,10 +20,9 @@ class _Task:
         self.result = result
         self.error: Exception | None = None
         self.done = False
-        self._ended: torch.futures.Future[None] = torch.futures.Future()
-        # `set_exception` stores the exception as the future's result, which C++ (DistributedDataParallel's reducer)
-        # takes for tensors and crashes. An error of a callback is one in C++, too.
-        self.future: torch.futures.Future[Any] = self._ended.then(self._outcome)
+        self._changing = threading.Lock()
+        self._ended: torch.futures.Future[None] | None = None
+        self._future: torch.futures.Future[Any] | None = None
 
     def finish(self) -> None:
         try:
@@ -31,8 +30,28 @@ class _Task:
         except Exception as error:  # raised again where it is waited for
             self.error = error
         self.run = _TASK_ENDED  # lets go of its tensors
-        self.done = True
-        self._ended.set_result(None)
+        with self._changing:
+            self.done = True
+        if self._ended is not None:
+            self._ended.set_result(None)
+
+    def future(self) -> torch.futures.Future[Any]:
+        """What C++ waits for (DistributedDataParallel's reducer); made when it is asked for, since it takes a while.
+
+        `set_exception` of a future stores the exception as its result, which C++ takes for tensors and crashes. An
+        error of a callback is one in C++, too.
+        """
+        with self._changing:
+            if self._future is None:
+                ended: torch.futures.Future[None] = torch.futures.Future()
+                self._future = ended.then(self._outcome)
+                if not self.done:
+                    self._ended = ended
+                    return self._future
+            else:
+                return self._future
+        ended.set_result(None)
+        return self._future
 
     def _outcome(self, _: torch.futures.Future[None]) -> Any:
         if self.error is not None:
@@ -110,7 +129,7 @@ class _Called(Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._task.future
+        return self._task.future()
 
     def is_completed(self) -> bool:
         return self._task.done
@@ -127,25 +146,13 @@ class _Called(Work):
 
 
 class Done(Work):
-    """A collective that has run already."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self._result = result
+    """A collective that has run already, of which nobody asks for its tensors: one object for all of a group."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
 
     def is_completed(self) -> bool:
         return True
 
     def is_success(self) -> bool:
         return True
-
-    def result(self) -> list[Any]:
-        return self._result
