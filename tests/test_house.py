@@ -30,6 +30,7 @@ HOUSE = (
     ("tasks", "data"),
     ("comm",),
     ("supervision",),
+    ("profiling",),
     ("cluster",),
     ("parallel",),
     ("engines",),
