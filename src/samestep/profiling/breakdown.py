@@ -26,6 +26,7 @@ class RankProfile:
     categories: Mapping[str, float]  # by CATEGORIES; their sum is `seconds`
     overlapped: float  # communication beside which the rank worked
     phases: Mapping[str, Mapping[str, float]]  # of each phase of a step: busy, idle, waited
+    typical: Mapping[str, Mapping[str, float]]  # the same, medians, which one interrupted step does not move
     own_steps: tuple[float, ...] = ()  # of each step, without waiting for messages
 
     def to_json(self) -> dict[str, Any]:
@@ -87,9 +88,12 @@ def rank_profile(
     """
     each = [_one_step(step, unseen, idles=idles) for step in steps]
     phases: dict[str, dict[str, float]] = {}
+    typical: dict[str, dict[str, float]] = {}
     for name in ("data", "forward", "backward", "optimizer", "other"):
         found = [step.get(name, {}) for step in each]
-        phases[name] = {kind: fmean(one.get(kind, 0.0) for one in found) for kind in ("busy", "idle", "waited")}
+        by_kind = {kind: [one.get(kind, 0.0) for one in found] for kind in ("busy", "idle", "waited")}
+        phases[name] = {kind: fmean(seconds) for kind, seconds in by_kind.items()}
+        typical[name] = {kind: median(seconds) for kind, seconds in by_kind.items()}
     categories: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
     for name, kinds in phases.items():
         categories["communication"] += kinds["waited"]
@@ -106,6 +110,7 @@ def rank_profile(
         categories=categories,
         overlapped=fmean(_beside(step, ran, unseen) / 1e9 for step in steps),
         phases=phases,
+        typical=typical,
         own_steps=tuple(own),
     )
 
@@ -141,8 +146,8 @@ def find_straggler(ranks: Sequence[RankProfile]) -> Straggler | None:
     if slowest.own_seconds - usual < _HOLDS_UP * slowest.seconds or first < _MOSTLY * len(steps):
         return None
     differences = {
-        (name, kind): kinds[kind] - median(other.phases[name][kind] for other in others)
-        for name, kinds in slowest.phases.items()
+        (name, kind): kinds[kind] - median(other.typical[name][kind] for other in others)
+        for name, kinds in slowest.typical.items()
         for kind in ("busy", "idle")
     }
     phase, kind = max(differences, key=lambda key: differences[key])
