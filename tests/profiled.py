@@ -1,7 +1,7 @@
 """Trainings for the tests of profiles: several in one start of ranks, and tasks that are slow on one rank."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from samestep.training.fit import Training
 STEPS = 5
 SLOW = 0.05  # seconds
 
-Case = tuple[samestep.Task, str, str]  # task, layout, name of the folder
+# Task, layout, name of the folder, and other keys of `run:`.
+Case = tuple[samestep.Task, str, str, Mapping[str, Any]]
 
 
 class _Slow(nn.Module):
@@ -81,9 +82,9 @@ def profiles(cases: Sequence[Case], folder: Path, *, ranks: int, transport: Tran
 def _on_rank(cases: Sequence[Case], folder: Path, transport: Transport) -> list[Profile | None]:
     with join(device="cpu", threads=1, transport=transport) as world:
         found = []
-        for task, layout, name in cases:
+        for task, layout, name, run in cases:
             recipe = samestep.Recipe(task=task, batch=16, steps=4 + STEPS)
-            job = Job(recipe=recipe, run=Run(device="cpu", layout=layout, micro_batch=8))
+            job = Job(recipe=recipe, run=Run(device="cpu", layout=layout, micro_batch=8, **run))
             training = Training(job, task, world, Layout.parse(layout))
             profiler = StepProfiler(
                 Profiling(steps=STEPS), first_step=0, total_steps=training.total_steps, device=world.device

@@ -47,6 +47,7 @@ HOUSE = (
     ("job_check",),
     ("inference",),
     ("comparison",),
+    ("tuning",),
     ("comm_bench",),
     ("doctor",),
     ("drill",),
