@@ -31,7 +31,7 @@ def job(layout: str = "dp2", **run: Any) -> Job:
 
 
 def seconds_of(job: Job, variables: Mapping[str, str]) -> float:
-    """A machine on which micro-batches of 4 halve the time, tcmalloc takes 0.8 of it, bf16 0.7, and nothing compiles."""
+    """A machine on which micro-batches of 4 halve the time, tcmalloc takes 0.8 of it, bf16 0.7; nothing compiles."""
     if job.run.compile:
         raise TrialError("failed", "no C++ compiler")
     half = 0.5 if job.run.micro_batch == 4 else 1.0
