@@ -25,7 +25,7 @@ from samestep.parallel.optimizer_pieces import OptimizerToFill, optimizer_pieces
 from samestep.parallel.parts import Entry, local
 from samestep.parallel.pieces import Piece, model_entries, model_pieces
 from samestep.parallel.spread import Spread
-from samestep.profiling.clock import Phase
+from samestep.profiling.clock import Phase, StepClock
 from samestep.profiling.gradients import told_of_gradients
 from samestep.tasks.base import sum_and_count
 from samestep.tasks.out_of_range import in_one_sentence
@@ -82,7 +82,11 @@ class NativeTrainer(Checkpointed, Skipping):
             return self._change(batch, totals, kept)
 
     def _phase(self, phase: Phase) -> AbstractContextManager[None]:
-        return nullcontext() if self.clock is None else self.clock.of(phase)
+        clock = self._running_clock()
+        return nullcontext() if clock is None else clock.of(phase)
+
+    def _running_clock(self) -> StepClock | None:
+        return self.clock if self.clock is not None and self.clock.runs else None
 
     def _change(self, batch: StepBatch, totals: Tensor, kept: Sequence[tuple[Tensor, Tensor]]) -> StepReport:
         """Clip the gradients and step with them. `kept`: buffers as they are to be if the step can't be taken."""
@@ -116,9 +120,9 @@ class NativeTrainer(Checkpointed, Skipping):
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         pending: list[dist.Work | None] = []
         loss, backward = self._spread.around(loss, self._precision.backward)
-        self._spread.clock = self.clock
-        if self.clock is not None:
-            backward = told_of_gradients(self.clock, backward)
+        clock = self._spread.clock = self._running_clock()
+        if clock is not None:
+            backward = told_of_gradients(clock, backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             loss_sum, count = sum_and_count(loss(output, micro_batch.batch))

@@ -67,6 +67,11 @@ class StepClock:
         self._ending = False  # all gradients of a backward are there, and its last callbacks run
         self._last = self._processor = self._phase_began = self._wait_began = 0
 
+    @property
+    def runs(self) -> bool:
+        """Whether a step is being measured."""
+        return self._step is not None
+
     def begin(self, step: int) -> None:
         """A step begins."""
         self._last, self._processor = time.perf_counter_ns(), time.thread_time_ns()
