@@ -43,7 +43,7 @@ def test_a_killed_rank_is_named_and_all_hosts_go_on(tmp_path: Path) -> None:
     known = {name: fault[name] for name in ("round", "rank", "step", "goes_on_at", "steps_lost", "layout")}
     assert known == {"round": 0, "rank": 1, "step": 7, "goes_on_at": 6, "steps_lost": 1, "layout": "dp2"}
     assert "SIGKILL" in fault["cause"]
-    assert 0 < fault["seconds"] < 30
+    assert 0 < fault["seconds"] < 90  # tens of seconds on a busy machine
     (line,) = told
     assert line.startswith(f"samestep: rank 1 on {fault['host']} failed in step 7: ")
 

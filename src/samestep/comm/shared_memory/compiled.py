@@ -14,6 +14,8 @@ SLOT = 1 << 20  # bytes: two slots a rank stay in the second-level cache, or nea
 # Below this every rank sums the whole message, which costs one wait instead of two.
 _DIRECTLY_BELOW = 1 << 18
 
+_CHUNK = 1 << 18  # bytes of a message that ranks work on at a time, above that
+
 _SIZE = ctypes.c_size_t
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int
@@ -34,7 +36,7 @@ def load(path: Path) -> Any:
         "break": [],
         "lost": [],
         "barrier": [],
-        "all_reduce": [_POINTER, _SIZE, _INT, _INT, _SIZE],
+        "all_reduce": [_POINTER, _SIZE, _INT, _INT, _SIZE, _SIZE],
         "reduce_scatter": [_POINTER, _POINTER, _SIZE, _INT, _INT],
         "all_gather": [_POINTER, _POINTER, _SIZE],
         "broadcast": [_POINTER, _SIZE, _INT],
@@ -69,7 +71,13 @@ class CompiledKernel:
     def all_reduce(self, tensor: Tensor, operation: int) -> None:
         self._check(
             self._functions.samestep_all_reduce(
-                self._handle, tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], operation, self._directly_below
+                self._handle,
+                tensor.data_ptr(),
+                tensor.numel(),
+                TYPES[tensor.dtype],
+                operation,
+                self._directly_below,
+                _CHUNK,
             )
         )
 

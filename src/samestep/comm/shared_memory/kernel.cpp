@@ -242,16 +242,14 @@ template <int op, typename S> inline S joined(S a, S b) {
   else return S(a + b);
 }
 
-// out = in[0] op in[1] op ... in this order. `out` is none of the inputs, so that the loops become vector instructions.
+// out = in[0] op in[1] op ... in this order, and `copy` likewise where it is given. `out` may be one of the inputs: a
+// block is read from all of them before it is written. The sums are an array that nobody else sees, so that the loops
+// become vector instructions.
 template <typename T, int op>
-void reduce(T* __restrict out, const T* const* in, int n, size_t count) {
+void reduce(T* out, T* copy, const T* const* in, int n, size_t count) {
   using S = typename Sums<T>::type;
-  if (n == 2 && op != kAverage) {
-    const T *a = in[0], *b = in[1];
-    for (size_t i = 0; i < count; i++) store<T>(joined<op, S>(load(a[i]), load(b[i])), out[i]);
-    return;
-  }
   S sums[kBlock];
+  T numbers[kBlock];
   for (size_t first = 0; first < count; first += kBlock) {
     size_t some = std::min(kBlock, count - first);
     const T *a = in[0] + first, *b = in[1] + first;
@@ -263,15 +261,21 @@ void reduce(T* __restrict out, const T* const* in, int n, size_t count) {
     if constexpr (op == kAverage) {
       for (size_t i = 0; i < some; i++) sums[i] = S(sums[i] / S(n));
     }
-    for (size_t i = 0; i < some; i++) store<T>(sums[i], out[first + i]);
+    const void* found = sums;
+    if constexpr (!std::is_same_v<T, S>) {
+      for (size_t i = 0; i < some; i++) store<T>(sums[i], numbers[i]);
+      found = numbers;
+    }
+    std::memcpy(out + first, found, some * sizeof(T));
+    if (copy) std::memcpy(copy + first, found, some * sizeof(T));
   }
 }
 
-using Reduce = void (*)(void*, const void* const*, int, size_t);
+using Reduce = void (*)(void*, void*, const void* const*, int, size_t);
 
 template <typename T, int op>
-void reduce_untyped(void* out, const void* const* in, int n, size_t count) {
-  reduce<T, op>(static_cast<T*>(out), reinterpret_cast<const T* const*>(in), n, count);
+void reduce_untyped(void* out, void* copy, const void* const* in, int n, size_t count) {
+  reduce<T, op>(static_cast<T*>(out), static_cast<T*>(copy), reinterpret_cast<const T* const*>(in), n, count);
 }
 
 template <typename T> Reduce reduce_of(int op) {
@@ -324,32 +328,41 @@ Result all_reduce_directly(Group& group, char* data, size_t bytes, size_t width,
     std::memcpy(group.slot_of(group.rank, parity), data + done, some);
     Result result = done == 0 ? begin(group, signature) : meet(group);
     if (result != kDone) return result;
-    for (int r = 0; r < group.size; r++) in[r] = group.slot_of(r, parity);
-    sum(data + done, in, group.size, some / width);
+    for (int r = 0; r < group.size; r++) in[r] = r == group.rank ? data + done : group.slot_of(r, parity);
+    sum(data + done, nullptr, in, group.size, some / width);
   }
   return kDone;
 }
 
-// Reduce-scatter, then all-gather, chunk by chunk: two waits a chunk, and each rank sums one part of n.
-Result all_reduce_in_parts(Group& group, char* data, size_t bytes, size_t width, Reduce sum, uint64_t signature) {
+// Puts what others sum of a chunk where they find it: all but this rank's own part.
+void give(const Group& group, uint32_t parity, const char* data, size_t bytes) {
+  size_t first = part_of(bytes, group.rank, group.size), end = part_of(bytes, group.rank + 1, group.size);
+  char* slot = group.slot_of(group.rank, parity);
+  std::memcpy(slot, data, first);
+  std::memcpy(slot + end, data + end, bytes - end);
+}
+
+// Reduce-scatter, then all-gather, chunk by chunk: two waits a chunk. Each rank sums one part of n, and copies the
+// others' parts in and out: 2 (n - 1) / n copies of the message.
+Result all_reduce_in_parts(Group& group, char* data, size_t bytes, size_t width, size_t chunk, Reduce sum,
+                           uint64_t signature) {
   const void* in[kMostRanks];
-  size_t some = std::min(group.slot, bytes);
+  size_t some = std::min(chunk, bytes);
   uint32_t parity = group.chunk++ & 1;
-  std::memcpy(group.slot_of(group.rank, parity), data, some);
+  give(group, parity, data, some);
   for (size_t done = 0; done < bytes;) {
     Result result = done == 0 ? begin(group, signature) : meet(group);
     if (result != kDone) return result;
     size_t first = part_of(some, group.rank, group.size), end = part_of(some, group.rank + 1, group.size);
-    for (int r = 0; r < group.size; r++) in[r] = group.slot_of(r, parity) + first;
     char* own = data + done + first;
-    sum(own, in, group.size, (end - first) / width);
-    std::memcpy(group.slot_of(group.rank, parity) + first, own, end - first);  // nobody else reads this part of it
+    for (int r = 0; r < group.size; r++) in[r] = r == group.rank ? own : group.slot_of(r, parity) + first;
+    sum(own, group.slot_of(group.rank, parity) + first, in, group.size, (end - first) / width);
     arrive(group);
-    size_t next = done + some, following = next < bytes ? std::min(group.slot, bytes - next) : 0;
+    size_t next = done + some, following = next < bytes ? std::min(chunk, bytes - next) : 0;
     uint32_t other = parity ^ 1;
     if (following) {  // while the others still sum
       group.chunk++;
-      std::memcpy(group.slot_of(group.rank, other), data + next, following);
+      give(group, other, data + next, following);
     }
     for (int i = 1; i < group.size; i++) {
       int r = (group.rank + i) % group.size;
@@ -373,13 +386,17 @@ Result reduce_scatter(Group& group, const char* in_data, char* out, size_t bytes
   for (size_t done = 0; done < bytes; done += room) {
     size_t some = std::min(room, bytes - done);
     uint32_t parity = group.chunk++ & 1;
+    const char* own = in_data + group.rank * bytes + done;
     for (int r = 0; r < group.size; r++) {
+      if (r == group.rank) continue;
       std::memcpy(group.slot_of(group.rank, parity) + r * room, in_data + r * bytes + done, some);
     }
     Result result = done == 0 ? begin(group, signature) : meet(group);
     if (result != kDone) return result;
-    for (int r = 0; r < group.size; r++) in[r] = group.slot_of(r, parity) + group.rank * room;
-    sum(out + done, in, group.size, some / width);
+    for (int r = 0; r < group.size; r++) {
+      in[r] = r == group.rank ? own : group.slot_of(r, parity) + group.rank * room;
+    }
+    sum(out + done, nullptr, in, group.size, some / width);
   }
   return kDone;
 }
@@ -441,7 +458,8 @@ int samestep_barrier(void* handle) {
   return ended(group, begin(group, signature_of(kBarrier, 0, 0, 0, 0)));
 }
 
-int samestep_all_reduce(void* handle, void* data, size_t count, int type, int op, size_t directly_below) {
+int samestep_all_reduce(void* handle, void* data, size_t count, int type, int op, size_t directly_below,
+                        size_t chunk) {
   Group& group = *static_cast<Group*>(handle);
   size_t width = bytes_of(type), bytes = count * width;
   Reduce sum = reduce_of(type, op);
@@ -449,7 +467,7 @@ int samestep_all_reduce(void* handle, void* data, size_t count, int type, int op
   bool directly = bytes < directly_below;
   char* from = static_cast<char*>(data);
   return ended(group, directly ? all_reduce_directly(group, from, bytes, width, sum, signature)
-                               : all_reduce_in_parts(group, from, bytes, width, sum, signature));
+                               : all_reduce_in_parts(group, from, bytes, width, std::min(chunk, group.slot), sum, signature));
 }
 
 int samestep_reduce_scatter(void* handle, const void* in, void* out, size_t count, int type, int op) {
