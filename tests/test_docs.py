@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from samestep import layout
 from samestep.cli.main import _parser
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
-from samestep.job import Checkpointing, Run
+from samestep.job import Checkpointing, Profiling, Run
 from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
 from samestep.tasks.decoder_model import DecoderModel
 from samestep.tasks.image_data import ImageData
@@ -186,6 +186,7 @@ SCHEMAS = (
     (Evaluation, "recipe.evaluation"),
     (Run, "run"),
     (Checkpointing, "run.checkpoint"),
+    (Profiling, "run.profile"),
     (TextData, "recipe.data"),
     (TextModel, "recipe.model"),
     (LanguageData, "recipe.data"),

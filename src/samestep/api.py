@@ -46,10 +46,10 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     """Train a recipe under a layout, in as many processes as it needs.
 
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, compile,
-    tensor_plan, cut_at, device, threads, workers, folder, offload_folder, checkpoint, tensorboard, rank_lines,
-    max_restarts, hang_limit, notice, on_nonfinite, elastic, min_processes, inject. Raises UserError for a mistake in
-    the job, RankFailedError where a rank fails and restarts are used up, NonFiniteError where a loss is NaN or
-    infinite, InterruptedJobError where a signal stops the job.
+    bucket_mb, tensor_plan, cut_at, device, threads, workers, profile, folder, offload_folder, checkpoint,
+    tensorboard, rank_lines, max_restarts, hang_limit, notice, on_nonfinite, elastic, min_processes, inject. Raises
+    UserError for a mistake in the job, RankFailedError where a rank fails and restarts are used up, NonFiniteError
+    where a loss is NaN or infinite, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
@@ -80,6 +80,8 @@ def train_job(job: Job) -> TrainResult:
         job = _of_round(job, round_)
     job, layout = _settled(job)
     check_folder(job.run.folder)
+    if job.run.profile is not None:
+        check_folder(job.run.profile.folder, "run.profile.folder")
     check_place(job.run.checkpoint, job.run.folder)
     task = _check(job, layout)
     if round_ is None or round_.number == 0:
@@ -324,6 +326,12 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
         Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
         raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; engine native would do')
+    engines.check_buckets(job.run.bucket_mb, engine, layout, recipe.communication)
+    if job.run.profile is not None and not engine.abilities.profiles:
+        raise UserError(
+            f'run.profile is given, and engine "{engine.name}" does not tell where its steps\' time goes; '
+            "use engine native"
+        )
     if job.run.transport == "shared-memory" and not engine.abilities.shared_memory:
         raise UserError(
             f'run.transport is shared-memory, and engine "{engine.name}" has transports of its own; '

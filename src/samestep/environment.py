@@ -93,6 +93,18 @@ def messages_over(interface: str | None, *, gloo_alone: bool = False) -> Iterato
         _restore(dict.fromkeys(chosen))
 
 
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Without the lines in which torch.profiler tells that it starts and stops, unless the user asks for a level."""
+    name = "KINETO_LOG_LEVEL"
+    asked = os.environ.get(name)
+    os.environ.setdefault(name, "100")
+    try:
+        yield
+    finally:
+        _restore({name: asked})
+
+
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     """Threads a process that the user asked for by OMP_NUM_THREADS.
 

@@ -67,6 +67,23 @@ class Checkpointing:
     resume: str = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
 
 
+def _section_if_true(value: Any) -> Any:
+    """`true` as a section of defaults, and `false` as none."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Profiling:
+    """Which steps of a training are profiled on every rank, and where the profile goes."""
+
+    folder: Path | None = None  # None: profile/ in the run's folder
+    # Steps before. In the third one bytes are counted, which takes long, and in the fourth the profiler warms up.
+    warm_up: Annotated[Whole, Ge(4)] = 4
+    steps: Positive = 5
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Run:
     """How a recipe is run; nothing in here changes the result."""
@@ -82,8 +99,10 @@ class Run:
     transport: Literal["auto", "gloo", "shared-memory"] = "auto"
     threads: Positive | None = None  # a process; None: cores / local ranks
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
+    profile: Annotated[Profiling | None, BeforeValidator(_section_if_true)] = None  # where a step's time goes
     check: bool = True  # the task's contract, in one process before any rank starts
     compile: bool = False  # torch.compile for each block
+    bucket_mb: Annotated[Real, Gt(0)] | None = None  # of gradients sent together by replicas; None: PyTorch's 25
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     folder: Path | None = None  # None: runs/<name of the job file>
     offload_folder: Path | None = None  # for layouts that offload to disk; None: the system's temporary folder

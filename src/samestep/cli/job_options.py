@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from samestep.jobfile import LoadedJob
@@ -23,7 +23,24 @@ _FLAGS = {
 }
 
 # Flags that some commands add themselves.
-_OWN_FLAGS = {"resume": ("run.checkpoint.resume", ""), "no-check": ("run.check", "")}
+_OWN_FLAGS = {
+    "resume": ("run.checkpoint.resume", ""),
+    "no-check": ("run.check", ""),
+    "profile": ("run.profile.folder", ""),
+}
+
+# What a flag has as its value where it stands without one, and the key and the value that it then sets.
+BARE = ""
+_BARE_FLAGS = {"profile": ("run.profile", "{}")}
+
+
+class Once(argparse.Action):
+    """A flag that may stand once, since its second value would take the place of the first in silence."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "it stands twice; keep one of them")
+        setattr(namespace, self.dest, values)
 
 
 def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -69,6 +86,8 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
     for flag, key in keys.items():
         value = getattr(options, flag.replace("-", "_"), None)
         if value is not None:
+            if value == BARE and flag in _BARE_FLAGS:
+                key, value = _BARE_FLAGS[flag]
             overrides.append((key, value, f"--{flag}"))
     return jobfile.load(file or options.job, overrides)
 

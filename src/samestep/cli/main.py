@@ -24,6 +24,7 @@ from samestep.cli import (
     predict,
     train,
     translate,
+    tune,
     verify,
 )
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
@@ -36,6 +37,7 @@ COMMANDS = (
     evaluate,
     predict,
     compare,
+    tune,
     drill,
     checkpoint,
     comm,

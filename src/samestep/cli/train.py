@@ -29,6 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take three steps, write no run, print what each rank held and sent",
     )
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const=job_options.BARE,
+        action=job_options.Once,
+        metavar="FOLDER",
+        help="profile five steps on every rank: a trace a rank and a table (default: profile/ in the run's folder)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --dry-run: write its numbers to a file")
     launch_options.add_arguments(parser, without=launch_options.OF_LAUNCH)
 
@@ -40,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.json is not None and not options.dry_run:
         raise UserError("--json goes with --dry-run; a training writes report.json into its folder")
+    if options.profile is not None and options.dry_run:
+        raise UserError("--profile goes with a training, and --dry-run takes three steps of one; give one of them")
     if options.print_variables:
         return launch_options.print_variables(options)
     if launch_options.wishes(options):
@@ -50,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     from samestep import environment
     from samestep.api import train_job
     from samestep.cluster.discover.resolve import idle_hosts
+    from samestep.report.profile import print_profile
     from samestep.report.tables import print_result
 
     if environment.ranks() is None and (idle := idle_hosts(environment.snapshot())) is not None:
@@ -57,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
     result = train_job(loaded.job)
     if job_options.is_main():
         print_result(result)
+        if result.profile is not None:
+            print_profile(result.profile)
     return 0
 
 

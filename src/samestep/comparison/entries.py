@@ -53,6 +53,8 @@ def _entry(job: Job, task: Task, method: Method, budget: int) -> Entry:
         threads=threads,
         cut_at=job.run.cut_at if Layout.parse(method.layout).pipeline > 1 else None,
         check=False,
+        bucket_mb=None,  # of replicas alone
+        profile=None,
         tensorboard=False,
         rank_lines=False,
         folder=None,

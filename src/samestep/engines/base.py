@@ -22,6 +22,7 @@ from samestep.parallel.parts import Entry
 from samestep.parallel.pieces import Piece
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.spread import Details
+from samestep.profiling.clock import StepClock
 from samestep.tasks.base import Batch, Task
 
 # The loss summed over a batch's terms, and how many terms those are.
@@ -44,6 +45,8 @@ class Abilities:
     complex_parameters: bool = False  # whether its trainers keep complex parameters complex
     same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
 
+    profiles: bool = False  # run.profile: whether its trainers tell a clock of their phases
+    buckets: bool = False  # run.bucket_mb: replicas send their gradients in buckets of that size
     shared_memory: bool = False  # whether run.transport reaches its messages: they go through torch.distributed
     skips: bool = False  # whether its trainers are Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
@@ -67,6 +70,7 @@ class Trainer(ABC):
 
     timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
     free_running: bool = False  # ranks don't wait for each other in every step
+    clock: StepClock | None = None  # what is told of a step's phases, where steps are profiled
 
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -25,6 +25,8 @@ from samestep.parallel.optimizer_pieces import OptimizerToFill, optimizer_pieces
 from samestep.parallel.parts import Entry, local
 from samestep.parallel.pieces import Piece, model_entries, model_pieces
 from samestep.parallel.spread import Spread
+from samestep.profiling.clock import Phase, StepClock
+from samestep.profiling.gradients import told_of_gradients
 from samestep.tasks.base import sum_and_count
 from samestep.tasks.out_of_range import in_one_sentence
 
@@ -70,11 +72,24 @@ class NativeTrainer(Checkpointed, Skipping):
             return self._step(batch, failures.of_task(loss))
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        if not self.model.training:
-            self.model.train()
-        self.model.zero_grad()  # also what the optimizer was not given, or it would add up over the steps
-        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
-        totals = self.backward(batch, loss)
+        with self._phase("forward"):
+            if not self.model.training:
+                self.model.train()
+            self.model.zero_grad()  # also what the optimizer was not given, or it would add up over the steps
+            kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
+            totals = self.backward(batch, loss)
+        with self._phase("optimizer"):
+            return self._change(batch, totals, kept)
+
+    def _phase(self, phase: Phase) -> AbstractContextManager[None]:
+        clock = self._running_clock()
+        return nullcontext() if clock is None else clock.of(phase)
+
+    def _running_clock(self) -> StepClock | None:
+        return self.clock if self.clock is not None and self.clock.runs else None
+
+    def _change(self, batch: StepBatch, totals: Tensor, kept: Sequence[tuple[Tensor, Tensor]]) -> StepReport:
+        """Clip the gradients and step with them. `kept`: buffers as they are to be if the step can't be taken."""
         # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
         totals[1].clamp_(min=1)
         grad_norm = self.scale_and_clip(batch, totals)
@@ -105,6 +120,9 @@ class NativeTrainer(Checkpointed, Skipping):
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         pending: list[dist.Work | None] = []
         loss, backward = self._spread.around(loss, self._precision.backward)
+        clock = self._spread.clock = self._running_clock()
+        if clock is not None:
+            backward = told_of_gradients(clock, backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
@@ -265,6 +283,8 @@ class Native(Engine):
         batch_buffers=True,
         complex_parameters=True,
         compiles=True,
+        profiles=True,
+        buckets=True,
         shared_memory=True,
         skips=True,
         sends_less=True,

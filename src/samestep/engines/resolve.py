@@ -69,6 +69,26 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
     engine.check(layout, precision, config)
 
 
+def check_buckets(
+    bucket_mb: float | None, engine: Engine, layout: Layout, communication: Communication | None
+) -> None:
+    """Raise UserError where there are no buckets of gradients whose size could be chosen."""
+    if bucket_mb is None:
+        return
+    said = f"run.bucket_mb is {bucket_mb:g}"
+    if not engine.abilities.buckets:
+        raise UserError(f'{said}, and engine "{engine.name}" has no such buckets; use engine native')
+    if communication is not None:  # some methods compress a bucket as a whole
+        raise UserError(
+            f"{said}, and recipe.communication is {communication.kind}, whose result it may change; use one"
+        )
+    if layout.data_ranks == 1 or layout.zero >= 2 or layout.pipeline > 1:
+        raise LayoutError(
+            f'layout "{layout}": {said}, and only replicas send gradients in such buckets; use dp2 or zero1x2, or no '
+            "bucket_mb"
+        )
+
+
 def check_communication(communication: Communication | None, engine: Engine, layout: Layout, precision: str) -> None:
     """Raise UserError where what a recipe says of its messages can't be had with this engine, layout or precision."""
     if communication is None:

@@ -135,7 +135,7 @@ def spread(
     if exchange is not None and exchange.hook is None:
         return WholeModel(module=model, accumulating=nullcontext, used=exchange.used(model), **common)
     if layout.data_ranks > 1:
-        replicated = replicate(model, mesh.data_group, device, parts.owners, exchange)
+        replicated = replicate(model, mesh.data_group, device, parts.owners, exchange, details.bucket_mb)
         used = UsedByReplicas(model, mesh.data_group)
         return WholeModel(module=replicated, accumulating=replicated.no_sync, used=used, **common)
     return WholeModel(module=model, accumulating=nullcontext, used=UsedAlone(), **common)

@@ -30,13 +30,18 @@ def replicate(
     device: torch.device,
     owners: Owners | None = None,
     exchange: GradientExchange | None = None,
+    bucket_mb: float | None = None,
 ) -> DistributedDataParallel:
-    """Wrap a module so that backward averages its gradients over `group`, or on the ranks that own them."""
+    """Wrap a module so that backward averages its gradients over `group`, or on the ranks that own them.
+
+    `bucket_mb`: megabytes (1,048,576 bytes) of gradients that are sent together; None: as PyTorch has it.
+    """
     replicated = DistributedDataParallel(
         module,
         device_ids=None if device.type == "cpu" else [device.index],
         process_group=group,
         gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket_mb,  # pyright: ignore[reportArgumentType]  # a fraction is taken as well
         **_no_buffer_messages(),
     )
     if owners is not None:

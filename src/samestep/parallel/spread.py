@@ -25,6 +25,7 @@ from samestep.parallel.repeated_forwards import RepeatedForwards
 from samestep.parallel.shard import put_back
 from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
 from samestep.parallel.used import Used
+from samestep.profiling.clock import StepClock
 from samestep.tasks.base import call
 
 # From the model's output for a micro-batch to what backward starts from.
@@ -47,6 +48,8 @@ class Details:
     cut_at: Sequence[str] = ()
     # Whether each block is compiled by torch.compile.
     compile: bool = False
+    # Megabytes of gradients that replicas send together; None: as many as PyTorch's DistributedDataParallel sends.
+    bucket_mb: float | None = None
     # Buffers that are a mean or a sum over the batch (name or pattern -> which).
     batch_buffers: Mapping[str, str] = field(default_factory=dict)
     # For layouts that move something to disk; None: the system's folder for temporary files.
@@ -62,6 +65,7 @@ class Spread(ABC):
     """A model spread over ranks."""
 
     timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
+    clock: StepClock | None = None  # what is told of a step's phases, where steps are profiled
 
     def __init__(
         self,

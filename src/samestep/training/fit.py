@@ -19,6 +19,9 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.initial import InitialModel, build_recorded
 from samestep.parallel.spread import Details
+from samestep.profiling.breakdown import Profile
+from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
+from samestep.profiling.profiler import StepProfiler
 from samestep.supervision.nonfinite import NonFinite, left_out
 from samestep.supervision.rank import RankSupervision
 from samestep.tasks.base import First, Samples, Task, as_batch
@@ -50,6 +53,7 @@ class Training:
         self._held_out = held_out
         self.usage: Usage | None = None
         self.evaluation_seconds = 0.0
+        self.profiler: StepProfiler | None = None
         self.session = Session(
             world=world,
             layout=layout,
@@ -61,6 +65,7 @@ class Training:
             workers=job.run.workers,
             engine_config=job.run.engine_config,
             communication=recipe.communication,
+            bucket_mb=job.run.bucket_mb,
         )
         self.samples = task.train_set()
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
@@ -82,6 +87,7 @@ class Training:
                 batch_buffers=task.batch_buffers(),
                 cut_at=job.run.cut_at or (),
                 compile=job.run.compile,
+                bucket_mb=job.run.bucket_mb,
                 offload_folder=job.run.offload_folder,
                 engine_config=job.run.engine_config,
                 batch=recipe.batch,
@@ -114,7 +120,7 @@ class Training:
             start=self.first_step,
             steps=min(stop or self.total_steps, self.total_steps),
         )
-        for batch in batches:
+        for batch in batches if self.profiler is None else self.profiler.batches(batches):
             if batch.step in left_out:
                 yield batch, self._passed_over()
                 continue
@@ -226,9 +232,11 @@ def fit(
                 norms_may_overflow=job.recipe.precision == "fp16",
                 left_out=frozenset() if anew else results.agreed(left_out(folder)),
             )
+            profiler = _profiler(training, job)
             log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
             try:
-                take_all_steps(training, log, checkpoints, supervision)
+                with nullcontext() if profiler is None else profiler:
+                    take_all_steps(training, log, checkpoints, supervision)
             except (InterruptedJobError, NonFiniteError) as error:  # on all ranks alike: they leave in good order
                 ended = error
             supervision.ends()
@@ -240,6 +248,28 @@ def fit(
     if ended is not None:
         raise ended
     return _finish(job, training, log, metrics, folder, checkpoints, supervision)
+
+
+def _profiler(training: Training, job: Job) -> StepProfiler | None:
+    """What profiles the training's steps, where the job asks for it."""
+    if job.run.profile is None:
+        return None
+    training.profiler = StepProfiler(
+        job.run.profile,
+        first_step=training.first_step,
+        total_steps=training.total_steps,
+        device=training.session.world.device,
+    )
+    training.session.trainer.clock = training.profiler.clock
+    return training.profiler
+
+
+def _profile(training: Training, job: Job, folder: Path) -> Profile | None:
+    """What the profiler found on all ranks; every rank must ask."""
+    if training.profiler is None or job.run.profile is None:
+        return None
+    place = job.run.profile.folder or folder / PROFILE_FOLDER
+    return training.profiler.gather(place, rank=training.session.world.rank, layout=str(training.session.layout))
 
 
 def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None:
@@ -283,6 +313,7 @@ def _finish(
         usage=usages.gather(training.usage),
         sent_bytes=log.sent,
         own_step_seconds=results.gather_own_step_seconds(supervision.pace.seconds()),
+        profile=_profile(training, job, folder),
     )
     state = session.trainer.state()
     schedule = timeline.gathered() if timeline is not None else None

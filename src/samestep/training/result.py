@@ -12,6 +12,7 @@ from torch import Tensor
 from samestep.cluster.device import peak_memory
 from samestep.errors import UserError
 from samestep.job import Job
+from samestep.profiling.breakdown import Profile
 from samestep.run_folder import RunPlace
 from samestep.supervision.nonfinite import without_nonfinite
 from samestep.supervision.pace import lagging
@@ -37,6 +38,7 @@ class TrainResult:
     usage: Sequence[Usage] = ()  # of each rank, in one step
     sent_bytes: int | None = None  # of one rank in all steps since `first_step`, where recipe.communication is given
     own_step_seconds: Sequence[float] = ()  # of each rank, median, without waiting for others
+    profile: Profile | None = None  # where the time of some steps went, where run.profile asks for it
 
     @property
     def model_file(self) -> Path:
@@ -50,13 +52,13 @@ REPORT_FILE = "report.json"
 SCHEDULE_FILE = "schedule.json"  # of runs with a pipeline
 
 
-def check_folder(folder: Path | None) -> None:
-    """Raise UserError where a file stands in the way of a run's folder."""
+def check_folder(folder: Path | None, key: str = "run.folder") -> None:
+    """Raise UserError where a file stands in the way of a folder that a key of the job names."""
     if folder is None:
         return
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if not there.is_dir():
-        raise UserError(f"run.folder is {folder}: {there} is a file; a folder, or a new path, would do")
+        raise UserError(f"{key} is {folder}: {there} is a file; a folder, or a new path, would do")
 
 
 def folder_of(job: Job) -> Path:

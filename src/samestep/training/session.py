@@ -33,7 +33,7 @@ from samestep.engines.base import (
     Trainer,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.resolve import check, check_communication, resolve
+from samestep.engines.resolve import check, check_buckets, check_communication, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
@@ -82,10 +82,12 @@ class Session:
         offload_folder: Path | None = None,
         engine_config: Path | None = None,
         communication: Communication | None = None,
+        bucket_mb: float | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision, engine_config)
         check_communication(communication, engine, layout, precision)
+        check_buckets(bucket_mb, engine, layout, communication)
         self.world = world
         self.layout = layout
         self.engine = engine
@@ -99,6 +101,7 @@ class Session:
         self._tensor_plan = tensor_plan
         self._cut_at = cut_at
         self._compile = compile
+        self._bucket_mb = bucket_mb
         self._offload_folder = offload_folder
         self._engine_config = engine_config
         self._communication = communication
@@ -143,6 +146,7 @@ class Session:
                 tensor_plan=self._tensor_plan,
                 cut_at=self._cut_at,
                 compile=self._compile,
+                bucket_mb=self._bucket_mb,
                 offload_folder=self._offload_folder,
                 engine_config=self._engine_config,
                 micro_batch=self._micro_batch,
@@ -320,6 +324,7 @@ def session(
     offload_folder: Path | None = None,
     engine_config: Path | None = None,
     transport: Transport = "auto",
+    bucket_mb: float | None = None,
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -345,6 +350,7 @@ def session(
             compile=compile,
             offload_folder=offload_folder,
             engine_config=engine_config,
+            bucket_mb=bucket_mb,
         )
         yield training
         training.close()  # not after an error, when other ranks may be gone

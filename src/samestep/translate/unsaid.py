@@ -39,6 +39,8 @@ REASONS = {
     "run.workers": "the script's data loader says it",
     "run.check": "a script has no task to check",
     "run.compile": "the script compiles",
+    "run.bucket_mb": "the script wraps its model",
+    "run.profile": "only samestep profiles its steps",
     "run.tensor_plan": "the tool's own plan is taken",
     "run.folder": _SCRIPT,
     "run.offload_folder": "nothing is offloaded to it",

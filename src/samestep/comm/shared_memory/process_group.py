@@ -4,7 +4,9 @@
 # pyright: reportIncompatibleMethodOverride=false
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,18 @@ from samestep.comm.shared_memory.kernel import OPERATIONS, TYPES, HostKernel, Ke
 from samestep.comm.shared_memory.work import Done, WorkQueue
 
 Counter = Callable[[str, int, int], None]  # the collective's kind, the bytes of its message, the group's size
+
+
+class Watcher(Protocol):
+    """Who is told when collectives run and when they are waited for."""
+
+    def running(self, kind: str) -> AbstractContextManager[None]:
+        """Around a collective while it runs, in the caller's thread or in the group's own."""
+        ...
+
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        """Around the time in which the caller waits for one, or runs it."""
+        ...
 
 
 def gloo_group(gloo: dist.ProcessGroupGloo) -> dist.ProcessGroup:
@@ -48,6 +62,7 @@ class KernelGroup(dist.ProcessGroup):
         self._open = True
         self._entered = 0
         self.counters: list[Counter] = []  # told of each collective that doesn't pass PyTorch's dispatcher
+        self.watcher: Watcher | None = None
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         opts = dist.AllreduceOptions() if opts is None else opts
@@ -123,10 +138,15 @@ class KernelGroup(dist.ProcessGroup):
         self._entered += 1
         for count in self.counters:
             count(kind, message, self.size())
+        watcher = self.watcher
+        waiting = nullcontext if watcher is None else partial(watcher.waiting, kind)
+        if watcher is not None:
+            collective = partial(_within, partial(watcher.running, kind), collective)
         if not opts.asyncOp:
-            self._queue.run(collective)
+            with waiting():
+                self._queue.run(collective)
             return self._done
-        return self._queue.add(collective, result)
+        return self._queue.add(collective, result, waiting)
 
 
 class SharedMemoryGroup(KernelGroup):
@@ -229,6 +249,11 @@ class SharedMemoryGroup(KernelGroup):
                 self._host.reduce_scatter(given, out, operation)
 
         return self._run("reduce-scatter", _bytes(inputs), opts, outputs, run)
+
+
+def _within(around: Callable[[], AbstractContextManager[None]], collective: Callable[[], None]) -> None:
+    with around():
+        collective()
 
 
 def _operation(opts: Any) -> int | None:

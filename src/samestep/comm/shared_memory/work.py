@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -80,15 +81,20 @@ class WorkQueue:
                 self._waiting.popleft().finish()
             collective()
 
-    def add(self, collective: Callable[[], None], result: Any) -> Work:
-        """Call a collective whose result is waited for later."""
+    def add(
+        self,
+        collective: Callable[[], None],
+        result: Any,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Work:
+        """Call a collective whose result is waited for later; the wait stands in `waiting()`."""
         task = _Task(collective, result)
         self._waiting.append(task)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="samestep-collectives", daemon=True)
             self._thread.start()
         self._called.release()
-        return _Called(task, self)
+        return _Called(task, self, waiting)
 
     def finish(self, task: _Task) -> None:
         """Return when a task has run."""
@@ -117,13 +123,15 @@ class WorkQueue:
 class _Called(Work):
     """What a caller holds of a collective that runs later."""
 
-    def __init__(self, task: _Task, queue: WorkQueue) -> None:
+    def __init__(self, task: _Task, queue: WorkQueue, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
         self._task = task
         self._queue = queue
+        self._waiting = waiting
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._queue.finish(self._task)
+        with self._waiting():
+            self._queue.finish(self._task)
         if self._task.error is not None:
             raise self._task.error
         return True

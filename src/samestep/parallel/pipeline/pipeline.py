@@ -20,6 +20,7 @@ from samestep.parallel.pipeline.rules import owners
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.shard import put_back
 from samestep.parallel.spread import Spread, Term
+from samestep.profiling.clock import Phase
 
 
 class Pipeline(Spread):
@@ -69,7 +70,9 @@ class Pipeline(Spread):
                     # Shards add gradients up on this rank, and exchange them once.
                     self.cut.set_requires_gradient_sync(number == last_backward)
                 # The second micro-batch's forward, or its recomputation, runs what has run before in this step.
-                with self.repeated.watched() if action.micro_batch == 1 else nullcontext():
+                phase: Phase = "forward" if action.kind == "F" else "backward"
+                timed = nullcontext() if self.clock is None else self.clock.of(phase)
+                with self.repeated.watched() if action.micro_batch == 1 else nullcontext(), timed:
                     step.run(action)
                 if number == last_term:
                     forwards_done()

@@ -1,0 +1,47 @@
+"""Find the settings with which a job's step is shortest here, each tried for a few steps."""
+
+import argparse
+import json
+from pathlib import Path
+
+from samestep.cli import job_options, output_files
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    job_options.add_arguments(parser, without=("checkpoint-every", "max-restarts", "folder"))
+    job_options.add_check(parser)
+    parser.add_argument("--settings", help='which to try, such as "threads, micro_batch" (default: all)')
+    parser.add_argument("--steps", type=int, default=10, help="of each trial; the first 3 don't count (default: 10)")
+    parser.add_argument("--repeats", type=int, default=3, help="trials of each value (default: 3)")
+    parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="of one trial (default: 600 s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every timing of every trial to a file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the job with the settings that were kept")
+
+
+def run(options: argparse.Namespace) -> int:
+    loaded = job_options.load(options)
+    if options.print_config:
+        return job_options.print_config(loaded)
+    output_files.check("--json", options.json)
+    output_files.check("--write", options.write)
+
+    from samestep.jobfile import LoadedJob, dump
+    from samestep.tuning.table import print_tuned
+    from samestep.tuning.tune import tune_job
+
+    names = options.settings.split(",") if options.settings is not None else None
+    found = tune_job(
+        loaded.job,
+        settings=[name.strip() for name in names if name.strip()] if names is not None else None,
+        steps=options.steps,
+        repeats=options.repeats,
+        time_limit=options.time_limit,
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.write is not None:
+        kept = {("run", key): "samestep tune" for key in found.run}
+        text = dump(LoadedJob(found.job, options.write, {**loaded.sources, **kept}))
+        options.write.write_text(text + "\n", encoding="utf-8")
+    print_tuned(found)
+    return 0

@@ -1,0 +1,10 @@
+"""Where a step's time goes: `run.profile`.
+
+In the order of reading:
+
+- `clock`: divides the time of a rank's own thread among the phases of a step and the waits in them.
+- `waits`: tells the clock when that thread waits for messages, and when a collective runs beside it.
+- `profiler`: runs clock and `torch.profiler` over the steps that are asked for.
+- `breakdown`: from what a clock noted to categories that add up to the step, and the rank that holds the others up.
+- `trace`: one file a rank for chrome://tracing or Perfetto.
+"""

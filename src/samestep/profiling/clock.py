@@ -1,0 +1,177 @@
+"""StepClock: divides the time of a rank's own thread among the phases of its steps."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["data", "forward", "backward", "optimizer", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A stretch of time; nanoseconds of `time.perf_counter_ns`."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(kw_only=True)
+class Portion:
+    """Time of one phase in one step, in nanoseconds."""
+
+    wall: int = 0  # without waits for messages
+    processor: int = 0  # of `wall`, in which the thread ran on a processor
+    waited: int = 0  # for messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """One step of one rank. The portions' `wall` and `waited` add up to `end - start`."""
+
+    step: int
+    start: int  # nanoseconds of `time.perf_counter_ns`
+    end: int
+    portions: Mapping[Phase, Portion]
+    phases: tuple[Interval, ...]  # in order of time, without gaps
+    waits: tuple[Interval, ...]
+
+
+@dataclass(kw_only=True)
+class _Step:
+    step: int
+    start: int
+    portions: dict[Phase, Portion] = field(default_factory=dict)
+    phases: list[Interval] = field(default_factory=list)
+    waits: list[Interval] = field(default_factory=list)
+
+
+class StepClock:
+    """Knows at each moment of a step which phase the thread is in, and whether it waits for messages.
+
+    All time goes to the innermost phase that was entered, and to `other` outside of any. The wall clock says how
+    long; the thread's own processor clock says how much of that it ran. What is told from other threads than the
+    one that made the clock, and between steps, is ignored.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        """`synchronize` waits for an accelerator, whose work counts for the phase that asked for it."""
+        self._thread = threading.get_ident()
+        self._synchronize = synchronize
+        self._step: _Step | None = None
+        self._phases: list[Phase] = []
+        self._waiting: list[str] = []
+        self._ending = False  # all gradients of a backward are there, and its last callbacks run
+        self._last = self._processor = self._phase_began = self._wait_began = 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether a step is being measured."""
+        return self._step is not None
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._last, self._processor = time.perf_counter_ns(), time.thread_time_ns()
+        self._phase_began = self._last
+        self._step = _Step(step=step, start=self._last)
+
+    def end(self) -> StepTimes | None:
+        """It is over; None where none was begun."""
+        if self._step is None:
+            return None
+        self._note()
+        self._close_phase()
+        step, self._step = self._step, None
+        return StepTimes(
+            step=step.step,
+            start=step.start,
+            end=self._last,
+            portions=step.portions,
+            phases=tuple(step.phases),
+            waits=tuple(step.waits),
+        )
+
+    @contextmanager
+    def of(self, phase: Phase) -> Iterator[None]:
+        """What runs in here belongs to a phase."""
+        if not self._mine():
+            yield
+            return
+        self._enter(phase)
+        try:
+            yield
+        finally:
+            if self._synchronize is not None:
+                self._synchronize()
+            self._note()
+            self._close_phase()
+            self._ending = False
+            self._phases.pop()
+
+    def gradients_there(self) -> None:
+        """A backward has computed every gradient: until its phase ends it may only wait for messages.
+
+        DistributedDataParallel waits there for its buckets, in C++, where nobody else is told of it. A thread that
+        waits uses no processor; what it copies meanwhile does.
+        """
+        if self._mine():
+            self._note()
+            self._ending = True
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """In here the thread waits for messages, or carries them itself."""
+        if not self._mine():
+            yield
+            return
+        self._note()
+        if not self._waiting:
+            self._wait_began = self._last
+        self._waiting.append(what)
+        try:
+            yield
+        finally:
+            self._note()
+            name = self._waiting.pop()
+            if not self._waiting and self._step is not None:
+                self._step.waits.append(Interval(name=name, start=self._wait_began, end=self._last))
+
+    def _mine(self) -> bool:
+        return self._step is not None and threading.get_ident() == self._thread
+
+    def _enter(self, phase: Phase) -> None:
+        self._note()
+        self._close_phase()
+        self._phases.append(phase)
+
+    def _phase(self) -> Phase:
+        return self._phases[-1] if self._phases else "other"
+
+    def _close_phase(self) -> None:
+        if self._step is not None and self._last > self._phase_began:
+            self._step.phases.append(Interval(name=self._phase(), start=self._phase_began, end=self._last))
+        self._phase_began = self._last
+
+    def _note(self) -> None:
+        """Give the time since the last note to where the thread was."""
+        now, processor = time.perf_counter_ns(), time.thread_time_ns()
+        wall, ran = now - self._last, processor - self._processor
+        self._last, self._processor = now, processor
+        if self._step is None:
+            return
+        portion = self._step.portions.setdefault(self._phase(), Portion())
+        if self._waiting:
+            portion.waited += wall
+        elif self._ending:
+            ran = min(ran, wall)
+            portion.wall += ran
+            portion.processor += ran
+            portion.waited += wall - ran
+            if wall > ran:
+                self._step.waits.append(Interval(name="gradients", start=now - (wall - ran), end=now))
+        else:
+            portion.wall += wall
+            portion.processor += ran

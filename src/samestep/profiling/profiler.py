@@ -1,0 +1,146 @@
+"""StepProfiler: profiles some steps of a training on one rank, and gathers what all ranks found."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.profiler import profile, record_function, supported_activities
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.job import Profiling
+from samestep.profiling.breakdown import Profile, RankProfile, find_straggler, rank_profile
+from samestep.profiling.clock import StepClock, StepTimes
+from samestep.profiling.trace import MARK, Trace
+from samestep.profiling.waits import MessageWatch, watched
+
+FOLDER = "profile"  # in a run's folder
+PROFILE_FILE = "profile.json"
+
+Batch = TypeVar("Batch")
+
+
+def trace_file(folder: Path, rank: int) -> Path:
+    """Where a rank's trace stands in the folder of a profile."""
+    return folder / f"trace-rank{rank}.json"
+
+
+class StepProfiler:
+    """Profiles the steps that are asked for, while the training asks it for its batches."""
+
+    def __init__(self, asked: Profiling, *, first_step: int, total_steps: int, device: torch.device) -> None:
+        """Raises UserError where the training is over before the first step to profile."""
+        self._begin = first_step + asked.warm_up
+        self._stop = min(self._begin + asked.steps, total_steps)
+        if self._begin >= total_steps:
+            raise UserError(
+                f"run.profile leaves the first {asked.warm_up} steps out, and the training takes "
+                f"{total_steps - first_step}; use recipe.steps: {self._begin + 1} or more"
+            )
+        self._first_step, self._total_steps = first_step, total_steps
+        self._on_accelerator = device.type != "cpu"
+        self.clock = StepClock(partial(torch.accelerator.synchronize, device) if self._on_accelerator else None)
+        self._watch = MessageWatch(self.clock)
+        self._profiler: Any = None
+        self._times: list[StepTimes] = []
+        self._other_steps: list[float] = []  # seconds
+        self._asked_at = 0.0
+        self._over = False
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of the steps from the first one; a step lasts until the next one's batch is asked for."""
+        source = iter(batches)
+        step = self._first_step
+        while True:
+            self._between(step)
+            with self.clock.of("data"):
+                batch = next(source, None)
+            if batch is None:
+                return
+            yield batch
+            step += 1
+
+    def finish(self) -> None:
+        """The last step is over, whatever comes then."""
+        if not self._over:
+            self._between(self._total_steps)
+            self._over = True
+
+    def _between(self, step: int) -> None:
+        """The step before this one is over, if there was one."""
+        if (times := self.clock.end()) is not None:
+            self._times.append(times)
+        elif self._is_usual(step - 1):
+            self._other_steps.append(time.perf_counter() - self._asked_at)
+        if step >= self._stop:
+            self._open.close()
+        if step == self._begin - 1:
+            self._open.enter_context(watched(self._watch))
+            self._open.enter_context(environment.quiet_profiler())
+            # Operators are recorded from here on, a step before the clock: the profiler's own first step is slow.
+            self._profiler = self._open.enter_context(profile(activities=supported_activities()))
+        if self._begin <= step < self._stop:
+            with record_function(f"{MARK}{step}"):
+                self.clock.begin(step)
+        self._asked_at = time.perf_counter()
+
+    def _is_usual(self, step: int) -> bool:
+        """Whether a step ran as it does without a profile: not the first, nor that whose bytes are counted."""
+        return step > self._first_step and step not in (self._first_step + 2, self._begin - 1)
+
+    def gather(self, folder: Path, *, rank: int, layout: str) -> Profile | None:
+        """Write this rank's trace, and bring all ranks' times together; every rank must ask.
+
+        None where the training ended before a step was profiled. Rank 0 writes the table as JSON.
+        """
+        self.finish()
+        mine = None if self._profiler is None or not self._times else self._of_rank(folder, rank)
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        ranks: list[RankProfile] = [each for each in told if each is not None]
+        if len(ranks) < len(told):
+            return None
+        found = Profile(
+            layout=layout,
+            steps=tuple(step.step for step in self._times),
+            ranks=tuple(ranks),
+            straggler=find_straggler(ranks),
+            usual_seconds=median(self._other_steps) if self._other_steps else None,
+            folder=folder,
+        )
+        if rank == 0:
+            text = json.dumps(found.to_json(), indent=2, ensure_ascii=False)
+            (folder / PROFILE_FILE).write_text(text + "\n", encoding="utf-8")
+        return found
+
+    def _of_rank(self, folder: Path, rank: int) -> RankProfile:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = trace_file(folder, rank)
+        self._profiler.export_chrome_trace(str(file))
+        trace = Trace(file, self._times)
+        ran = self._watch.ran()
+        trace.write(rank, ran)
+        return rank_profile(
+            rank,
+            self._times,
+            ran=[*ran, *trace.on_their_way()],
+            unseen=trace.waits_in_operators(),
+            idles=not self._on_accelerator,
+        )

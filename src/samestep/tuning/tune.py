@@ -1,0 +1,245 @@
+"""Try settings one after another, each value in processes of its own, and keep what is faster."""
+
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from samestep import environment
+from samestep.api import check_job, layout_of
+from samestep.comparison import process
+from samestep.comparison.failure import explain
+from samestep.contract.check import check_contract
+from samestep.errors import RankFailedError, UserError
+from samestep.job import Job
+from samestep.jobfile import LoadedJob, dump
+from samestep.tasks.base import Task
+from samestep.training.progress import Bar
+from samestep.tuning.rows import Row, Status, Timing, Tuned
+from samestep.tuning.settings import SETTINGS, Candidate, Setting
+from samestep.validation import closest
+
+TIME_LIMIT = 600.0  # seconds of one trial
+_FIRST = 3  # steps that are not timed: state and buffers are made in two of them, and bytes are counted in the third
+_LEAST = 1.02  # how many times as fast a value must be to be kept, where the repeats differ less than that
+
+# Seconds of a step of a job that starts with some variables. Raises TrialError.
+Measure = Callable[[Job, Mapping[str, str]], float]
+
+
+class TrialError(Exception):
+    """A trial that ended without a timing."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status: Status = status
+
+
+def tune_job(
+    job: Job,
+    *,
+    settings: Sequence[str] | None = None,
+    steps: int = 10,
+    repeats: int = 3,
+    time_limit: float = TIME_LIMIT,
+) -> Tuned:
+    """Tune a job's `run:` section for its layout on this machine.
+
+    `settings`: names of those to try, None: all. `steps` are taken by each trial, of which the first three are not
+    timed; each value is tried `repeats` times, in turns with what was best before. Raises UserError for a mistake in
+    the job or in what is asked for; a value that fails is a row.
+    """
+    chosen = _chosen(settings)
+    if steps <= _FIRST:
+        raise UserError(
+            f"steps is {steps}, and the first {_FIRST} of a trial are not timed; use {_FIRST + 1} or more"
+        )
+    if repeats < 1:
+        raise UserError(f"repeats is {repeats}; it must be 1 or more")
+    if not time_limit > 0:
+        raise UserError(f"the time limit is {time_limit:g} s; use more than 0")
+    task = _check(job)
+    job = replace(job, run=replace(job.run, layout=str(layout_of(job)), processes=None))
+    with TemporaryDirectory(prefix="samestep-tune-") as folder, process.signals_raise():
+        trials = _Trials(Path(folder), steps, time_limit)
+        return greedy(job, chosen, trials.seconds, repeats=repeats, task=task)
+
+
+def _chosen(names: Sequence[str] | None) -> list[Setting]:
+    table = {setting.name: setting for setting in SETTINGS}
+    if names is None:
+        return list(SETTINGS)
+    for name in names:
+        if name not in table:
+            raise UserError(f'settings: there is no "{name}" to try; {closest(name, table)}')
+    if not names:
+        raise UserError(f"settings names none; known: {', '.join(table)}")
+    return [setting for setting in SETTINGS if setting.name in names]
+
+
+def _check(job: Job) -> Task:
+    if environment.ranks() is not None:
+        raise UserError("tune starts its own processes; start it without a launcher")
+    if not isinstance(job.recipe.task, str):
+        raise UserError(
+            f"recipe.task is {job.recipe.task!r}; tune starts each trial as a command, which wants the task's name, "
+            'such as "my_task.py:MyTask"'
+        )
+    task = check_job(job)
+    if job.run.check:  # once for all trials
+        check_contract(job, task)
+    return task
+
+
+def greedy(
+    job: Job, settings: Sequence[Setting], measure: Measure, *, repeats: int, task: Task | None = None
+) -> Tuned:
+    """Try one setting after another on top of the best so far; a value is kept where it is faster than the noise.
+
+    What changes the result is tried last, beside the settings that were kept, and not kept itself.
+    """
+    layout = layout_of(job)
+    variables: dict[str, str] = {}
+    rows: list[Row] = []
+    best = Candidate(value="")
+    first = last = None
+    with Bar("tune", len(settings)) as bar:
+        for setting in sorted(settings, key=lambda setting: not setting.keeps_result):
+            bar.say(setting.name)
+            found, before = _compared(job, variables, setting.candidates(job, layout), measure, repeats, task)
+            if before is not None:
+                first, last = first or before, before
+            kept = _fastest(found, before) if setting.keeps_result else None
+            rows += [_row(setting, each, result, before, kept=each is kept) for each, result in found]
+            if kept is not None:
+                best, variables = kept, {**variables, **kept.environment}
+                job = best.of(job)
+                last = next(result for each, result in found if each is kept and isinstance(result, Timing))
+            bar.advance()
+    if first is None or last is None:
+        first = last = Timing(repeats=tuple(_measured(measure, job, variables) for _ in range(repeats)))
+    return Tuned(job=job, at_first=first, at_last=last, rows=rows, environment=variables)
+
+
+def _measured(measure: Measure, job: Job, variables: Mapping[str, str]) -> float:
+    """Seconds of a step as the job is; what stops that is wrong with the job, not with a setting."""
+    try:
+        return measure(job, variables)
+    except TrialError as error:
+        if error.status == "refused":
+            raise UserError(str(error)) from None
+        raise RankFailedError(0, str(error)) from None
+
+
+Found = list[tuple[Candidate, Timing | TrialError]]
+
+
+def _compared(
+    job: Job,
+    variables: Mapping[str, str],
+    candidates: Sequence[Candidate],
+    measure: Measure,
+    repeats: int,
+    task: Task | None,
+) -> tuple[Found, Timing | None]:
+    """Each candidate's timing, or why there is none, and that of the job as it is, all in turns."""
+    ended: dict[int, TrialError] = {}
+    for number, candidate in enumerate(candidates):
+        if (error := _refused(candidate, job, task)) is not None:
+            ended[number] = error
+    seconds: dict[int, list[float]] = {number: [] for number in range(-1, len(candidates))}  # -1: the job as it is
+    order = deque(number for number in seconds if number not in ended)
+    if len(order) == 1:
+        return [(candidate, ended[number]) for number, candidate in enumerate(candidates)], None
+    for _ in range(repeats):
+        for number in list(order):
+            if number in ended:
+                continue
+            if number < 0:
+                seconds[number].append(_measured(measure, job, variables))
+                continue
+            candidate = candidates[number]
+            try:
+                seconds[number].append(measure(candidate.of(job), {**variables, **candidate.environment}))
+            except TrialError as error:
+                ended[number] = error
+        order.rotate(-1)  # who comes first in one repeat comes last in the next
+    found: Found = [
+        (candidate, ended.get(number) or Timing(repeats=tuple(seconds[number])))
+        for number, candidate in enumerate(candidates)
+    ]
+    return found, Timing(repeats=tuple(seconds[-1]))
+
+
+def _refused(candidate: Candidate, job: Job, task: Task | None) -> TrialError | None:
+    """Why a value can't be tried, as far as it is known before any process starts."""
+    if candidate.missing is not None:
+        return TrialError("not installed", candidate.missing)
+    try:
+        if task is not None:
+            check_job(candidate.of(job), task)
+    except UserError as error:
+        return TrialError("refused", str(error))
+    return None
+
+
+def _fastest(found: Found, before: Timing | None) -> Candidate | None:
+    """The value that is faster than what was best before, by more than the repeats differ; None where none is."""
+    timed = [(candidate, result) for candidate, result in found if isinstance(result, Timing)]
+    if before is None or not timed:
+        return None
+    candidate, timing = min(timed, key=lambda pair: pair[1].seconds)
+    wanted = max(_LEAST, 1 + max(timing.noise, before.noise))
+    return candidate if before.seconds / timing.seconds > wanted else None
+
+
+def _row(
+    setting: Setting, candidate: Candidate, result: Timing | TrialError, before: Timing | None, *, kept: bool
+) -> Row:
+    if isinstance(result, TrialError):
+        return Row(setting=setting.name, value=candidate.value, status=result.status, reason=str(result))
+    status: Status = "kept" if kept else "not better" if setting.keeps_result else "changes the result"
+    return Row(setting=setting.name, value=candidate.value, status=status, timing=result, before=before)
+
+
+class _Trials:
+    """Runs trials one at a time, each a short training in a folder of its own."""
+
+    def __init__(self, folder: Path, steps: int, time_limit: float) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._time_limit = time_limit
+        self._count = 0
+
+    def seconds(self, job: Job, variables: Mapping[str, str]) -> float:
+        """Median seconds of a step, its data's included. Raises TrialError."""
+        self._count += 1
+        place = self._folder / str(self._count)
+        place.mkdir()
+        file, folder = place / "job.yaml", place / "run"
+        file.write_text(dump(LoadedJob(self._short(job), file, {})) + "\n", encoding="utf-8")
+        train = [sys.executable, "-m", "samestep", "train", str(file), "--folder", str(folder)]
+        before = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
+        outcome = process.run([*before, *train], limit=self._time_limit)
+        if outcome.code != 0:
+            status, reason = explain(folder, outcome, self._time_limit)
+            raise TrialError(status, reason)
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        values = [json.loads(line) for line in lines[_FIRST:]]
+        if not values:
+            raise TrialError(
+                "failed", f"the training has {len(lines)} steps, of which the first {_FIRST} don't count"
+            )
+        return median(value["step_seconds"] + value["data_seconds"] for value in values)
+
+    def _short(self, job: Job) -> Job:
+        """So many steps and nothing beside them: no checkpoints, no restarts, no evaluation but the last."""
+        evaluation = replace(job.recipe.evaluation, every=None)
+        recipe = replace(job.recipe, steps=self._steps, epochs=None, evaluation=evaluation)
+        alone = {"check": False, "tensorboard": False, "rank_lines": False, "profile": None, "folder": None}
+        never = {"checkpoint": None, "max_restarts": 0, "elastic": False, "min_processes": 1, "inject": ()}
+        return replace(job, recipe=recipe, run=replace(job.run, **alone, **never))
