@@ -110,7 +110,7 @@ class Task(ABC):
         return Batch(tuple(inputs) if isinstance(samples[0][0], tuple) else inputs, targets)
 
     def metrics(self) -> "Mapping[str, Metric]":
-        """New metrics by name: torchmetrics objects, or others with `update` and `compute`. `scores` says with what."""
+        """New metrics by name: torchmetrics objects, or others that update (with what `scores` gives) and compute."""
         return {}
 
     def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
