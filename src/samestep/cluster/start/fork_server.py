@@ -62,6 +62,7 @@ def start_early(job: Job) -> None:
         if METHOD == "forkserver" and environment.ranks() is None and _has_ranks(job):
             preload(_modules_of(job))
             forkserver.ensure_running()
+            atexit.unregister(_end)
             atexit.register(_end)
 
 
