@@ -21,7 +21,7 @@ UNUSED = {
 
 JOBS = {
     "regression": "task: regression\n  args: {samples: 64, held_out: 16}",
-    "digits": "task: image-classification\n  data: {source: digits, limit: 100}\n  model: {type: small, width: 4}",
+    "digits": "task: image-classification\n  data: {source: digits, limit: 100}\n  model: {type: small, width: 8}",
 }
 
 # The modules of the process that trains, or starts the ranks that train.
