@@ -18,7 +18,7 @@ HOUSE = (
     ("errors",),
     ("ranks", "visible"),
     ("environment",),
-    ("versions",),
+    ("versions", "cache_folder", "imports"),
     ("layout",),
     ("field_types",),
     ("communication",),

@@ -188,7 +188,7 @@ def test_metrics_are_of_all_samples_and_by_class(source: Path) -> None:
     assert found["recall"].tolist() == pytest.approx([1, 1, 0.5])
     assert found["f1"].tolist() == pytest.approx([1, 2 / 3, 2 / 3])
     assert found["support"].tolist() == found["confusion_matrix"].sum(1).tolist() == [2, 1, 2]
-    assert [len(part) for part in found["precision_recall_curve"]] == [3, 3, 3]
+    assert [len(part) for part in found["precision_recall_curve"].values()] == [3, 3, 3]
     assert made.class_names() == ("a", "b", "c")
 
 

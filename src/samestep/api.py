@@ -12,7 +12,7 @@ from samestep import environment
 from samestep.cluster.cores import cores, threads_of
 from samestep.cluster.device import accelerators, check_devices, device_of
 from samestep.cluster.discover.resolve import check_not_alone
-from samestep.cluster.start import local
+from samestep.cluster.start import fork_server, local
 from samestep.cluster.world import World, join
 from samestep.contract.check import check_contract
 from samestep.engines import resolve as engines
@@ -84,6 +84,7 @@ def train_job(job: Job) -> TrainResult:
         check_folder(job.run.profile.folder, "run.profile.folder")
     check_place(job.run.checkpoint, job.run.folder)
     task = _check(job, layout)
+    fork_server.start_early(job)
     if round_ is None or round_.number == 0:
         _check_contract(job, task)
     found = _trained(job, layout, round_)
@@ -148,6 +149,7 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
         raise UserError(f"steps is {steps}; it must be 1 or more")
     job, layout = _settled(job)
     task = _check(job, layout)
+    fork_server.start_early(job)
     _check_contract(job, task, dropout=dropout)
     job = proof_job(job, dropout=dropout)
     ranks = environment.ranks()

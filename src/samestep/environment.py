@@ -244,6 +244,14 @@ def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("SAMESTEP_ENV_FILE") or None
 
 
+def cache_megabytes(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Megabytes that the user leaves to prepared data on disk, 0 for none of it; None where it isn't said."""
+    return integer(environ, _CACHE_MEGABYTES) if environ.get(_CACHE_MEGABYTES) else None
+
+
+_CACHE_MEGABYTES = "SAMESTEP_CACHE_MB"
+
+
 def slurm_node(environ: Mapping[str, str] = os.environ) -> str:
     """The name of the node on which Slurm runs this task."""
     return environ["SLURMD_NODENAME"]

@@ -74,6 +74,7 @@ class Evaluation:
 
     batch: Positive = 64  # samples of one forward; part of the recipe, so that scores are the same everywhere
     every: Positive | None = None  # steps; None: once, at the end
+    at_end: bool = True  # after the last step; false: only where `every` says so
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,12 +1,14 @@
 """Options that every command with a job file has, laid over what the file says."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from samestep.job import Job
     from samestep.jobfile import LoadedJob
 
 # Flag -> the key of the job that it sets.
@@ -90,6 +92,17 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
                 key, value = _BARE_FLAGS[flag]
             overrides.append((key, value, f"--{flag}"))
     return jobfile.load(file or options.job, overrides)
+
+
+def prepare(job: "Job") -> None:
+    """Import what trains a job, which takes seconds; the server that its ranks are forked from does so meanwhile."""
+    from samestep.imports import uncollected
+
+    with uncollected():
+        from samestep.cluster.start import fork_server
+
+        fork_server.start_early(job)
+        importlib.import_module("samestep.api")
 
 
 def print_config(loaded: "LoadedJob") -> int:

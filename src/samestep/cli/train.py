@@ -58,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
         return _dry_run(loaded.job, options.json)
 
     from samestep import environment
+
+    job_options.prepare(loaded.job)
     from samestep.api import train_job
     from samestep.cluster.discover.resolve import idle_hosts
     from samestep.report.profile import print_profile
@@ -109,6 +111,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 def _dry_run(job: "Job", file: Path | None) -> int:
     output_files.check("--json", file)
 
+    job_options.prepare(job)
     from samestep.api import dry_run_job
     from samestep.report.tables import print_usage
 

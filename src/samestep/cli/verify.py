@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if options.more:
         raise UserError(f"{options.more[0]} is a second job file; a list of layouts takes them: --layouts all")
 
+    job_options.prepare(loaded.job)
     from samestep.api import verify_job
     from samestep.report.tables import print_proof
 

@@ -11,7 +11,7 @@ from samestep import environment
 from samestep.api import check_job
 from samestep.cluster.cores import cores
 from samestep.cluster.device import accelerators, check_devices
-from samestep.comparison import figures, process
+from samestep.comparison import figures, kept, process
 from samestep.comparison.entries import Entry, cores_of, entries
 from samestep.comparison.failure import explain
 from samestep.comparison.machine import machine
@@ -141,7 +141,7 @@ class _Runner:
         """The same step of every method first, which also warms the machine; then the repeats, interleaved."""
         rows = {entry.row.method: entry.row for entry in planned}
         runnable = [entry for entry in planned if entry.row.status == "measured"]
-        with Bar("compare", 1 + len(runnable) * (1 + repeats)) as bar:
+        with Bar("compare", 1 + len(runnable) * (1 + repeats), lines=True) as bar:
             bar.say("the reference: one process in float64")
             known = self._reference(reference)
             bar.advance()
@@ -199,6 +199,8 @@ class _Runner:
         place = self._folder / str(self._count)
         place.mkdir()
         file, folder = place / "job.yaml", place / "run"
+        if kept.can_be(method):
+            return folder, kept.run(job, folder, limit=self._time_limit)
         file.write_text(dump(LoadedJob(job, file, {})) + "\n", encoding="utf-8")
         command = method.start.command(file, folder, _size(job))
         return folder, process.run(command, limit=self._time_limit)

@@ -46,8 +46,8 @@ class SameStep:
 
 
 def short_job(job: Job, precision: str) -> Job:
-    """The job as its steps are compared: a few of them, without dropout, in that precision."""
-    evaluation = replace(job.recipe.evaluation, every=None)
+    """The job as its steps are compared: a few of them, without dropout and evaluation, in that precision."""
+    evaluation = replace(job.recipe.evaluation, every=None, at_end=False)
     recipe = replace(job.recipe, steps=STEPS, epochs=None, dropout=False, precision=precision, evaluation=evaluation)
     return replace(job, recipe=recipe)
 

@@ -1,7 +1,6 @@
 """Tokenised texts as a data set: all ids in one array, a sample is a slice of it."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +9,10 @@ from numpy.typing import NDArray
 class TokenisedTexts:
     """Samples are (token ids, class number)."""
 
-    def __init__(self, sequences: Sequence[NDArray[np.int32]], classes: Sequence[int]) -> None:
-        self._ids = np.concatenate(sequences)  # (all tokens,)
-        self._starts = np.array([0, *accumulate(map(len, sequences))], dtype=np.int64)  # (samples + 1,)
+    def __init__(self, ids: NDArray[np.int32], starts: NDArray[np.int64], classes: Sequence[int]) -> None:
+        """`ids` are those of all texts, (tokens,); text i is ids[starts[i] : starts[i + 1]]."""
+        self._ids = ids
+        self._starts = starts  # (samples + 1,)
         self._classes = np.array(classes, dtype=np.int64)  # (samples,)
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, Task, as_batch, call, sum_and_count
 from samestep.training.curves import named_parts
 from samestep.training.dropout import switch_off
-from samestep.training.evaluation import plain
+from samestep.training.evaluation import apart, plain
 from samestep.training.fit import build_model
 from samestep.training.optimizer import make_optimizer, make_schedule
 
@@ -196,7 +196,7 @@ class Loop:
         self.model.train()
         metrics = self.task.metrics()
         for metric in metrics.values():
-            metric.distributed_available_fn = _never  # predictions are gathered here; states need not be
+            apart(metric)  # predictions are gathered here; states need not be
         for scores in (pair for rank in self.gather(mine) for pair in rank):
             for metric in metrics.values():
                 metric.update(*scores)
@@ -224,7 +224,3 @@ class Loop:
         everyone: list[Any] = [None] * self.place.of
         dist.all_gather_object(everyone, mine)
         return everyone
-
-
-def _never() -> bool:
-    return False

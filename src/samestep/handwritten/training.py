@@ -97,8 +97,10 @@ def _take_all_steps(loop: Loop, records: Records, folder: Path) -> TrainResult:
 
 
 def _evaluates_after(loop: Loop, done: int) -> bool:
-    every = loop.recipe.evaluation.every
-    return done == loop.total_steps or bool(every and done % every == 0)
+    wanted = loop.recipe.evaluation
+    if done == loop.total_steps:
+        return wanted.at_end
+    return bool(wanted.every and done % wanted.every == 0)
 
 
 def _line(

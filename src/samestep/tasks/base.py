@@ -11,8 +11,8 @@ from samestep.tasks.prediction import Model, Prediction, ToPredict, from_scores,
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torchmetrics import Metric
 
+    from samestep.tasks.metric import Metric
     from samestep.tasks.transformers_model import Pretrained
 
 
@@ -110,7 +110,7 @@ class Task(ABC):
         return Batch(tuple(inputs) if isinstance(samples[0][0], tuple) else inputs, targets)
 
     def metrics(self) -> "Mapping[str, Metric]":
-        """New torchmetrics objects by name; each is updated with what `scores` gives."""
+        """New metrics by name: torchmetrics objects, or others that update (with what `scores` gives) and compute."""
         return {}
 
     def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samestep.data import byte_pairs
+from samestep import environment
+from samestep.data import byte_pairs, prepared
 from samestep.data.blocks import IGNORED, TokenBlocks
 from samestep.data.byte_pairs import StreamTokenizer
+from samestep.data.cache import DataCache
 from samestep.data.running_text import RunningText
 from samestep.errors import UserError
 from samestep.layout import ModelShape
@@ -22,8 +24,9 @@ from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torchmetrics import Metric
     from transformers import PreTrainedConfig
+
+    from samestep.tasks.metric import Metric
 
 
 class CausalLM(Task):
@@ -146,7 +149,9 @@ class CausalLM(Task):
 
     @cached_property
     def _tokenizer(self) -> StreamTokenizer:
-        return self._loaded_tokenizer or byte_pairs.train(self._text.train, self._data.vocabulary)
+        return self._loaded_tokenizer or prepared.stream_tokenizer(
+            self._text.train, self._data.vocabulary, self._cache
+        )
 
     @property
     def _vocabulary(self) -> int:
@@ -182,8 +187,12 @@ class CausalLM(Task):
         return self._blocks(self._text.held_out) if self._text.held_out else None
 
     def _blocks(self, documents: Sequence[str]) -> TokenBlocks:
-        stream = self._tokenizer.stream(documents)
+        stream = prepared.stream(documents, self._tokenizer, self._cache)
         return TokenBlocks(stream, length=self._data.length, padding=self._padding)
+
+    @property
+    def _cache(self) -> DataCache:
+        return DataCache.of(environment.snapshot())
 
     @cached_property
     def _config(self) -> "PreTrainedConfig":

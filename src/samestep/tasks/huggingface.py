@@ -17,7 +17,7 @@ from samestep.tasks.model_loss import loss_of
 from samestep.tasks.prediction import Prediction, of_classes
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from samestep.tasks.metric import Metric
 
 _FIRST = 4  # rows on which the model is tried
 _COUNT = "count"  # of the loss's terms, among a batch's targets
@@ -103,7 +103,7 @@ class HuggingFace(Task):
 
     def metrics(self) -> "Mapping[str, Metric]":
         """The mean loss of a term, and where labels are classes the share of them that the model tells right."""
-        from samestep.tasks.shares import Share
+        from samestep.tasks.metric import Share
 
         return {"loss": Share(0)} | ({"accuracy": Share(1)} if self._facts.classes else {})
 

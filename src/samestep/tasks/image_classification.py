@@ -15,7 +15,8 @@ from samestep.tasks.prediction import Model, Prediction, ToPredict, of_classes, 
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torchmetrics import Metric
+
+    from samestep.tasks.metric import Metric
 
 
 class ImageClassification(Task):

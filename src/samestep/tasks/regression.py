@@ -10,7 +10,8 @@ from samestep.tasks.base import Batch, Samples, Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torchmetrics import Metric
+
+    from samestep.tasks.metric import Metric
 
 
 class Regression(Task):
@@ -52,7 +53,6 @@ class Regression(Task):
         return mse_loss(output, batch.targets, reduction="sum"), len(output)
 
     def metrics(self) -> "Mapping[str, Metric]":
-        import torch
-        from torchmetrics import MeanSquaredError
+        from samestep.tasks.metric import SquaredError
 
-        return {"mean_squared_error": MeanSquaredError().set_dtype(torch.float64)}
+        return {"mean_squared_error": SquaredError()}

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samestep.data.tokenizer import TRAINED_PADDING, TextTokenizer, train
+from samestep import environment
+from samestep.data import prepared
+from samestep.data.cache import DataCache
+from samestep.data.tokenizer import TRAINED_PADDING, TextTokenizer
 from samestep.data.tokens import TokenisedTexts
 from samestep.layout import ModelShape
 from samestep.tasks import text_data, text_model, transformers_model
@@ -18,8 +21,9 @@ from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torchmetrics import Metric
     from transformers import PreTrainedConfig
+
+    from samestep.tasks.metric import Metric
 
 
 _UNKNOWN = -1  # the class of a text that is to be classified
@@ -89,7 +93,7 @@ class TextClassification(Task):
             return
         texts = lines_of(wanted.file)
         numbered = NumberedTexts(texts=texts, classes=[_UNKNOWN] * len(texts))
-        samples = text_data.tokenised(numbered, self._tokenizer, self._data.max_length)
+        samples = self._tokenised(numbered)
         for text, found in zip(texts, predict_each(self, model, samples, wanted.batch), strict=True):
             yield {"text": text, **found}
 
@@ -125,7 +129,9 @@ class TextClassification(Task):
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
-        return self._loaded_tokenizer or train(self._corpus.train.texts, self._data.vocabulary)
+        return self._loaded_tokenizer or prepared.text_tokenizer(
+            self._corpus.train.texts, self._data.vocabulary, self._cache
+        )
 
     @property
     def _vocabulary(self) -> int:
@@ -138,12 +144,19 @@ class TextClassification(Task):
 
     @cached_property
     def _train_set(self) -> TokenisedTexts:
-        return text_data.tokenised(self._corpus.train, self._tokenizer, self._data.max_length)
+        return self._tokenised(self._corpus.train)
 
     @cached_property
     def _eval_set(self) -> TokenisedTexts | None:
         held_out = self._corpus.held_out
-        return None if held_out is None else text_data.tokenised(held_out, self._tokenizer, self._data.max_length)
+        return None if held_out is None else self._tokenised(held_out)
+
+    def _tokenised(self, texts: NumberedTexts) -> TokenisedTexts:
+        return text_data.tokenised(texts, self._tokenizer, self._data.max_length, self._cache)
+
+    @property
+    def _cache(self) -> DataCache:
+        return DataCache.of(environment.snapshot())
 
     @cached_property
     def _config(self) -> "PreTrainedConfig":

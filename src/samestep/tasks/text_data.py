@@ -5,11 +5,13 @@ from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from annotated_types import Ge, Lt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from samestep.data import sources, tokenizer
+from samestep.data import prepared, sources, tokenizer
+from samestep.data.cache import DataCache
 from samestep.data.installed import locate
 from samestep.data.labels import Classes, find_classes
 from samestep.data.split import check_split, limited, split
@@ -112,13 +114,16 @@ def loaded_tokenizer(data: TextData, model_folder: Path | None) -> TextTokenizer
     return None
 
 
-def tokenised(texts: NumberedTexts, with_tokenizer: TextTokenizer, max_length: int) -> TokenisedTexts:
+def tokenised(
+    texts: NumberedTexts, with_tokenizer: TextTokenizer, max_length: int, cache: DataCache
+) -> TokenisedTexts:
     """Tokenise all texts. Raises UserError for a text without any token."""
-    sequences = with_tokenizer.encode(texts.texts, max_length)
-    for text, ids in zip(texts.texts, sequences, strict=True):
-        if not len(ids):
-            raise UserError(f'{_TOKENIZER}: it gives no tokens for the text "{text[:40]}"; remove that text')
-    return TokenisedTexts(sequences, texts.classes)
+    ids, starts = prepared.sequences(texts.texts, with_tokenizer, max_length, cache)
+    empty = np.flatnonzero(np.diff(starts) == 0)
+    if len(empty):
+        text = texts.texts[int(empty[0])]
+        raise UserError(f'{_TOKENIZER}: it gives no tokens for the text "{text[:40]}"; remove that text')
+    return TokenisedTexts(ids, starts, texts.classes)
 
 
 def _numbered(source: LabelledTexts, classes: Classes, limit: int | None) -> NumberedTexts:

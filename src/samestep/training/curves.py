@@ -1,13 +1,13 @@
 """Curves among the metrics: their parts by name, where torchmetrics gives a tuple without names."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
+import sys
+from typing import Any
 
 
-def named_parts(metric: "Metric", value: Any) -> Any:
+def named_parts(metric: Any, value: Any) -> Any:
     """A curve's value as {"precision", "recall", "thresholds"}, or the like; any other value as it is."""
+    if "torchmetrics" not in sys.modules:  # then it is none of torchmetrics', whose import takes seconds
+        return value
     from torchmetrics.classification import (
         BinaryPrecisionRecallCurve,
         BinaryROC,

@@ -16,7 +16,7 @@ from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training.curves import named_parts
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from samestep.tasks.metric import Metric
 
 Scores = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 
@@ -43,7 +43,7 @@ def evaluate(
     if not metrics:
         return {}
     for metric in metrics.values():
-        metric.distributed_available_fn = _alone  # the samples are gathered already
+        apart(metric)
     for some in _batched(chunks, at_once):
         mine = []
         for chunk in some:
@@ -65,6 +65,11 @@ def check_metrics(metrics: Any) -> None:
     for name, metric in metrics.items():
         if not all(callable(getattr(metric, method, None)) for method in ("update", "compute")):
             raise UserError(f'metric "{name}" is a {type(metric).__name__}; use a torchmetrics object')
+
+
+def apart(metric: Any) -> None:
+    """Keep a metric of torchmetrics from exchanging its state with other ranks: the samples are gathered already."""
+    metric.distributed_available_fn = _alone
 
 
 def _alone() -> bool:

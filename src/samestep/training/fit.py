@@ -240,7 +240,7 @@ def fit(
             except (InterruptedJobError, NonFiniteError) as error:  # on all ranks alike: they leave in good order
                 ended = error
             supervision.ends()
-            if ended is None:
+            if ended is None and job.recipe.evaluation.at_end:
                 metrics = training.evaluate(bar)
                 records.evaluation(training.total_steps, metrics)
         if ended is None:

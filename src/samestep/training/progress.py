@@ -18,9 +18,14 @@ from rich.progress import (
 
 
 class Bar:
-    """A bar over `total` things, `first` of them done. Quiet unless `shown` and standard error is a terminal."""
+    """A bar over `total` things, `first` of them done. Quiet unless `shown` and standard error is a terminal.
 
-    def __init__(self, title: str, total: int, *, first: int = 0, shown: bool = True) -> None:
+    With `lines` each `say` is a line where standard error is no terminal, such as a file or a job's log.
+    """
+
+    def __init__(self, title: str, total: int, *, first: int = 0, shown: bool = True, lines: bool = False) -> None:
+        self._lines = lines and shown and not sys.stderr.isatty()
+        self._title = title
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -51,6 +56,11 @@ class Bar:
     def say(self, note: str) -> None:
         """Say what is under way."""
         self._progress.update(self._task, note=note)
+        if self._lines:
+            task = self._progress.tasks[0]
+            seconds = time.perf_counter() - self._began
+            place = f"{int(task.completed) + 1} of {int(task.total or 0)}, {seconds:.0f} s"
+            print(f"{self._title}: {note} ({place})", file=sys.stderr, flush=True)
 
     @contextmanager
     def part(self, title: str, total: int) -> Iterator[Callable[[], None]]:

@@ -51,7 +51,7 @@ from samestep.training.session_checks import check_dealt, check_prepared, check_
 from samestep.training.state import load_state, save_state
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from samestep.tasks.metric import Metric
 
 
 @dataclass(frozen=True, kw_only=True)

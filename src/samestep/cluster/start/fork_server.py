@@ -1,19 +1,38 @@
 """Ranks are forked from a server that has imported PyTorch once, so that a start takes tenths of a second.
 
 Without it each rank would import everything anew: seconds of every core, for every rank of every start. The server is
-multiprocessing's own; it lives as long as the process that starts ranks, and each start uses it again.
+multiprocessing's own; it lives as long as the process that starts ranks, and each start uses it again. It may be
+started before that process has imported PyTorch itself, so that both import at once.
 """
 
+import atexit
 import multiprocessing
 import os
+import signal
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from typing import Any
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.job import Job
+from samestep.layout import Layout, unsized
+from samestep.tasks import TASKS
 
 # Forking a process that has loaded the system's frameworks is not safe on macOS.
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
-_ALWAYS = ("samestep.api", "torch.distributed.elastic.multiprocessing.api", "samestep.cluster.start.served")
+# The first holds off signals and garbage collection; the last allows collection again.
+_FIRST, _LAST = "samestep.cluster.start.served", "samestep.cluster.start.served_all"
+
+_ALWAYS = (
+    "samestep.api",
+    "torch._dynamo",  # which PyTorch imports at an optimizer's first step
+    "torch.distributed.elastic.multiprocessing.api",
+)
 
 # Slow to import, and imported by the ranks of a job whose starting process has imported them.
 _WHERE_USED = (
@@ -27,10 +46,58 @@ _WHERE_USED = (
 )
 
 
-def preload() -> None:
+def preload(more: Sequence[str] = ()) -> None:
     """Say what the server imports when it starts; without effect on one that runs already."""
     if METHOD == "forkserver":
-        multiprocessing.set_forkserver_preload([*_ALWAYS, *(name for name in _WHERE_USED if name in sys.modules)])
+        used = (name for name in _WHERE_USED if name in sys.modules)
+        multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more)), _LAST])
+
+
+def start_early(job: Job) -> None:
+    """Start the server for a job's ranks, if there will be any; it imports what a job of this task needs.
+
+    It is ended with this process. Mistakes in the job are not told here.
+    """
+    with suppress(UserError):
+        if METHOD == "forkserver" and environment.ranks() is None and _has_ranks(job):
+            preload(_modules_of(job))
+            forkserver.ensure_running()
+            atexit.unregister(_end)
+            atexit.register(_end)
+
+
+def _has_ranks(job: Job) -> bool:
+    layout, processes = job.run.layout, job.run.processes
+    return (unsized(layout) and processes is None) or Layout.parse(layout, processes).size > 1
+
+
+def _modules_of(job: Job) -> list[str]:
+    """What the ranks of a task that ships import beside that which all ranks do."""
+    recipe = job.recipe
+    if not isinstance(recipe.task, str) or recipe.task not in TASKS:
+        return []
+    found = [TASKS[recipe.task].partition(":")[0], "safetensors.torch"]
+    if job.run.tensorboard:
+        found.append("samestep.training.board")
+    if recipe.task in _MODEL_TYPES:
+        found.append("transformers.modeling_utils")
+        kind = recipe.model.get("type", _MODEL_TYPES[recipe.task])
+        if isinstance(kind, str) and kind.isidentifier() and "folder" not in recipe.model:
+            found.append(f"transformers.models.{kind}.modeling_{kind}")
+    return found
+
+
+# The tasks with models of transformers, and the type of such a model where the job says none.
+_MODEL_TYPES = {"text-classification": "bert", "causal-lm": "llama"}
+
+
+def _end() -> None:
+    """End a server that may still be importing; ranks have ended, or end with this process by themselves."""
+    pid: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)  # pyright: ignore[reportAttributeAccessIssue]
+    if pid is not None:
+        with suppress(ProcessLookupError, ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):  # else the number may be another process's
+                os.kill(pid, signal.SIGKILL)
 
 
 class Streams:

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from samestep.cache_folder import cache_folder
+
 SOURCE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -26,7 +28,7 @@ def library(environ: Mapping[str, str]) -> Path:
     source, compiler and processor. Several processes may build at once: each writes a file of its own and renames it.
     """
     compiler = _compiler(environ)
-    folder = _cache(environ)
+    folder = cache_folder(environ)
     key = hashlib.sha256(SOURCE.read_bytes() + "\n".join((compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
     built = folder / f"kernel-{key}.so"
     if built.is_file():
@@ -55,12 +57,6 @@ def _compiler(environ: Mapping[str, str]) -> str:
     if found is None:
         raise NoKernelError(f"there is no C++ compiler ({named or ', '.join(_COMPILERS)})")
     return found
-
-
-def _cache(environ: Mapping[str, str]) -> Path:
-    if home := environ.get("XDG_CACHE_HOME"):
-        return Path(home) / "samestep"
-    return Path(environ.get("HOME", tempfile.gettempdir())) / ".cache" / "samestep"
 
 
 def _compile(command: Sequence[str], target: str) -> str | None:

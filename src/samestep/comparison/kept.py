@@ -1,0 +1,90 @@
+"""Runs of samestep's own engine from the comparing process: their ranks are forked from one server that is kept.
+
+Each run has new ranks, forked as those of `samestep train` are, and takes the steps that they take. What it leaves
+out is a process that imports PyTorch and reads the data only to start them, and another server.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from samestep.api import train_job
+from samestep.comparison.methods import Method
+from samestep.comparison.process import Outcome
+from samestep.comparison.starts import SAMESTEP
+from samestep.errors import NonFiniteError, RankFailedError, UserError
+from samestep.job import Job
+from samestep.layout import Layout
+
+
+class _LimitError(Exception):
+    """A run has taken longer than it may."""
+
+
+def can_be(method: Method) -> bool:
+    """Whether a method's ranks can be started from here: several ones of samestep's own engine, and a clock for them.
+
+    One process alone has all that it trains with in itself; other engines keep state in the process that starts them.
+    """
+    several = Layout.parse(method.layout).size > 1
+    clock = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    return method.start == SAMESTEP and method.engine == "native" and several and clock
+
+
+def run(job: Job, folder: Path, *, limit: float) -> Outcome:
+    """Train a job into a folder, for `limit` seconds at most. Raises InterruptedJobError where a signal comes."""
+    with tempfile.TemporaryFile() as output:
+        began = time.perf_counter()
+        code: int | None = 0
+        told = ""
+        try:
+            with _output_into(output), _limited(limit):
+                train_job(replace(job, run=replace(job.run, folder=folder)))
+        except _LimitError:
+            code = None
+        except UserError as error:
+            code, told = 2, f"samestep: {error}\n"
+        except (RankFailedError, NonFiniteError) as error:
+            code, told = 1, f"samestep: {error}\n"
+        seconds = time.perf_counter() - began
+        output.seek(0)
+        return Outcome(code=code, seconds=seconds, output=output.read().decode("utf-8", errors="replace") + told)
+
+
+@contextmanager
+def _output_into(file: IO[bytes]) -> Iterator[None]:
+    """What this process and those that it starts print goes into a file."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    try:
+        for number in kept:
+            os.dup2(file.fileno(), number)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, before in kept.items():
+            os.dup2(before, number)
+            os.close(before)
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _LimitError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
