@@ -45,6 +45,8 @@ class Abilities:
     same_step: bool = True  # False: asynchronous or approximate, and measured by what it reaches
 
     shared_memory: bool = False  # whether run.transport reaches its messages: they go through torch.distributed
+    sparse_rows: bool = False  # run.sparse_rows
+    shares_replicas: bool = False  # run.share_replicas
     skips: bool = False  # whether its trainers are Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block

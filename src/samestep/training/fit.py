@@ -61,6 +61,7 @@ class Training:
             workers=job.run.workers,
             engine_config=job.run.engine_config,
             communication=recipe.communication,
+            sparse_rows=job.run.sparse_rows,
         )
         self.samples = task.train_set()
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
@@ -84,6 +85,8 @@ class Training:
                 compile=job.run.compile,
                 offload_folder=job.run.offload_folder,
                 engine_config=job.run.engine_config,
+                sparse_rows=job.run.sparse_rows,
+                share_replicas=job.run.share_replicas,
                 batch=recipe.batch,
                 micro_batch=job.run.micro_batch,
             ),

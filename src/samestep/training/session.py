@@ -33,12 +33,13 @@ from samestep.engines.base import (
     Trainer,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.resolve import check, check_communication, resolve
+from samestep.engines.resolve import check, check_communication, check_sparse_rows, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
 from samestep.parallel.initial import move
 from samestep.parallel.pipeline.rules import micro_batches
+from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.parallel.spread import Details
 from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
@@ -82,10 +83,12 @@ class Session:
         offload_folder: Path | None = None,
         engine_config: Path | None = None,
         communication: Communication | None = None,
+        sparse_rows: SparseRows = "auto",
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision, engine_config)
         check_communication(communication, engine, layout, precision)
+        check_sparse_rows(sparse_rows, engine, layout, communication)
         self.world = world
         self.layout = layout
         self.engine = engine
@@ -102,6 +105,7 @@ class Session:
         self._offload_folder = offload_folder
         self._engine_config = engine_config
         self._communication = communication
+        self._sparse_rows: SparseRows = sparse_rows
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
         self._group: ProcessGroup | None = None
@@ -145,6 +149,7 @@ class Session:
                 compile=self._compile,
                 offload_folder=self._offload_folder,
                 engine_config=self._engine_config,
+                sparse_rows=self._sparse_rows,
                 micro_batch=self._micro_batch,
             ),
         )
@@ -320,6 +325,7 @@ def session(
     offload_folder: Path | None = None,
     engine_config: Path | None = None,
     transport: Transport = "auto",
+    sparse_rows: SparseRows = "auto",
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -345,6 +351,7 @@ def session(
             compile=compile,
             offload_folder=offload_folder,
             engine_config=engine_config,
+            sparse_rows=sparse_rows,
         )
         yield training
         training.close()  # not after an error, when other ranks may be gone
