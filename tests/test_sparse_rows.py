@@ -79,7 +79,9 @@ def test_hybrids_send_rows_between_their_replicas() -> None:
     assert same(prove(cases), list(cases)) == {}
 
 
-@pytest.mark.parametrize(("hosts", "transport"), [("aa", "gloo"), ("aaa", "auto"), ("aab", "auto")])
+@pytest.mark.parametrize(
+    ("hosts", "transport"), [pytest.param("aa", "gloo", marks=pytest.mark.slow), ("aaa", "auto"), ("aab", "auto")]
+)
 def test_rows_give_the_bits_of_the_whole_gradient(hosts: str, transport: str) -> None:
     n = len(hosts)
     found = local.start(trained_both_ways, (RECIPES, f"dp{n}", transport, hosts, 4), n)
