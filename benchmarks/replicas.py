@@ -86,8 +86,8 @@ class Wide(nn.Sequential):
         layers = [layer for _ in range(6) for layer in (nn.Linear(2160, 2160), nn.ReLU())]
         super().__init__(nn.Linear(2, 2160), *layers, nn.Linear(2160, 2))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids / 100_000)
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input / 100_000)
 
 
 class WideClicks(Clicks):
