@@ -88,6 +88,7 @@ def train(file: Path, method: str, options: argparse.Namespace) -> Trained:
             ("run.layout", options.layout),
             ("run.folder", str(folder)),
             ("run.tensorboard", "false"),
+            ("run.sparse_rows", "off"),  # whole gradients are what all else is held against
             *(tuple(each.partition("=")[::2]) for each in options.set),
         ]
         result = train_job(jobfile.load(file, [(key, value, "benchmark") for key, value in given]).job)

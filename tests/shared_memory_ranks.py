@@ -211,7 +211,7 @@ def ends(rank: int, folder: str, how: str) -> None:
         told = "nothing"
     except dist.DistBackendError as error:
         told = str(error)
-    Path(folder, f"told-{rank}").write_text(told, encoding="utf-8")
+    _tell(folder, rank, told)
 
 
 def runs_on(rank: int, folder: str) -> None:
@@ -224,4 +224,11 @@ def runs_on(rank: int, folder: str) -> None:
             for length in (10, 50_000, 2_000_000):
                 group.allreduce([torch.ones(length)]).wait()
     except dist.DistBackendError as error:
-        Path(folder, f"told-{rank}").write_text(str(error), encoding="utf-8")
+        _tell(folder, rank, str(error))
+
+
+def _tell(folder: str, rank: int, text: str) -> None:
+    """Write down what a rank was told, where nobody finds it half-written."""
+    new = Path(folder, f"telling-{rank}")
+    new.write_text(text, encoding="utf-8")
+    new.replace(Path(folder, f"told-{rank}"))

@@ -20,7 +20,7 @@ from samestep.tasks.base import Batch, call
 from samestep.tasks.resolve import resolve
 from samestep.training.curves import named_parts
 from samestep.training.dropout import switch_off
-from samestep.training.evaluation import plain
+from samestep.training.evaluation import apart, plain
 from samestep.training.fit import build_model
 from samestep.training.optimizer import make_optimizer, make_schedule
 from samestep.training.result import is_curve
@@ -106,7 +106,7 @@ class PeerJob:
             dist.all_gather_object(everyone, mine)
         metrics = self.task.metrics()
         for metric in metrics.values():
-            metric.distributed_available_fn = _never  # predictions are gathered here; states need not be
+            apart(metric)  # predictions are gathered here; states need not be
             for predictions, targets in (pair for rank in everyone for pair in rank):
                 metric.update(predictions, targets)
         names = self.task.class_names()
@@ -154,7 +154,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     from samestep.data.loader import to_device
 
     return to_device(tuple(value), device, torch.float32)
-
-
-def _never() -> bool:
-    return False

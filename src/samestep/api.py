@@ -321,6 +321,8 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     engine = engines.resolve(job.run.engine)
     engines.check(engine, layout, recipe.precision, job.run.engine_config)
     engines.check_communication(recipe.communication, engine, layout, recipe.precision)
+    engines.check_sparse_rows(job.run.sparse_rows, engine, layout, recipe.communication)
+    engines.check_shared_replicas(job, engine, layout)
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device)

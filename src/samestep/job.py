@@ -84,6 +84,11 @@ class Profiling:
     steps: Positive = 5
 
 
+def _on_or_off(value: Any) -> Any:
+    """YAML reads on and off as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Run:
     """How a recipe is run; nothing in here changes the result."""
@@ -97,6 +102,11 @@ class Run:
     device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one
     # Of messages between ranks on CPUs; auto: shared memory where ranks share a host, and gloo between hosts.
     transport: Literal["auto", "gloo", "shared-memory"] = "auto"
+    # Gradients of embeddings between replicas as the rows that a step touched, where that is fewer bytes; auto: of
+    # tables of 1 MiB or more, on CPUs.
+    sparse_rows: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"
+    # The replicas of one host keep one copy of parameters and optimizer state, and each steps its part.
+    share_replicas: bool = False
     threads: Positive | None = None  # a process; None: cores / local ranks
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
     profile: Annotated[Profiling | None, BeforeValidator(_section_if_true)] = None  # where a step's time goes

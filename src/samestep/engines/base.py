@@ -48,6 +48,8 @@ class Abilities:
     profiles: bool = False  # run.profile: whether its trainers tell a clock of their phases
     buckets: bool = False  # run.bucket_mb: replicas send their gradients in buckets of that size
     shared_memory: bool = False  # whether run.transport reaches its messages: they go through torch.distributed
+    sparse_rows: bool = False  # run.sparse_rows
+    shares_replicas: bool = False  # run.share_replicas
     skips: bool = False  # whether its trainers are Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block

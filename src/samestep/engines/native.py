@@ -22,7 +22,7 @@ from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.optimizer_pieces import OptimizerToFill, optimizer_pieces
-from samestep.parallel.parts import Entry, local
+from samestep.parallel.parts import Entry, Parts, local
 from samestep.parallel.pieces import Piece, model_entries, model_pieces
 from samestep.parallel.spread import Spread
 from samestep.profiling.clock import Phase, StepClock
@@ -176,9 +176,13 @@ class NativeTrainer(Checkpointed, Skipping):
             coefficient = coefficient * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         # Asking for the value would make an accelerator wait; on a CPU it saves a pass over the gradients.
         if self._device.type != "cpu" or coefficient != 1:
-            for gradients in _alike([local(p.grad) for p in self.model.parameters() if p.grad is not None]):
+            for gradients in _alike([local(p.grad) for p in self.stepped() if p.grad is not None]):
                 torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
         return norm
+
+    def stepped(self) -> Iterator[nn.Parameter]:
+        """The parameters whose gradients this rank scales and steps with."""
+        return self.model.parameters()
 
     def _gradient_norm(self) -> Tensor:
         """The norm of the whole gradient: each rank's squares over the number of ranks that hold them, summed."""
@@ -233,8 +237,14 @@ class NativeTrainer(Checkpointed, Skipping):
         return self._spread.parts.tied
 
     def pieces(self) -> dict[str, Piece]:
-        parts = self._spread.parts
-        return {**model_pieces(self.model, parts), **optimizer_pieces(self.optimizer, self.model, parts)}
+        return {
+            **model_pieces(self.model, self._spread.parts),
+            **optimizer_pieces(self.optimizer, *self._optimized()),
+        }
+
+    def _optimized(self) -> tuple[nn.Module, Parts]:
+        """What the optimizer steps: parameters by their names in the whole model, and which parts they are."""
+        return self.model, self._spread.parts
 
     def scaler_state(self) -> dict[str, float]:
         return self._precision.state()
@@ -246,9 +256,8 @@ class NativeTrainer(Checkpointed, Skipping):
         read: Callable[[Mapping[str, Piece]], None],
         scaler: Mapping[str, float],
     ) -> None:
-        parts = self._spread.parts
-        to_fill = OptimizerToFill(self.optimizer, self.model, parts, saved)
-        read({**model_pieces(self.model, parts), **to_fill.pieces})
+        to_fill = OptimizerToFill(self.optimizer, *self._optimized(), saved)
+        read({**model_pieces(self.model, self._spread.parts), **to_fill.pieces})
         to_fill.fill()
         self._precision.restore(scaler)
         self._advance_schedule(step)
@@ -286,6 +295,8 @@ class Native(Engine):
         profiles=True,
         buckets=True,
         shared_memory=True,
+        sparse_rows=True,
+        shares_replicas=True,
         skips=True,
         sends_less=True,
     )
@@ -305,6 +316,10 @@ class Native(Engine):
             from samestep.engines.less_communication import prepare
 
             return prepare(model, how, how.communication, failures)
+        if how.details.share_replicas and how.layout.size > 1:
+            from samestep.engines.shared_replicas import prepare as prepare_shared
+
+            return prepare_shared(model, how, failures)
         in_precision = Precision(how.precision, how.device)
         spread_model = spread(
             model,

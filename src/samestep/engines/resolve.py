@@ -9,6 +9,7 @@ from samestep.communication import Communication
 from samestep.engines import ENGINES
 from samestep.engines.base import Engine
 from samestep.errors import LayoutError, UserError
+from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.pipeline import rules
 from samestep.validation import closest
@@ -106,3 +107,63 @@ def check_communication(communication: Communication | None, engine: Engine, lay
         )
     if precision == "fp16":
         raise UserError(f"{said} and recipe.precision is fp16, whose scaled gradients it does not take; use bf16")
+
+
+def check_sparse_rows(choice: str, engine: Engine, layout: Layout, communication: Communication | None) -> None:
+    """Raise UserError where rows of gradients are asked for that can't be had with this engine, layout or recipe."""
+    if choice != "on" or layout.size == 1:
+        return
+    if not engine.abilities.sparse_rows:
+        raise UserError(f'run.sparse_rows is on, which engine "{engine.name}" does not have; use engine native')
+    if communication is not None:
+        raise UserError(
+            f"run.sparse_rows is on, and recipe.communication is {communication.kind}, which sends gradients its own "
+            "way; use sparse_rows: auto"
+        )
+    if layout.zero or layout.pipeline > 1:
+        instead = f"dp{layout.size}"
+        raise LayoutError(
+            f'layout "{layout}": run.sparse_rows is on, which is for replicas whose gradients are whole; use '
+            f"{instead}, or sparse_rows: auto"
+        )
+    if layout.data_ranks == 1:
+        raise LayoutError(
+            f'layout "{layout}": run.sparse_rows is on, and there are no replicas that would exchange gradients; use '
+            f"dp{layout.size}, or sparse_rows: auto"
+        )
+
+
+def check_shared_replicas(job: Job, engine: Engine, layout: Layout) -> None:
+    """Raise UserError where replicas can't share their parameters with this engine, layout or recipe."""
+    if not job.run.share_replicas or layout.size == 1:
+        return
+    if not engine.abilities.shares_replicas:
+        raise UserError(f'run.share_replicas is true, which engine "{engine.name}" does not have; use engine native')
+    if layout.replicate != layout.size:
+        raise LayoutError(
+            f'layout "{layout}": run.share_replicas is true, which is for plain replicas; use dp{layout.size}'
+        )
+    if layout.offload not in ("none", "activations"):
+        raise LayoutError(
+            f'layout "{layout}": run.share_replicas is true, whose parameters and state stay in shared memory; use '
+            f"dp{layout.size} without offload={layout.offload}"
+        )
+    if job.recipe.precision == "fp16":
+        raise UserError(
+            "run.share_replicas is true and recipe.precision is fp16, whose overflows one rank sees alone; use bf16"
+        )
+    if job.recipe.communication is not None:
+        raise UserError(
+            f"run.share_replicas is true, and recipe.communication is {job.recipe.communication.kind}, for which "
+            "each rank keeps its own; use share_replicas: false"
+        )
+    if job.run.sparse_rows == "on":
+        raise UserError(
+            "run.share_replicas is true and run.sparse_rows is on, and ranks that share memory send no gradients; "
+            "use sparse_rows: auto"
+        )
+    if job.run.bucket_mb is not None:
+        raise UserError(
+            f"run.share_replicas is true and run.bucket_mb is {job.run.bucket_mb:g}, and ranks that share memory send "
+            "no gradients; use one"
+        )

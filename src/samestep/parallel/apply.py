@@ -39,6 +39,7 @@ from samestep.parallel.replicate import GradientExchange, replicate
 from samestep.parallel.shard import shard, without_messages
 from samestep.parallel.shard_optimizer import shard_optimizer
 from samestep.parallel.shard_units import agreed_units
+from samestep.parallel.sparse_rows import SMALLEST, Choice, RowExchange, Table, find_tables
 from samestep.parallel.spread import Context, Details, Spread, WholeModel
 from samestep.parallel.tensor.slicing import slice_tensors
 from samestep.parallel.trace import follow, trace
@@ -135,10 +136,30 @@ def spread(
     if exchange is not None and exchange.hook is None:
         return WholeModel(module=model, accumulating=nullcontext, used=exchange.used(model), **common)
     if layout.data_ranks > 1:
-        replicated = replicate(model, mesh.data_group, device, parts.owners, exchange, details.bucket_mb)
+        plain = parts.owners is None and exchange is None
+        tables = _tables(model, details.sparse_rows, device) if plain else []
+        rows = RowExchange(tables, mesh.data_group) if tables else None
         used = UsedByReplicas(model, mesh.data_group)
-        return WholeModel(module=replicated, accumulating=replicated.no_sync, used=used, **common)
+        apart = {table.parameter for table in tables}
+        if rows is not None and all(p in apart for p in model.parameters() if p.requires_grad):
+            return WholeModel(module=model, accumulating=nullcontext, used=used, rows=rows, **common)
+        replicated = replicate(model, mesh.data_group, device, parts.owners, exchange, apart, details.bucket_mb)
+        return WholeModel(module=replicated, accumulating=replicated.no_sync, used=used, rows=rows, **common)
     return WholeModel(module=model, accumulating=nullcontext, used=UsedAlone(), **common)
+
+
+def _tables(model: nn.Module, choice: Choice, device: torch.device) -> list[Table]:
+    """The embeddings whose gradients go as rows. Raises UserError where that is asked for and there are none."""
+    if choice == "off" or (choice == "auto" and device.type != "cpu"):
+        return []
+    tables, refused = find_tables(model, smallest=SMALLEST if choice == "auto" else 0)
+    if choice == "on" and not tables:
+        why = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "there is no nn.Embedding"
+        raise UserError(
+            f"run.sparse_rows is on, and the model has no embedding that only lookups use ({why}); "
+            "use sparse_rows: auto"
+        )
+    return tables
 
 
 def _look(model: nn.Module, layout: Layout, example: Any) -> Trace | None:

@@ -1,7 +1,7 @@
 """Replicas: every data rank holds the whole model, and gradients are averaged while backward still runs."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +30,28 @@ def replicate(
     device: torch.device,
     owners: Owners | None = None,
     exchange: GradientExchange | None = None,
+    apart: Collection[nn.Parameter] = (),
     bucket_mb: float | None = None,
 ) -> DistributedDataParallel:
     """Wrap a module so that backward averages its gradients over `group`, or on the ranks that own them.
 
-    `bucket_mb`: megabytes (1,048,576 bytes) of gradients that are sent together; None: as PyTorch has it.
+    `apart`: parameters whose gradients it leaves alone. `bucket_mb`: megabytes (1,048,576 bytes) of gradients that
+    are sent together; None: as PyTorch has it.
     """
-    replicated = DistributedDataParallel(
-        module,
-        device_ids=None if device.type == "cpu" else [device.index],
-        process_group=group,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_mb,  # pyright: ignore[reportArgumentType]  # a fraction is taken as well
-        **_no_buffer_messages(),
-    )
+    every_name = module.named_parameters(remove_duplicate=False)
+    ignored = [name for name, parameter in every_name if any(parameter is each for each in apart)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    try:
+        replicated = DistributedDataParallel(
+            module,
+            device_ids=None if device.type == "cpu" else [device.index],
+            process_group=group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_mb,  # pyright: ignore[reportArgumentType]  # a fraction is taken as well
+            **_no_buffer_messages(),
+        )
+    finally:  # it is looked at only here, and the module may be wrapped again
+        del module._ddp_params_and_buffers_to_ignore
     if owners is not None:
         replicated.register_comm_hook(owners, to_owners)
     elif exchange is not None and exchange.hook is not None:

@@ -23,6 +23,7 @@ from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.repeated_forwards import RepeatedForwards
 from samestep.parallel.shard import put_back
+from samestep.parallel.sparse_rows import Choice, RowExchange
 from samestep.parallel.tensor.vocabulary import Backward, Loss, Vocabulary
 from samestep.parallel.used import Used
 from samestep.profiling.clock import StepClock
@@ -56,6 +57,10 @@ class Details:
     offload_folder: Path | None = None
     # The engine's own configuration file, which is taken as it is.
     engine_config: Path | None = None
+    # Whether replicas send gradients of embeddings as the rows that were touched.
+    sparse_rows: Choice = "auto"
+    # Whether the replicas of a host share one copy of parameters and optimizer state.
+    share_replicas: bool = False
     # Samples of one step over all ranks, and most samples of one forward on one rank, as the job says them.
     batch: int | None = None
     micro_batch: int | None = None
@@ -115,9 +120,19 @@ class Spread(ABC):
 class WholeModel(Spread):
     """Every rank runs all of the model's layers, each on its own samples or its own part of every layer."""
 
-    def __init__(self, *, module: nn.Module, accumulating: Context, used: Used, **common: Any) -> None:
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        accumulating: Context,
+        used: Used,
+        rows: RowExchange | None = None,
+        **common: Any,
+    ) -> None:
+        """`rows`: averages the gradients that `module` leaves alone."""
         super().__init__(**common)
         self._used = used
+        self._rows = rows
         self._buffers_checked = False
         self.module = module  # what forward calls
         self._accumulating = accumulating  # forward and backward without messages
@@ -143,6 +158,8 @@ class WholeModel(Spread):
         self.repeated.check(_times(len(micro_batches), self.parts.layout))
         if self.parts.owners is not None:
             self.parts.owners.settle()
+        if self._rows is not None:
+            self._rows.exchange()
         self._used.settle()
         if self.parts.owners is not None:
             self.parts.owners.sum_replicas(self.model.parameters())

@@ -66,6 +66,7 @@ class Training:
             engine_config=job.run.engine_config,
             communication=recipe.communication,
             bucket_mb=job.run.bucket_mb,
+            sparse_rows=job.run.sparse_rows,
         )
         self.samples = task.train_set()
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
@@ -90,6 +91,8 @@ class Training:
                 bucket_mb=job.run.bucket_mb,
                 offload_folder=job.run.offload_folder,
                 engine_config=job.run.engine_config,
+                sparse_rows=job.run.sparse_rows,
+                share_replicas=job.run.share_replicas,
                 batch=recipe.batch,
                 micro_batch=job.run.micro_batch,
             ),

@@ -33,12 +33,13 @@ from samestep.engines.base import (
     Trainer,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.resolve import check, check_buckets, check_communication, resolve
+from samestep.engines.resolve import check, check_buckets, check_communication, check_sparse_rows, resolve
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
 from samestep.parallel.initial import move
 from samestep.parallel.pipeline.rules import micro_batches
+from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.parallel.spread import Details
 from samestep.recipe import Precision
 from samestep.tasks.base import Samples, default_scores
@@ -83,11 +84,13 @@ class Session:
         engine_config: Path | None = None,
         communication: Communication | None = None,
         bucket_mb: float | None = None,
+        sparse_rows: SparseRows = "auto",
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision, engine_config)
         check_communication(communication, engine, layout, precision)
         check_buckets(bucket_mb, engine, layout, communication)
+        check_sparse_rows(sparse_rows, engine, layout, communication)
         self.world = world
         self.layout = layout
         self.engine = engine
@@ -105,6 +108,7 @@ class Session:
         self._offload_folder = offload_folder
         self._engine_config = engine_config
         self._communication = communication
+        self._sparse_rows: SparseRows = sparse_rows
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
         self._group: ProcessGroup | None = None
@@ -149,6 +153,7 @@ class Session:
                 bucket_mb=self._bucket_mb,
                 offload_folder=self._offload_folder,
                 engine_config=self._engine_config,
+                sparse_rows=self._sparse_rows,
                 micro_batch=self._micro_batch,
             ),
         )
@@ -325,6 +330,7 @@ def session(
     engine_config: Path | None = None,
     transport: Transport = "auto",
     bucket_mb: float | None = None,
+    sparse_rows: SparseRows = "auto",
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -351,6 +357,7 @@ def session(
             offload_folder=offload_folder,
             engine_config=engine_config,
             bucket_mb=bucket_mb,
+            sparse_rows=sparse_rows,
         )
         yield training
         training.close()  # not after an error, when other ranks may be gone

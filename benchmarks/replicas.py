@@ -1,0 +1,201 @@
+"""Replicas that send rows of embeddings (`run.sparse_rows`) or share a copy (`run.share_replicas`), and plain ones.
+
+    python benchmarks/replicas.py recommender --ways dense,rows,shared       # two ranks on this host
+    python benchmarks/replicas.py examples/reviews.yaml --set recipe.data.limit=4000
+    python benchmarks/replicas.py wide --memory                             # resident memory of 2, 3 and 4 ranks
+
+On several hosts a launcher starts it on every rank; rank 0 prints. All ways are trained in the same ranks by the same
+recipe, a few steps of each in turn, so what else the machine does falls on all alike. A way's time is the median over
+rounds of the slowest rank's time of a step, and its ratio the median of the rounds' ratios to the first way.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import samestep
+from samestep import environment, jobfile
+from samestep.cluster.start import local
+from samestep.cluster.world import join
+from samestep.job import Job, Run
+from samestep.layout import Layout
+from samestep.tasks.resolve import resolve
+from samestep.training.fit import Training
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "dense": {"sparse_rows": "off"},
+    "rows": {"sparse_rows": "on"},
+    "shared": {"share_replicas": True, "sparse_rows": "off"},
+}
+
+
+class Recommender(nn.Module):
+    """Scores of a user for an item, from an embedding of each: 150,000 x 64 numbers and a small net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(100_000, 64), nn.Embedding(50_000, 64)
+        self.head = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.cat([self.users(ids[:, 0]), self.items(ids[:, 1])], dim=1))
+
+
+class Clicks(samestep.Task):
+    """Whether a user clicks on an item, at random; popular ones come up more often."""
+
+    kind: type[nn.Module] = Recommender
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        skewed = torch.rand(200_000, 2, generator=generator) ** 3
+        self.ids = (skewed * torch.tensor([100_000, 50_000])).long()
+        self.labels = torch.randint(2, (200_000,), generator=generator)
+
+    def model(self) -> nn.Module:
+        return self.kind()
+
+    def train_set(self) -> samestep.Samples:
+        return range(len(self.labels))
+
+    def collate(self, samples: Sequence[Any]) -> samestep.Batch:
+        return samestep.Batch(self.ids[list(samples)], self.labels[list(samples)])
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
+        return nn.functional.cross_entropy(output, batch.targets, reduction="sum"), len(output)
+
+    def eval_set(self) -> None:
+        return None
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {}
+
+
+class Wide(nn.Sequential):
+    """28 million numbers in matrices, on the ids as two numbers."""
+
+    def __init__(self) -> None:
+        layers = [layer for _ in range(6) for layer in (nn.Linear(2160, 2160), nn.ReLU())]
+        super().__init__(nn.Linear(2, 2160), *layers, nn.Linear(2160, 2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input / 100_000)
+
+
+class WideClicks(Clicks):
+    kind = Wide
+
+
+def recipe_of(options: argparse.Namespace) -> samestep.Recipe:
+    made = {"recommender": Clicks, "wide": WideClicks}
+    if options.job in made:
+        batch = options.batch or (1024 if options.job == "recommender" else 32)
+        return samestep.Recipe(task=made[options.job](), batch=batch, epochs=99, optimizer=samestep.AdamW(lr=1e-3))
+    pairs = [each.partition("=") for each in options.set]
+    overrides = [(key, value, "--set") for key, _, value in pairs]
+    return jobfile.load(Path(options.job), overrides).job.recipe
+
+
+def trainings(options: argparse.Namespace, world: Any) -> dict[str, tuple[Training, Iterator[Any]]]:
+    recipe = recipe_of(options)
+    layout = Layout.parse(f"dp{world.world_size}")
+    made = {}
+    for way in options.ways.split(","):
+        run = Run(layout=str(layout), threads=1, **WAYS[way])
+        training = Training(Job(recipe=recipe, run=run), resolve(recipe), world, layout)
+        made[way] = training, training.steps(measured=2)
+    return made
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """On each rank: by way, seconds of a step in each round, and what the ranks hold and send."""
+    with join(device="cpu", threads=1, transport=options.transport) as world:
+        made = trainings(options, world)
+        for _, steps in made.values():
+            for _ in range(4):  # the third is counted
+                next(steps)
+        seconds: dict[str, list[float]] = {way: [] for way in made}
+        for _ in range(options.rounds):
+            for way, (_, steps) in made.items():
+                dist.barrier()
+                began = time.perf_counter()
+                for _ in range(options.steps):
+                    next(steps)
+                own = torch.tensor((time.perf_counter() - began) / options.steps)
+                dist.all_reduce(own, dist.ReduceOp.MAX)
+                seconds[way].append(own.item())
+        usages = {way: training.usage for way, (training, _) in made.items()}
+        return {way: {"seconds": seconds[way], "usage": usage and usage.to_json()} for way, usage in usages.items()}
+
+
+def memory(options: argparse.Namespace) -> list[float]:
+    """Each rank's proportional set size (MiB) after a few steps of one way: a shared page counts in parts."""
+    with join(device="cpu", threads=1, transport=options.transport) as world:
+        ((_, steps),) = trainings(options, world).values()
+        for _ in range(4):
+            next(steps)
+        dist.barrier()
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+        own = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
+        everyone: list[Any] = [None] * world.world_size
+        dist.all_gather_object(everyone, own)
+        return everyone
+
+
+def on_ranks(function: Any, options: argparse.Namespace, processes: int) -> Any:
+    return function(options) if environment.ranks() else local.start(function, (options,), processes)
+
+
+def print_memory(options: argparse.Namespace) -> None:
+    print("| ranks | way | Pss of all ranks, MiB | per rank more, MiB |\n| ---: | --- | ---: | ---: |")
+    for way in options.ways.split(","):
+        before = None
+        for processes in (2, 3, 4):
+            chosen = argparse.Namespace(**{**vars(options), "ways": way})
+            total = sum(on_ranks(memory, chosen, processes))
+            more = "" if before is None else f"{total - before:.0f}"
+            print(f"| {processes} | {way} | {total:.0f} | {more} |", flush=True)
+            before = total
+
+
+def print_times(options: argparse.Namespace) -> None:
+    found = on_ranks(measure, options, options.processes)
+    ranks = environment.ranks()
+    if ranks is not None and ranks.rank != 0:
+        return
+    first = next(iter(found.values()))["seconds"]
+    print("| way | ms a step | x the first's speed | kB sent a step | parameters, gradients, state, MB |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for way, row in found.items():
+        ratio = statistics.median(a / b for a, b in zip(first, row["seconds"], strict=True))
+        usage = row["usage"]
+        held = [usage[key] / 1e6 for key in ("parameters", "gradients", "optimizer_state")]
+        sent = sum(usage["sent"].values()) / 1e3
+        middle = statistics.median(row["seconds"]) * 1e3
+        print(f"| {way} | {middle:.1f} | {ratio:.2f} | {sent:,.0f} | {', '.join(f'{each:.1f}' for each in held)} |")
+    if options.json:
+        options.json.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", help="recommender, wide, or a job file")
+    parser.add_argument("--ways", default="dense,rows", help=", ".join(WAYS))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="of a way in each round")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--set", action="append", default=[], help="key=value, laid over a job file")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    (print_memory if given.memory else print_times)(given)

@@ -1,0 +1,95 @@
+"""The native step of replicas that share one copy of their parameters on a host: `run.share_replicas`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.data.loader import StepBatch
+from samestep.engines.base import Loss, Preparation
+from samestep.engines.native import NativeTrainer
+from samestep.engines.precision import Precision
+from samestep.errors import UserError
+from samestep.parallel.apply import spread
+from samestep.parallel.holdings import Holdings, state_tensors
+from samestep.parallel.layout_failure import LayoutFailures
+from samestep.parallel.parts import Parts
+from samestep.parallel.replicate import GradientExchange
+from samestep.parallel.shared_replicas import SharedReplicas
+
+
+def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "SharedReplicasTrainer":
+    """Share a model between the ranks of this host. Raises UserError for devices and models that it can't take."""
+    if how.device.type != "cpu":
+        raise UserError(
+            f"run.share_replicas is true, and the ranks compute on {how.device.type}; use device: cpu, or "
+            "share_replicas: false"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserError(f"run.share_replicas is true, and the parameter {name} is complex; leave it out")
+    in_precision = Precision(how.precision, how.device)
+    spread_model = spread(
+        model,
+        how.layout,
+        how.mesh,
+        how.device,
+        precision=how.precision,
+        autocast=in_precision.autocast,
+        details=how.details,
+        exchange=GradientExchange(),
+    )
+    shared = SharedReplicas(model, how.layout, spread_model.parts, how.mesh.data_group)
+    optimizer = how.optimizer_of(shared.held.named_parameters())
+    return SharedReplicasTrainer(
+        shared=shared,
+        model=model,
+        spread_model=spread_model,
+        optimizer=optimizer,
+        schedule=how.schedule_of(optimizer),
+        precision=in_precision,
+        clip=how.clip,
+        mesh=how.mesh,
+        device=how.device,
+        failures=failures,
+    )
+
+
+class SharedReplicasTrainer(NativeTrainer):
+    """Steps in which each rank sums and updates its part of the parameters that all ranks read."""
+
+    def __init__(self, *, shared: SharedReplicas, **native: Any) -> None:
+        super().__init__(**native)
+        self._shared = shared
+
+    def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
+        totals = super().backward(batch, loss)
+        self._shared.sum()
+        return totals
+
+    def stepped(self) -> Iterator[nn.Parameter]:
+        for _, rows in self._shared.held.named_parameters():
+            yield rows
+
+    def _gradient_norm(self) -> Tensor:
+        return self._shared.norm()
+
+    def update(self) -> None:
+        super().update()
+        self._shared.wait()
+
+    def _optimized(self) -> tuple[nn.Module, Parts]:
+        return self._shared.held, self._shared.held_parts
+
+    def restore(self, *arguments: Any, **keywords: Any) -> None:
+        super().restore(*arguments, **keywords)  # every rank writes the same parameters
+        self._shared.wait()
+
+    def holdings(self) -> Holdings:
+        """What the host holds once is counted once: the rows that this rank steps, and its own gradients."""
+        return Holdings(
+            parameters=self._shared.parameters,
+            gradients=self._shared.gradients,
+            optimizer_state=list(state_tensors(self.optimizer)),
+            host=list(self._spread.host.lent()),
+        )

@@ -1,0 +1,265 @@
+"""Shared replicas: the ranks of a host keep one copy of the parameters, and each steps its part of them.
+
+n plain replicas hold n times the parameters, the gradients, their sums' buckets and the optimizer's state. Here one
+region, which all ranks map, holds the parameters once, [N], and behind them each rank's own gradients, n x [N]. A
+rank sums and steps about N / n numbers: a run of rows, in the order of the model's parameters. So the optimizer's
+state is there once as well, over all ranks (as in ZeRO-1, Rajbhandari et al. 2020), and nothing is copied to
+exchange gradients or parameters: a rank reads the others' where they lie.
+
+A step, and where each rank waits for all others:
+
+    forward and backward    read parameters, write own gradients
+    --- which parameters did any rank use?
+    sum                     read the others' gradients of the own part, write their mean over the own ones
+    --- the norm of the whole gradient
+    update                  write the own part of the parameters
+    --- a barrier
+
+Nobody writes a parameter before all have ended backward, nor reads one before all have written; and nobody writes
+its gradients again before all have read them.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+
+from samestep.comm.shared_memory import region
+from samestep.comm.shared_memory.host import host_identity, host_of_each
+from samestep.comm.shared_memory.region import NoRegionError
+from samestep.errors import LayoutError, UserError
+from samestep.layout import Layout
+from samestep.parallel.parts import Part, Parts, Slice
+
+_ALIGNED = 64  # bytes: a tensor begins at a line of the cache
+_CHUNK = 1 << 18  # bytes summed at a time, which stay in the second-level cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Numbers of one dtype in a rank's part, one after the other; between two parameters are zeros."""
+
+    first: int  # byte of a rank's gradients
+    last: int
+    dtype: torch.dtype
+
+
+def share_out(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[tuple[int, int]]]:
+    """Of each parameter, (rows, numbers in a row), the rows of each rank: from the first to one past the last.
+
+    Ranks get runs of rows that follow each other through the parameters, of nearly as many numbers each.
+    """
+    total, before = sum(rows * row for rows, row in sizes), 0
+    shares: list[list[tuple[int, int]]] = []
+    for rows, row in sizes:
+        cuts = [round((rank * total / ranks - before) / max(1, row)) for rank in range(ranks + 1)]
+        shares.append([*pairwise(min(rows, max(0, cut)) for cut in cuts)])
+        before += rows * row
+    return shares
+
+
+class SharedReplicas:
+    """The parameters of a model in memory that the ranks of a group share, and this rank's part of them."""
+
+    def __init__(self, model: nn.Module, layout: Layout, parts: Parts, group: dist.ProcessGroup) -> None:
+        """Move a model's parameters into a new region, with the values of rank 0. Every rank of the group asks.
+
+        Raises LayoutError on every rank alike where the ranks are on several hosts, or where one would have nothing
+        to step, and UserError where the memory can't be had.
+        """
+        self._group = group
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        named = list(model.named_parameters())
+        self._trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        offsets, parameter_bytes = _offsets([parameter for _, parameter in named])
+        gradient_offsets, gradient_bytes = _offsets([parameter for _, parameter in self._trained])
+        shares = share_out([_rows(parameter) for _, parameter in self._trained], self._ranks)
+        if any(all(first == last for first, last in ranks) for ranks in zip(*shares, strict=True)):
+            raise LayoutError(
+                f'layout "{layout}": run.share_replicas is true, and the {len(self._trained)} trained parameters '
+                "have not a row for each rank; use share_replicas: false"
+            )
+        memory = self._open(parameter_bytes + self._ranks * gradient_bytes, layout)
+        blocks = memory[parameter_bytes:].view(self._ranks, gradient_bytes)
+        self._gradients = blocks  # [ranks, bytes of all gradients]
+        for (_, parameter), offset in zip(named, offsets, strict=True):
+            shared = _tensor(memory, offset, parameter)
+            if self._rank == 0:
+                shared.copy_(parameter.detach())
+            parameter.data = shared
+        dist.barrier(group)
+        self._used = [False] * len(self._trained)
+        self._own: list[Tensor] = []
+        for number, ((_, parameter), offset) in enumerate(zip(self._trained, gradient_offsets, strict=True)):
+            self._own.append(_tensor(blocks[self._rank], offset, parameter))
+            parameter.register_post_accumulate_grad_hook(self._keeps(number))
+        mine = [ranks[self._rank] for ranks in shares]
+        self._pieces = list(self._cut(mine))
+        self._runs = _runs([parameter for _, parameter in self._trained], gradient_offsets, mine)
+        held = {name: piece for _, name, piece in self._pieces}
+        self.held: nn.Module = _Held(held)
+        self.held_parts = _parts_of_rows(
+            parts, group, held, dict(zip(held_names(self._trained), shares, strict=True))
+        )
+        first = self._rank == 0
+        # What is counted as this rank's: its part of what is trained; rank 0 also has what is not.
+        frozen = [parameter.detach() for _, parameter in named if first and not parameter.requires_grad]
+        self.parameters = [*(piece.detach() for piece in held.values()), *frozen]
+        self.gradients = self._own
+
+    def _open(self, size: int, layout: Layout) -> Tensor:
+        """The bytes of a new region of this group."""
+        world = dist.distributed_c10d._get_default_store()
+        number = torch.zeros(1, dtype=torch.int64)
+        if self._rank == 0:
+            number += world.add("shared-replicas", 1)
+        dist.broadcast(number, group=self._group, group_src=0)
+        store = PrefixStore(f"shared-replicas-{number.item()}", world)
+        hosts = host_of_each(store, self._rank, self._ranks, host_identity())
+        if len(set(hosts)) > 1:
+            raise LayoutError(
+                f'layout "{layout}": run.share_replicas is true, and the ranks are on {len(set(hosts))} hosts, which '
+                "share no memory; use share_replicas: false"
+            )
+        try:
+            opened = region.share(store, self._rank, self._ranks, size)
+        except NoRegionError as error:
+            raise UserError(f"run.share_replicas is true, and {error}; use share_replicas: false") from None
+        os.close(opened.file)  # the map keeps the memory, until the last tensor in it is gone
+        return torch.frombuffer(opened.memory, dtype=torch.uint8)
+
+    def _keeps(self, number: int) -> Any:
+        own = self._own[number]
+
+        def keep(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None or gradient.data_ptr() == own.data_ptr():
+                return  # a later micro-batch's gradient was added in place
+            own.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            parameter.grad = own
+            self._used[number] = True
+
+        return keep
+
+    def _cut(self, mine: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """This rank's rows of each parameter, as parameters of its optimizer."""
+        for number, ((name, parameter), (first, last)) in enumerate(zip(self._trained, mine, strict=True)):
+            if first < last:
+                rows = parameter.detach()[first:last] if parameter.ndim else parameter.detach()
+                yield number, name, nn.Parameter(rows)
+
+    # The step.
+
+    def sum(self) -> None:
+        """After backward: leave the mean over the ranks in this rank's part; what no rank used has no gradient."""
+        for used, own in zip(self._used, self._own, strict=True):
+            if not used:
+                own.zero_()  # for the ranks that add it up
+        used = torch.tensor(self._used, dtype=torch.uint8)
+        self._used = [False] * len(self._used)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        any_used = used.tolist()
+        for run in self._runs:
+            self._sum_run(run)
+        for (_, parameter), own, is_used in zip(self._trained, self._own, any_used, strict=True):
+            parameter.grad = own if is_used else None
+        for number, _, piece in self._pieces:
+            piece.grad = self._rows_of_gradient(number, piece) if any_used[number] else None
+
+    def _rows_of_gradient(self, number: int, piece: nn.Parameter) -> Tensor:
+        parameter, own = self._trained[number][1], self._own[number]
+        skipped = piece.data_ptr() - parameter.data_ptr()  # bytes of rows before this rank's
+        first = skipped // parameter.element_size()
+        return own.view(-1)[first : first + piece.numel()].view(piece.shape)
+
+    def _sum_run(self, run: _Run) -> None:
+        wide = torch.float32 if run.dtype.itemsize < 4 else run.dtype
+        for first in range(run.first, run.last, _CHUNK):
+            last = min(run.last, first + _CHUNK)
+            parts = [block[first:last].view(run.dtype) for block in self._gradients.unbind()]
+            total = parts[0].to(wide, copy=True)
+            for part in parts[1:]:  # in the order of the ranks, as the kernel of shared memory adds
+                total += part
+            parts[self._rank].copy_(total.mul_(1 / self._ranks))
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, over all ranks' parts."""
+        squares = torch.zeros((), dtype=torch.float64)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for _, _, piece in self._pieces:
+            if piece.grad is not None:
+                by_dtype.setdefault(piece.dtype, []).append(piece.grad)
+        for gradients in by_dtype.values():
+            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        dist.all_reduce(squares, group=self._group)
+        return squares.sqrt()
+
+    def wait(self) -> None:
+        """Wait until every rank has written what it writes."""
+        dist.barrier(self._group)
+
+
+def held_names(trained: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    return [name for name, _ in trained]
+
+
+class _Held(nn.Module):
+    """Rows of a model's parameters under the names of the whole ones."""
+
+    def __init__(self, held: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._held = held
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._held.items()
+
+
+def _parts_of_rows(
+    parts: Parts, group: dist.ProcessGroup, held: dict[str, nn.Parameter], shares: dict[str, list[tuple[int, int]]]
+) -> Parts:
+    """The table in which parameters are cut into rows, as optimizers' states are."""
+    rows = {
+        name: Part(slice=Slice(group=group, dim=0, ranges=[[share] for share in shares[name]]))
+        for name, piece in held.items()
+        if piece.ndim
+    }
+    return replace(parts, table={**parts.table, **rows})
+
+
+def _rows(parameter: nn.Parameter) -> tuple[int, int]:
+    """How many rows a parameter has, and numbers in each; a number alone is one row."""
+    return (len(parameter), parameter[:1].numel()) if parameter.ndim else (1, 1)
+
+
+def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
+    """Where each tensor begins, in bytes, and how many they take in all."""
+    offsets, end = [], 0
+    for parameter in parameters:
+        offsets.append(end)
+        end += -(-parameter.nbytes // _ALIGNED) * _ALIGNED
+    return offsets, end
+
+
+def _tensor(memory: Tensor, offset: int, like: nn.Parameter) -> Tensor:
+    return memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _runs(
+    parameters: Sequence[nn.Parameter], offsets: Sequence[int], mine: Sequence[tuple[int, int]]
+) -> Sequence[_Run]:
+    runs: list[_Run] = []
+    for parameter, offset, (first, last) in zip(parameters, offsets, mine, strict=True):
+        if first == last:
+            continue
+        row = _rows(parameter)[1] * parameter.element_size()
+        run = _Run(first=offset + first * row, last=offset + last * row, dtype=parameter.dtype)
+        if runs and runs[-1].dtype == run.dtype and run.first - runs[-1].last < _ALIGNED:
+            run = replace(run, first=runs.pop().first)
+        runs.append(run)
+    return runs
