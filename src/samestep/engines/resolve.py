@@ -164,6 +164,6 @@ def check_shared_replicas(job: Job, engine: Engine, layout: Layout) -> None:
         )
     if job.run.bucket_mb is not None:
         raise UserError(
-            f"run.share_replicas is true and run.bucket_mb is {job.run.bucket_mb:g}, and ranks that share memory send "
-            "no gradients; use one"
+            f"run.share_replicas is true and run.bucket_mb is {job.run.bucket_mb:g}, and ranks that share memory "
+            "send no gradients; use one"
         )
