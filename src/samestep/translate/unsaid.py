@@ -40,6 +40,8 @@ REASONS = {
     "run.check": "a script has no task to check",
     "run.compile": "the script compiles",
     "run.bucket_mb": "the script wraps its model",
+    "run.sparse_rows": "the script sends its gradients",
+    "run.share_replicas": "the ranks of other engines keep a replica each",
     "run.profile": "only samestep profiles its steps",
     "run.tensor_plan": "the tool's own plan is taken",
     "run.folder": _SCRIPT,
