@@ -58,12 +58,19 @@ def start_early(job: Job) -> None:
 
     It is ended with this process. Mistakes in the job are not told here.
     """
+    if METHOD != "forkserver" or imports_main_again():
+        return
     with suppress(UserError):
-        if METHOD == "forkserver" and environment.ranks() is None and _has_ranks(job):
+        if environment.ranks() is None and _has_ranks(job):
             preload(_modules_of(job))
             forkserver.ensure_running()
             atexit.unregister(_end)
             atexit.register(_end)
+
+
+def imports_main_again() -> bool:
+    """Whether this is a new rank that imports the starting process's main module, in which nothing can be started."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def _has_ranks(job: Job) -> bool:

@@ -1,7 +1,6 @@
 """Start ranks on this machine by PyTorch's elastic agent, and bring back what they return or why they failed."""
 
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -140,7 +139,7 @@ def _exit_reason(exit_code: int) -> str:
 
 
 def _check_main_guard() -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if fork_server.imports_main_again():
         raise UserError(
             "samestep starts ranks that import your script again, and the script starts a job as it is imported; "
             'put the call under `if __name__ == "__main__":`'
