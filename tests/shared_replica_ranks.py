@@ -97,6 +97,8 @@ def told_without_memory(recipe: samestep.Recipe) -> str:
 def steps_until_killed(recipe: samestep.Recipe, folder: str, victim: int) -> None:
     """Take steps until rank `victim` kills itself; the other writes down what it is told."""
     with join(device="cpu", threads=1, transport="auto") as world:
+        if world.rank != victim:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent's, which may come before the group's error
         job = Job(recipe=recipe, run=Run(layout="dp2", threads=1, share_replicas=True))
         training = Training(job, resolve(recipe), world, Layout.parse("dp2"))
         try:

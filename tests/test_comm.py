@@ -347,6 +347,7 @@ def bad_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *sys.path]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bad_ranks")
 def test_an_attempt_that_hangs_or_crashes_does_not_end_the_rest() -> None:
     found = support.supported("cpu", 2, limit=2.0)

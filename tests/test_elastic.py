@@ -63,6 +63,7 @@ def test_a_lost_hosts_state_comes_from_its_neighbours_memory(tmp_path: Path) -> 
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_pause_is_survived_and_a_death_is_not_waited_for(tmp_path: Path) -> None:
     steps_in_all = 2 * STEPS  # more than the pauses here take
     elastic_job(tmp_path, steps=steps_in_all, seconds=0.1)

@@ -239,6 +239,7 @@ def test_an_example_runs(tmp_path: Path, example: str) -> None:
     assert "accuracy 0.9" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_example_loop_takes_the_same_steps_under_torchrun(tmp_path: Path) -> None:
     script = str(TESTS.parent / "examples" / "own_loop.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

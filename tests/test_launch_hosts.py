@@ -54,6 +54,7 @@ def test_two_hosts_started_one_by_one_are_one_job(port: int, capfd: pytest.Captu
     assert other.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_host_ends_the_other_and_both_tell_it(port: int, capfd: pytest.CaptureFixture[str]) -> None:
     with started(*one_of_two(1, port, "--num-procs", "1", "--", TOLD, "raise")) as other:
         assert main(["launch", *one_of_two(0, port, "--num-procs", "1", "--", TOLD, "raise")]) == 1

@@ -30,7 +30,7 @@ PLANTED = {
 }
 
 
-@pytest.fixture(scope="module", params=["gloo", "auto"])
+@pytest.fixture(scope="module", params=[pytest.param("gloo", marks=pytest.mark.slow), "auto"])
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Profile]]:

@@ -121,6 +121,7 @@ def test_values_change_what_they_name_and_nothing_else(setting: Setting, layout:
         assert replace(changed.run, **{key: getattr(given.run, key) for key in candidate.run}) == given.run
 
 
+@pytest.mark.slow
 def test_the_command_tries_writes_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = job_file(tmp_path, run={"micro_batch": 5})
     written, told = tmp_path / "tuned.yaml", tmp_path / "tuned.json"
