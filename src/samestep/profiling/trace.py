@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from samestep.profiling.clock import Interval, StepTimes
@@ -28,8 +29,9 @@ class Trace:
         starts = {f"{MARK}{step.step}": step.start for step in steps}
         marks = [event for event in self._events if event.get("name") in starts]
         self._thread = marks[0]["tid"] if marks else None
-        # From nanoseconds of the clock to microseconds of the profiler.
-        self._offset = marks[0]["ts"] - starts[marks[0]["name"]] / 1e3 if marks else 0.0
+        # From nanoseconds of the clock to microseconds of the profiler; a busy machine may have stood between the two
+        # readings of some step.
+        self._offset = median(mark["ts"] - starts[mark["name"]] / 1e3 for mark in marks) if marks else 0.0
 
     def on_their_way(self) -> list[Interval]:
         """Collectives of gloo, from when they begin to when they are done.
