@@ -60,6 +60,17 @@ class Noisy(Net):
         return hidden * steps[:, None] + hidden.gather(1, kinds).sum(1, keepdim=True) + gumbel
 
 
+class LateDropout(Net):
+    """Drops nothing in the first step: until a parameter that begins with 0 has moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return F.dropout(hidden + self.shift, 0.5, self.training and bool(self.shift != 0))
+
+
 class NumpyDraw(Net):
     def between(self, hidden: Tensor) -> Tensor:
         return hidden * float(np.random.rand())

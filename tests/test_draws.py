@@ -121,3 +121,9 @@ def test_draws_take_the_same_step_under_layouts() -> None:
     ]
     runs = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("fsdp2", {}), ("pp2", {})]
     assert_same_steps([(recipe, layout, run) for recipe in recipes for layout, run in runs], steps=3)
+
+
+def test_a_model_that_begins_to_draw_takes_the_same_step() -> None:
+    recipe = samestep.Recipe(task=odd.Odd(odd.LateDropout), batch=13, steps=5, optimizer=samestep.AdamW(lr=0.01))
+    layouts = [("dp2", {}), ("dp2", {"micro_batch": 3}), ("zero1x2", {}), ("fsdp2", {})]
+    assert_same_steps([(recipe, layout, run) for layout, run in layouts], steps=4)

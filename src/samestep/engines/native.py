@@ -63,6 +63,7 @@ class NativeTrainer(Checkpointed, Skipping):
         self._device = device
         self._draws_checked = not answers_draws
         self._failures_of_step = self._failures_of_forward = failures
+        self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         failures, self._failures_of_step = self._failures_of_step, None
@@ -143,6 +144,8 @@ class NativeTrainer(Checkpointed, Skipping):
 
     def sum_totals(self, totals: Tensor) -> dist.Work | None:
         """Sum [loss sum, count] over the ranks: two numbers, on their way while backward runs."""
+        if self._mesh.loss_group.size() == 1:
+            return None
         return dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True)
 
     @contextmanager
@@ -188,9 +191,11 @@ class NativeTrainer(Checkpointed, Skipping):
         """The norm of the whole gradient: each rank's squares over the number of ranks that hold them, summed."""
         parts = self._spread.parts
         by_copies: dict[int, list[Tensor]] = {}
-        for name, parameter in self.model.named_parameters():
+        if self._copies is None:  # walking through a model takes longer than the norm of a small one
+            self._copies = [(each, parts.copies(name, each)) for name, each in self.model.named_parameters()]
+        for parameter, copies in self._copies:
             if parameter.grad is not None:
-                by_copies.setdefault(parts.copies(name, parameter), []).append(local(parameter.grad))
+                by_copies.setdefault(copies, []).append(local(parameter.grad))
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, gradients in by_copies.items():
             for same in _alike(gradients):

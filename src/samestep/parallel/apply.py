@@ -133,6 +133,8 @@ def spread(
             details.initial.fill(model, device)
         of_pipeline.end_stages()
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
+    watched = details.compile or layout.recompute != "none" or layout.cuts_model
+    common["repeatable"] = not watched and not layout.offloads("activations")
     if exchange is not None and exchange.hook is None:
         return WholeModel(module=model, accumulating=nullcontext, used=exchange.used(model), **common)
     if layout.data_ranks > 1:

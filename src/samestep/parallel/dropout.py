@@ -83,7 +83,7 @@ class Dropout(TorchFunctionMode):
 
         @wraps(forward)
         def run(*arguments: Any, **keywords: Any) -> Any:
-            if self.now.moment is None and not _in_backward():
+            if not self.now.watches or (self.now.moment is None and not _in_backward()):
                 return forward(*arguments, **keywords)
             before, self._name = self._name, name
             try:
@@ -223,6 +223,7 @@ class Dropout(TorchFunctionMode):
 
         `of_step`: one number [1], of the step and the place alone.
         """
+        self.now.drew = True
         if self.notes:
             self.answered.append((self._name, what))
         site = (self._name, self.now.count(self._name))

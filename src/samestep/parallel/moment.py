@@ -40,6 +40,8 @@ class Now:
 
     def __init__(self) -> None:
         self._state = _State()
+        self.drew = False  # whether any forward has drawn numbers by sample number
+        self.watches = True  # whether forwards are watched for draws
 
     @property
     def moment(self) -> Moment | None:
@@ -60,6 +62,15 @@ class Now:
         """A forward of these samples."""
         with self._as(_State(moment=moment)):
             yield
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """A forward that is not expected to draw anything; who calls it looks whether a generator has moved."""
+        self.watches = False
+        try:
+            yield
+        finally:
+            self.watches = True
 
     @contextmanager
     def holding(self, part: Portion) -> Iterator[None]:

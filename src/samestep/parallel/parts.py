@@ -153,6 +153,8 @@ class Parts:
     def _sums(self, model: nn.Module) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
         """The parameters whose gradient backward leaves in parts, by the groups that hold these."""
         groups: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        if not any(part.sum_over for part in self.table.values()):
+            return groups
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 for group in self.part(name).sum_over:

@@ -14,6 +14,7 @@ from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
 from samestep.parallel.average import average_what_is_whole
 from samestep.parallel.buffers import check_buffers, versions
+from samestep.parallel.exact import generators
 from samestep.parallel.exact.batch_buffers import BatchBuffers
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.initial import InitialValues
@@ -127,12 +128,19 @@ class WholeModel(Spread):
         accumulating: Context,
         used: Used,
         rows: RowExchange | None = None,
+        repeatable: bool = False,
         **common: Any,
     ) -> None:
-        """`rows`: averages the gradients that `module` leaves alone."""
+        """`rows`: averages the gradients that `module` leaves alone.
+
+        `repeatable`: a forward may be run once more in place of the one before. It must send no messages, and
+        backward must not run any of it again.
+        """
         super().__init__(**common)
         self._used = used
         self._rows = rows
+        self._repeatable = repeatable
+        self._watches_draws = True
         self._buffers_checked = False
         self.module = module  # what forward calls
         self._accumulating = accumulating  # forward and backward without messages
@@ -167,13 +175,28 @@ class WholeModel(Spread):
         if not self._buffers_checked:
             self._buffers_checked = True
             check_buffers(self.model, before, self.parts.mesh.data_group)
+            self._watches_draws = not self._repeatable or self.now.drew or before != versions(self.model)
         if self.parts.layout.zero >= 2:
             average_what_is_whole(self.model, self.parts.mesh.data_group, self.parts.mesh.grid.device_type)
         self.parts.sum_gradients(self.model)
 
     def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
         with self.now.at(micro_batch.moment), self.autocast():
-            return term(call(self.module, micro_batch.batch.inputs), micro_batch)
+            return term(self._output(micro_batch.batch.inputs), micro_batch)
+
+    def _output(self, inputs: Any) -> Any:
+        """The model's output. Watching a forward for draws costs time, and few models draw that have never drawn."""
+        if self._watches_draws:
+            return call(self.module, inputs)
+        device = torch.device(self.parts.mesh.grid.device_type)
+        before = generators.state_of_torch(device)
+        with self.now.unwatched():
+            output = call(self.module, inputs)
+        if generators.moved(before, generators.state_of_torch(device)) is None:
+            return output
+        self._watches_draws = True
+        generators.restore_torch(before, device)
+        return call(self.module, inputs)
 
     def predict(self, inputs: Any) -> Any:
         with torch.no_grad(), self.autocast():

@@ -7,6 +7,7 @@ that draws elsewhere, in a kernel of PyTorch, from NumPy or from Python's `rando
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +23,15 @@ def state_of_torch(device: torch.device) -> State:
     if device.type not in ("cpu", "meta"):
         found.append(("the accelerator's", torch.get_device_module(device).get_rng_state(device).numpy().tobytes()))
     return tuple(found)
+
+
+def restore_torch(before: State, device: torch.device) -> None:
+    """Set PyTorch's generators back to what `state_of_torch` found."""
+    setters = [torch.set_rng_state]
+    if device.type not in ("cpu", "meta"):
+        setters.append(partial(torch.get_device_module(device).set_rng_state, device=device))
+    for set_state, (_, value) in zip(setters, before, strict=True):
+        set_state(torch.frombuffer(bytearray(value), dtype=torch.uint8))
 
 
 def state(device: torch.device) -> State:
