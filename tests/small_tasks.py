@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,45 @@ class Words(Points):
 
     def metrics(self) -> Mapping[str, Metric]:
         return {}
+
+
+class Lines(Points):
+    """Lines of 1 to 30 tokens, padded to the longest of a micro-batch, whose classes a masked mean tells apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = torch.randint(1, 31, (len(self.pairs),), generator=torch.Generator().manual_seed(8)).tolist()
+        self.lines = [torch.arange(size) * (3 + index) % 20 + 1 for index, size in enumerate(sizes)]
+
+    def model(self) -> nn.Module:
+        return _MaskedMean(self.classes)
+
+    def train_set(self) -> samestep.Samples:
+        return [(line, label) for line, (_, label) in zip(self.lines, self.pairs, strict=True)]
+
+    def lengths(self) -> list[int]:
+        return [len(line) for line in self.lines]
+
+    def eval_set(self) -> None:
+        return None
+
+    def collate(self, samples: Sequence[tuple[Tensor, Tensor]]) -> samestep.Batch:
+        lines = nn.utils.rnn.pad_sequence([line for line, _ in samples], batch_first=True)
+        return samestep.Batch(lines, torch.stack([label for _, label in samples]))
+
+    def metrics(self) -> Mapping[str, Metric]:
+        return {}
+
+
+class _MaskedMean(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(21, 16), nn.Linear(16, classes)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, lines: Tensor) -> Tensor:
+        seen = (lines > 0).unsqueeze(-1)  # [batch, tokens, 1]
+        return self.last((self.dropout(self.table(lines)) * seen).sum(1) / seen.sum(1))
 
 
 class ScoredWords(Words):

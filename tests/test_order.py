@@ -3,6 +3,8 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +57,39 @@ def test_every_rank_has_as_many_micro_batches_and_none_is_empty_or_too_large(
     assert max(counts) - min(counts) <= 1
     # No more forwards than the fullest rank needs.
     assert len(by_rank[0]) == len(range(0, max(counts), micro_batch or max(counts)))
+
+
+@given(order=ORDERS, ranks=RANKS, micro_batch=MICRO_BATCHES, step=STEPS, seed=st.integers(0, 100))
+def test_by_length_it_is_the_same_global_batch_and_ranks_have_alike_shares(
+    order: SampleOrder, ranks: int, micro_batch: int | None, step: int, seed: int
+) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 100, order.size)
+    grouped = replace(order, lengths=lengths)
+    assert np.array_equal(grouped.global_batch(step), order.global_batch(step))
+    by_rank = [grouped.shares(step, Place(index=rank, of=ranks), micro_batch) for rank in range(ranks)]
+    assert Counter(sample for shares in by_rank for sample in own(shares)) == Counter(
+        order.global_batch(step).tolist()
+    )
+    assert [len(shares) for shares in by_rank] == [
+        len(order.shares(step, Place(index=rank, of=ranks), micro_batch)) for rank in range(ranks)
+    ]
+    each = [[int(lengths[sample]) for sample in own(shares)] for shares in by_rank]
+    assert all(rank == sorted(rank, reverse=True) for rank in each)
+    # Dealt out in turn: whatever a rank's number in the row, its neighbour's is as long or the next shorter one.
+    assert all(a >= b for first, second in pairwise(each) for a, b in zip(first, second, strict=False))
+    assert all(b >= a for first, second in pairwise(each) for a, b in zip(first[1:], second, strict=False))
+
+
+def test_micro_batches_of_like_lengths_have_less_padding() -> None:
+    lengths = np.random.default_rng(0).geometric(0.03, 640)
+    orders = [SampleOrder(size=640, batch=64, seed=0, lengths=given) for given in (None, lengths)]
+
+    def padded(order: SampleOrder) -> int:
+        shares = [order.shares(step, Place(index=rank, of=2), 8) for step in range(10) for rank in range(2)]
+        return sum(len(each.samples) * int(lengths[each.samples].max()) for share in shares for each in share)
+
+    apart, together = (padded(order) for order in orders)
+    assert together - lengths.sum() < 0.5 * (apart - lengths.sum())
 
 
 @given(order=ORDERS, ranks=RANKS, micro_batch=MICRO_BATCHES, step=STEPS)

@@ -2,10 +2,12 @@
 
 import json
 import math
+from typing import Any
 
 import mistakes
 import pytest
-from small_tasks import Points, Words
+from proving import assert_same_steps
+from small_tasks import Lines, Points, Words
 
 import samestep
 from samestep.proof import TOLERANCE, difference
@@ -32,6 +34,38 @@ def test_a_layout_takes_the_step_of_one_process(layout: str, batch: int, micro_b
     assert proof.same_step, proof
     assert (proof.layout, proof.dtype, proof.steps) == (layout, "float64", 8)
     assert set(proof.max_relative_difference) == {"loss", "grad_norm", "parameters", "metrics"}
+
+
+def test_micro_batches_of_like_length_take_the_same_step() -> None:
+    grouped = {"group_by_length": True}
+    cases = [("dp2", {**grouped, "micro_batch": 5}), ("dp2", grouped), ("fsdp2", {**grouped, "micro_batch": 4})]
+    lines = samestep.Recipe(task=Lines(), batch=33, epochs=1, optimizer=samestep.AdamW(lr=1e-2))
+    assert_same_steps([(lines, layout, run) for layout, run in cases], steps=7)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, 4], r"lengths is a list of shape \[2\]; use 200 whole numbers, the length of each sample"),
+        ([1.5] * 200, r"lengths is a list of shape \[200\]; use 200 whole numbers"),
+        ([-1] * 200, r"lengths is a list of shape \[200\]; use 200 whole numbers"),
+        ([[1], [1, 2]], r"lengths is a list of shape \[\]; use 200 whole numbers"),
+    ],
+)
+def test_wrong_lengths_are_told(lengths: list[Any], message: str) -> None:
+    class Wrong(Lines):
+        def lengths(self) -> list[Any]:
+            return lengths
+
+    recipe = samestep.Recipe(task=Wrong(), batch=33, epochs=1)
+    with pytest.raises(samestep.UserError, match=message):
+        samestep.train(recipe, group_by_length=True, check=False)
+
+
+def test_a_task_without_lengths_is_told() -> None:
+    recipe = samestep.Recipe(task=Points(), batch=32, epochs=1)
+    with pytest.raises(samestep.UserError, match=r"run.group_by_length is true, and the task does not say how long"):
+        samestep.train(recipe, group_by_length=True)
 
 
 def test_a_last_batch_smaller_than_the_ranks_takes_the_same_step() -> None:

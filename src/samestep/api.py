@@ -45,11 +45,11 @@ from samestep.validation import checked
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:
     """Train a recipe under a layout, in as many processes as it needs.
 
-    `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, compile,
-    bucket_mb, tensor_plan, cut_at, device, threads, workers, profile, folder, offload_folder, checkpoint,
-    tensorboard, rank_lines, max_restarts, hang_limit, notice, on_nonfinite, elastic, min_processes, inject. Raises
-    UserError for a mistake in the job, RankFailedError where a rank fails and restarts are used up, NonFiniteError
-    where a loss is NaN or infinite, InterruptedJobError where a signal stops the job.
+    `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch,
+    group_by_length, compile, bucket_mb, tensor_plan, cut_at, device, threads, workers, profile, folder,
+    offload_folder, checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, notice, on_nonfinite, elastic,
+    min_processes, inject. Raises UserError for a mistake in the job, RankFailedError where a rank fails and restarts
+    are used up, NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
@@ -357,6 +357,11 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     if recipe.task not in [*TASKS]:  # those that ship look at their data themselves
         check_data(task)
     task.check()
+    if job.run.group_by_length and task.lengths() is None:
+        raise UserError(
+            "run.group_by_length is true, and the task does not say how long its samples are; give it a method "
+            "lengths() that returns a number for each training sample, or use group_by_length: false"
+        )
     if task.batch_buffers() and not engine.abilities.batch_buffers:
         raise UserError(f'engine "{engine.name}" keeps no batch_buffers() of a task; use engine native')
     engine.check_task(task, layout, job.run.engine_config)

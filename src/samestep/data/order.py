@@ -2,10 +2,11 @@
 
 The order depends on the seed and the step alone. Ranks and micro-batches only cut a global batch into
 consecutive pieces, so every number of ranks trains on the same batches in the same order, nothing is repeated
-to fill a batch up, and no tail is dropped.
+to fill a batch up, and no tail is dropped. With the samples' lengths known, a rank's micro-batches are cut from
+its samples in the order of their lengths, so that little of them is padding; the global batch stays what it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -45,6 +46,7 @@ class SampleOrder:
     batch: int
     seed: int
     shuffle: bool = True
+    lengths: Indices | None = field(default=None, compare=False)  # [size]; None: samples keep the batch's order
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -71,6 +73,8 @@ class SampleOrder:
         With `micro_batches` their number is the same in every step; where samples are too few, some are lent.
         """
         batch = self.global_batch(step)
+        if self.lengths is not None and not place.idle:
+            batch = dealt_by_length(batch, self.lengths[batch], place.of)
         return cut(batch, place, micro_batch, micro_batches)
 
 
@@ -91,6 +95,15 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
         samples = batch[start + first : start + last]
         shares.append(Share(samples=samples) if len(samples) else Share(samples=batch[:1], lent=True))
     return shares
+
+
+def dealt_by_length(batch: Indices, lengths: Indices, ranks: int) -> Indices:
+    """A global batch in the order in which `cut` gives every rank samples of all lengths, its longest ones first.
+
+    Sorted by length and dealt out in turn, ranks have about as much to do; a rank's consecutive samples are alike.
+    """
+    longest_first = batch[np.argsort(-lengths, kind="stable")]
+    return np.concatenate([longest_first[rank::ranks] for rank in range(ranks)])
 
 
 def bounds(total: int, index: int, parts: int) -> tuple[int, int]:

@@ -15,6 +15,11 @@ class TokenisedTexts:
         self._starts = starts  # (samples + 1,)
         self._classes = np.array(classes, dtype=np.int64)  # (samples,)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each sample, [samples]."""
+        return np.diff(self._starts)
+
     def __len__(self) -> int:
         return len(self._classes)
 

@@ -88,6 +88,10 @@ class Task(ABC):
         """The held-out samples; None where there are none."""
         return None
 
+    def lengths(self) -> Sequence[int] | None:
+        """The length of each training sample, such as its tokens, for `run.group_by_length`; None: they have none."""
+        return None
+
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Put samples together. The default stacks (input, target) pairs."""
         from torch.utils.data import default_collate

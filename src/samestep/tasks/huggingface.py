@@ -85,6 +85,12 @@ class HuggingFace(Task):
     def eval_set(self) -> Samples | None:
         return self._eval_data
 
+    def lengths(self) -> list[int] | None:
+        """The number of ids in each row's `input_ids`; None where the rows have none."""
+        if not isinstance(self._data[0], Mapping) or "input_ids" not in self._data[0]:
+            return None
+        return [len(self._data[index]["input_ids"]) for index in range(len(self._data))]
+
     def collate(self, samples: Sequence[Any]) -> Batch:
         """The collator's mapping as the model's inputs; labels and the number of the loss's terms as targets."""
         facts = self._facts

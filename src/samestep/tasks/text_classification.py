@@ -51,6 +51,9 @@ class TextClassification(Task):
     def eval_set(self) -> TokenisedTexts | None:
         return self._eval_set
 
+    def lengths(self) -> Sequence[int]:
+        return self._train_set.lengths.tolist()
+
     def collate(self, samples: Sequence[tuple[Any, int]]) -> Batch:
         """Pad to the longest of these samples; the mask keeps padding out of the result."""
         import torch

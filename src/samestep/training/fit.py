@@ -69,6 +69,7 @@ class Training:
             sparse_rows=job.run.sparse_rows,
         )
         self.samples = task.train_set()
+        self._lengths = task.lengths() if job.run.group_by_length else None
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 where it goes on from a checkpoint
@@ -122,6 +123,7 @@ class Training:
             collate=self.task.collate,
             start=self.first_step,
             steps=min(stop or self.total_steps, self.total_steps),
+            lengths=self._lengths,
         )
         for batch in batches if self.profiler is None else self.profiler.batches(batches):
             if batch.step in left_out:

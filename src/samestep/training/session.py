@@ -48,7 +48,7 @@ from samestep.training import evaluation
 from samestep.training.evaluation import Scores
 from samestep.training.own_optimizer import no_schedule, point_to
 from samestep.training.progress import Bar
-from samestep.training.session_checks import check_dealt, check_prepared, check_step
+from samestep.training.session_checks import check_dealt, check_lengths, check_prepared, check_step
 from samestep.training.state import load_state, save_state
 
 if TYPE_CHECKING:
@@ -197,11 +197,21 @@ class Session:
         epochs: int = 1,
         start: int = 0,
         shuffle: bool = True,
+        lengths: Sequence[int] | None = None,
     ) -> Loader:
-        """This rank's part of each global batch of `batch` samples, for `steps` steps or else `epochs` epochs."""
+        """This rank's part of each global batch of `batch` samples, for `steps` steps or else `epochs` epochs.
+
+        `lengths`: of each sample; a rank's micro-batches are then of samples of like length, with less padding.
+        """
         check_dealt(samples, collate, "session.batches", batch=batch, steps=steps, epochs=epochs)
         self.layout.check_batch(batch, self._micro_batch)
-        order = SampleOrder(size=len(samples), batch=batch, seed=self._seed, shuffle=shuffle)
+        order = SampleOrder(
+            size=len(samples),
+            batch=batch,
+            seed=self._seed,
+            shuffle=shuffle,
+            lengths=None if lengths is None else check_lengths(lengths, samples, "session.batches"),
+        )
         return Loader(
             samples,
             collate,

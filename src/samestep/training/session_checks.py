@@ -1,7 +1,10 @@
 """What a loop of one's own hands to its session, checked where it is handed over."""
 
+from collections.abc import Sized
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -37,6 +40,20 @@ def check_dealt(samples: Any, collate: Any, what: str, **numbers: Any) -> None:
     for name, number in numbers.items():
         if number is not None and not (isinstance(number, int) and number > 0):
             raise UserError(f"{what}: {name} is {number!r}; use a whole number of 1 or more")
+
+
+def check_lengths(lengths: Any, samples: Sized, what: str) -> NDArray[np.int64]:
+    """The samples' lengths as an array; raises UserError where they are not a whole number for each sample."""
+    try:
+        found = np.asarray(lengths)
+    except ValueError:  # rows of unlike lengths
+        found = np.empty((), dtype=object)
+    if found.shape != (len(samples),) or not np.issubdtype(found.dtype, np.integer) or (found < 0).any():
+        raise UserError(
+            f"{what}: lengths is {_named(lengths)} of shape {list(found.shape)}; use {len(samples)} whole numbers, "
+            "the length of each sample"
+        )
+    return found.astype(np.int64)
 
 
 def check_step(batch: Any, loss: Any) -> None:

@@ -39,6 +39,7 @@ REASONS = {
     "run.workers": "the script's data loader says it",
     "run.check": "a script has no task to check",
     "run.compile": "the script compiles",
+    "run.group_by_length": "the script's data loader deals samples out as they come",
     "run.bucket_mb": "the script wraps its model",
     "run.sparse_rows": "the script sends its gradients",
     "run.share_replicas": "the ranks of other engines keep a replica each",
