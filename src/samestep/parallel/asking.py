@@ -1,4 +1,4 @@
-"""Forwards that ask for values: where ranks that have parts of a model or of its tokens decide alike, and where not."""
+"""Forwards that ask for values: where ranks with parts of a model or of its tokens decide alike, and where not."""
 
 from torch import nn
 
