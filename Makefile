@@ -63,7 +63,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format
 
 # The pictures of docs/layouts.md: a layout each, with a dash for every space.
-PICTURES := dp4 zero1x4 zero2x4 fsdp4 tp4 pp4 cp4 pp2-dp2-tp2
+PICTURES := dp4 zero1x4 zero2x4 fsdp4 tp4 pp4 ep4 cp4 pp2-dp2-tp2
 
 pictures: $(VENV)/installed
 	set -e; for name in $(PICTURES); do \

@@ -22,6 +22,7 @@ LAYOUTS = st.builds(
     pipeline=SIZES,
     replicate=SIZES,
     shard=SIZES,
+    expert=SIZES,
     context=SIZES,
     tensor=SIZES,
     zero=st.integers(1, 3),
@@ -50,10 +51,10 @@ def test_text_reads_back_to_the_same_layout(layout: Layout) -> None:
     assert not unsized(str(layout))
 
 
-@given(st.permutations(["pp2", "dp3", "zero2x4", "cp5", "tp6", "recompute=full", "stages=2"]))
+@given(st.permutations(["pp2", "dp3", "zero2x4", "ep7", "cp5", "tp6", "recompute=full", "stages=2"]))
 def test_parts_may_stand_in_any_order(parts: list[str]) -> None:
     assert Layout.parse(" ".join(parts)) == Layout(
-        pipeline=2, replicate=3, shard=4, zero=2, context=5, tensor=6, recompute="full", stages=2
+        pipeline=2, replicate=3, shard=4, zero=2, expert=7, context=5, tensor=6, recompute="full", stages=2
     )
 
 
@@ -117,21 +118,20 @@ def test_a_filled_layout_uses_every_process(sizes: tuple[int, int, int, int], le
     assert (layout.size, layout.replicate) == (processes, left)
 
 
-@given(st.tuples(*[st.integers(1, 3)] * 5))
-def test_the_mesh_is_outermost_first_and_holds_every_process(sizes: tuple[int, int, int, int, int]) -> None:
-    pipeline, replicate, shard, context, tensor = sizes
-    layout = Layout(pipeline=pipeline, replicate=replicate, shard=shard, context=context, tensor=tensor, zero=3)
+@given(st.tuples(*[st.integers(1, 3)] * 6))
+def test_the_mesh_is_outermost_first_and_holds_every_process(sizes: tuple[int, int, int, int, int, int]) -> None:
+    names = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+    layout = Layout(**dict(zip(names, sizes, strict=True)), zero=3)
     assert layout.mesh_shape() == sizes
-    # Counted one by one: the places of the mesh, and those that differ in replicate or shard.
+    # Counted one by one: the places of the mesh, and those that differ in replicate, shard or expert.
     places = list(itertools.product(*map(range, sizes)))
     assert layout.size == len(places)
-    assert layout.data_ranks == len({place[1:3] for place in places})
-    varying = [len({place[axis] for place in places}) > 1 for axis in range(5)]
-    names = ("pipeline", "replicate", "shard", "context", "tensor")
+    assert layout.data_ranks == len({place[1:4] for place in places})
+    varying = [len({place[axis] for place in places}) > 1 for axis in range(6)]
     assert layout.split_dimensions() == tuple(itertools.compress(names, varying))
 
 
-UNKNOWN = "write parts such as pp2 dp2 fsdp2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)
+UNKNOWN = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def one_of(size: int, rank: int = 0) -> Iterator[None]:
         "zero1x2 cp3",
         "pp2 dp2 tp2",
         "dp2 fsdp2 cp2",
+        "dp2 fsdp2 ep3 tp2",
         "pp2 dp3 tp2 order=tp.dp.fsdp.pp.cp",
         "pp2 dp2 tp2 order=spread",
     ],

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from samestep.recipe import STRICT, Positive, Real, Recipe, Whole
 
 TensorRole = Literal["column", "row", "vocabulary", "whole"]
+ExpertRole = Literal["split", "whole"]
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -115,6 +116,7 @@ class Run:
     compile: bool = False  # torch.compile for each block
     bucket_mb: Annotated[Real, Gt(0)] | None = None  # of gradients sent together by replicas; None: PyTorch's 25
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
+    expert_plan: Mapping[str, ExpertRole] | None = None  # modules that are experts, or none, otherwise than is found
     folder: Path | None = None  # None: runs/<name of the job file>
     offload_folder: Path | None = None  # for layouts that offload to disk; None: the system's temporary folder
     checkpoint: Checkpointing | None = None

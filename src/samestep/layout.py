@@ -15,10 +15,17 @@ SequenceOption = Literal["whole", "split"]
 Balance = Literal["speed", "memory"]
 
 # Mesh dimensions, outermost first: the chattiest gets the nearest ranks.
-MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 
 # How a dimension is written in a layout's text.
-_LETTERS = {"pp": "pipeline", "dp": "replicate", "fsdp": "shard", "cp": "context", "tp": "tensor"}
+_LETTERS = {
+    "pp": "pipeline",
+    "dp": "replicate",
+    "fsdp": "shard",
+    "ep": "expert",
+    "cp": "context",
+    "tp": "tensor",
+}
 _SHORT = {name: letters for letters, name in _LETTERS.items()}
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "schedule": get_args(Schedule),
@@ -33,7 +40,9 @@ _FEWEST_STAGES: Mapping[str, int] = {"interleaved-1f1b": 2, "zbv-zero-bubble": 2
 
 # Offloads that go together. Parameters take the optimizer's state along.
 _OFFLOADS_TOGETHER = [["activations", other] for other in get_args(Offload) if other not in ("none", "activations")]
-DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_DIMENSIONS)
+
+# An order need not name ep, whose ranks then stand within those of fsdp.
+DEFAULT_ORDER = ".".join(_SHORT[name] for name in MESH_DIMENSIONS if name != "expert")
 
 # Orders with a name, as SageMaker's placement_strategy has them: a model's ranks side by side, or replicas.
 PLACEMENTS: Mapping[str, str] = {"cluster": "dp.fsdp.pp.cp.tp", "spread": "cp.tp.pp.dp.fsdp"}
@@ -50,9 +59,9 @@ PRESETS: Mapping[str, str] = {
     "3d": "pp2 dp tp2",
 }
 
-_SIZED = re.compile(r"(pp|dp|fsdp|cp|tp)(\d{0,9})")
+_SIZED = re.compile(r"(pp|dp|fsdp|ep|cp|tp)(\d{0,9})")
 _ZERO = re.compile(r"zero([123])x(\d{0,9})")
-_EXAMPLES = "write parts such as pp2 dp2 fsdp2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)
+_EXAMPLES = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + ", ".join(PRESETS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,7 @@ class Layout:
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    expert: int = 1  # data ranks that share out the experts of a mixture
     context: int = 1
     tensor: int = 1
     zero: int = 0  # what is sharded over `shard`: 1 optimizer state, 2 + gradients, 3 + parameters
@@ -91,10 +101,11 @@ class Layout:
             if wrong := _wrong_choice(name, getattr(self, name)):
                 raise LayoutError(f"layout: {name} is {getattr(self, name)!r}; {wrong}")
         object.__setattr__(self, "order", PLACEMENTS.get(self.order, self.order))
-        if sorted(self.order.split(".")) != sorted(_LETTERS):
+        if sorted(_whole_order(self.order)) != sorted(_LETTERS):
+            named = ", ".join(letters for letters in _LETTERS if letters != "ep")
             raise LayoutError(
                 f"layout: order is {self.order!r}; it can be {', '.join(PLACEMENTS)}, or name each of "
-                f"{', '.join(_LETTERS)} once, outermost first, such as {DEFAULT_ORDER}"
+                f"{named} once, outermost first, such as {DEFAULT_ORDER}"
             )
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"layout: zero is {self.zero}; it can be 0, 1, 2 or 3")
@@ -126,7 +137,7 @@ class Layout:
     @property
     def size(self) -> int:
         """Processes that the layout needs."""
-        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
+        return self.pipeline * self.replicate * self.shard * self.expert * self.context * self.tensor
 
     @property
     def cuts_model(self) -> bool:
@@ -140,8 +151,8 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different samples: replicas and shards."""
-        return self.replicate * self.shard
+        """Ranks that see different samples: replicas, shards and those that share out experts."""
+        return self.replicate * self.shard * self.expert
 
     def offloads(self, what: Offload) -> bool:
         """Whether this is one of the things that are moved away from the device."""
@@ -158,7 +169,7 @@ class Layout:
     @property
     def placement(self) -> tuple[str, ...]:
         """The mesh dimensions in the order in which ranks are numbered, outermost first."""
-        return tuple(_LETTERS[letters] for letters in self.order.split("."))
+        return tuple(_LETTERS[letters] for letters in _whole_order(self.order))
 
     def split_dimensions(self) -> tuple[str, ...]:
         return tuple(name for name in MESH_DIMENSIONS if getattr(self, name) > 1)
@@ -238,6 +249,14 @@ class Layout:
         raise LayoutError(
             f'layout "{letters}{parts}": {total} {what} are not divisible by {parts}; {would_do} would do'
         )
+
+
+def _whole_order(order: str) -> list[str]:
+    """The letters of an order, with ep after fsdp where it is not named."""
+    letters = order.split(".")
+    if "ep" not in letters and "fsdp" in letters:
+        letters.insert(letters.index("fsdp") + 1, "ep")
+    return letters
 
 
 def _processes(count: int) -> str:

@@ -1,5 +1,6 @@
 """Mesh: the ranks of a layout as a grid, and the process group of each dimension."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from samestep.layout import MESH_DIMENSIONS, Layout
 class Mesh:
     """The grid of a layout's ranks, and this rank's groups in it."""
 
-    grid: DeviceMesh  # [pipeline, replicate, shard, context, tensor]
+    grid: DeviceMesh  # [pipeline, replicate, shard, expert, context, tensor]
     data_group: dist.ProcessGroup  # ranks that see other samples than this one, and itself
     data_place: Place  # which slice of a global batch this rank takes
     loss_group: dist.ProcessGroup  # ranks whose losses add up: of all samples, and of all pipeline stages
@@ -35,6 +36,20 @@ class Mesh:
             return self.grid.get_group(split[0] if split else dimensions[0])
         return self.grid[tuple(split)]._flatten("+".join(split)).get_group()
 
+    def shards(self, *, of_experts: bool) -> DeviceMesh:
+        """The grid over whose last dimension parameters are sharded, [replicate, shard] or [shard].
+
+        Experts are sharded over the ranks that hold the same ones; what is no expert also over the expert dimension,
+        along which all ranks hold it. Every rank asks for the same ones.
+        """
+        last = "shard"
+        if self.size("expert") > 1 and not of_experts:
+            last = "shard+expert"
+            self.grid["shard", "expert"]._flatten(last)
+        with warnings.catch_warnings():  # PyTorch would have a flattened dimension sliced from another mesh
+            warnings.simplefilter("ignore")
+            return self.grid["replicate", last] if self.size("replicate") > 1 else self.grid[last]
+
     def ranks(self, dimension: str) -> list[int]:
         """The global ranks of this rank's line along a dimension, in the order of their positions."""
         return self.grid[dimension].mesh.tolist()
@@ -43,12 +58,12 @@ class Mesh:
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Make the grid of the ranks of the process group, which must be as many as the layout's size."""
     grid = DeviceMesh(device_type, rank_grid(layout), mesh_dim_names=MESH_DIMENSIONS)
-    data = grid["replicate", "shard"]._flatten("data")
+    data = grid["replicate", "shard", "expert"]._flatten("data")
     return Mesh(
         grid=grid,
         data_group=data.get_group(),
         data_place=Place(index=data.get_local_rank(), of=data.size()),
-        loss_group=grid["pipeline", "replicate", "shard"]._flatten("loss").get_group(),
+        loss_group=grid["pipeline", "replicate", "shard", "expert"]._flatten("loss").get_group(),
     )
 
 

@@ -289,7 +289,7 @@ class Native(Engine):
 
     name = "native"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"pipeline", "replicate", "shard", "context", "tensor"}),
+        dimensions=frozenset({"pipeline", "replicate", "shard", "expert", "context", "tensor"}),
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset(get_args(Offload)),
@@ -309,7 +309,8 @@ class Native(Engine):
 
     def can_fill(self, layout: Layout) -> bool:
         # Slicing holds the sliced model's output against the whole one's, which takes the whole one.
-        return layout.tensor == 1 and (layout.zero >= 2 or layout.pipeline > 1)
+        # So does sharing out experts.
+        return layout.tensor == layout.expert == 1 and (layout.zero >= 2 or layout.pipeline > 1)
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
         failures = LayoutFailures(model, how.layout)

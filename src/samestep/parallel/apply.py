@@ -1,4 +1,4 @@
-"""A layout applied to a module, in this order: slice, split, cut, recompute, compile, shard or replicate."""
+"""A layout applied to a module, in this order: slice, split, cut, share, recompute, compile, shard or replicate."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
+from samestep.parallel.asking import check_asking
 from samestep.parallel.batch_norm import global_batch_norm
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.cache import keep_no_cache
@@ -23,6 +24,8 @@ from samestep.parallel.context.split import split_tokens
 from samestep.parallel.dropout import same_dropout
 from samestep.parallel.exact.batch_buffers import BatchBuffers, find_batch_buffers
 from samestep.parallel.exact.float64 import in_float64
+from samestep.parallel.experts.find import Experts, find_experts
+from samestep.parallel.experts.share import share_experts
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.moment import Now
@@ -64,9 +67,9 @@ def spread(
     """
     keep_no_cache(model)
     check_complex(model, layout, precision)
-    if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1:
+    if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1:
         _check_hooks(model, layout)
-    if layout.cuts_model or layout.zero:
+    if layout.cuts_model or layout.zero or layout.expert > 1:
         _make_contiguous(model)
     if layout.pipeline > 1:
         _check_batch_norm(model, layout)
@@ -75,10 +78,11 @@ def spread(
     if layout.zero == 1 and precision != "fp16":  # there every rank must see whether a gradient overflowed
         parts.owners = Owners(mesh)
     host, now = HostMemory(device), Now()
-    blocks = find_blocks(model)
     throughout = partial(in_float64, precision == "fp64")  # also where the model is followed and compared
     with throughout():
         seen = _look(model, layout, details.example)  # before anything is changed
+        experts = _experts(model, layout, details)
+    blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in experts])
     if seen is not None and layout.context > 1:
         split_tokens(model, blocks, seen, mesh, parts, now)
     vocabulary = None
@@ -91,6 +95,8 @@ def spread(
     if seen is not None and layout.pipeline > 1:
         of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at, device)
         blocks = of_pipeline.blocks
+    with throughout():
+        shared = share_experts(model, experts, parts, mesh, now, device)
     blocks = with_forward(blocks)
     if details.compile:
         check_compile(layout)
@@ -114,10 +120,9 @@ def spread(
         "buffers": buffers,
     }
     if layout.zero >= 2:
-        grid = mesh.grid["replicate", "shard"] if layout.replicate > 1 else mesh.grid["shard"]
         root = of_pipeline or model
         units = agreed_units(model, blocks, seen, mesh.data_group)
-        shard(root, units.modules, layout, grid, precision, now)
+        shard(root, units.modules, layout, mesh, precision, now, experts=shared.units)
         disk = common["disk"] = MappedFile(details.offload_folder) if layout.offloads("parameters-disk") else None
         if details.initial is not None:
             memory = torch.device("cpu") if layout.offloads_parameters else device
@@ -126,14 +131,14 @@ def spread(
             move_parameters(model, disk)
         assert isinstance(root, FSDPModule)
         if of_pipeline is None:
-            used = UsedByShards(model, mesh.data_group, may_differ=units.may_differ)
+            used = UsedByShards(model, mesh.data_group, may_differ=units.may_differ, names=parts.parameters)
             return WholeModel(module=root, accumulating=partial(without_messages, root), used=used, **common)
     if of_pipeline is not None:
         if details.initial is not None and layout.zero < 2:
             details.initial.fill(model, device)
         of_pipeline.end_stages()
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
-    watched = details.compile or layout.recompute != "none" or layout.cuts_model
+    watched = details.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
     common["repeatable"] = not watched and not layout.offloads("activations")
     if exchange is not None and exchange.hook is None:
         return WholeModel(module=model, accumulating=nullcontext, used=exchange.used(model), **common)
@@ -141,8 +146,8 @@ def spread(
         plain = parts.owners is None and exchange is None
         tables = _tables(model, details.sparse_rows, device) if plain else []
         rows = RowExchange(tables, mesh.data_group) if tables else None
-        used = UsedByReplicas(model, mesh.data_group)
-        apart = {table.parameter for table in tables}
+        used = UsedByReplicas(model, mesh.data_group, parts.parameters)
+        apart = {*(table.parameter for table in tables), *shared.parameters}
         if rows is not None and all(p in apart for p in model.parameters() if p.requires_grad):
             return WholeModel(module=model, accumulating=nullcontext, used=used, rows=rows, **common)
         replicated = replicate(model, mesh.data_group, device, parts.owners, exchange, apart, details.bucket_mb)
@@ -164,16 +169,31 @@ def _tables(model: nn.Module, choice: Choice, device: torch.device) -> list[Tabl
     return tables
 
 
+def _experts(model: nn.Module, layout: Layout, details: Details) -> list[Experts]:
+    """The experts that the ranks of the expert axis share out."""
+    if layout.expert == 1:
+        return []
+    if details.example is None:
+        raise _no_example(layout)
+    return find_experts(model, details.example, layout, details.expert_plan)
+
+
+def _no_example(layout: Layout) -> UserError:
+    return UserError(
+        f'layout "{layout}" cuts the model itself, for which its forward must be followed once; '
+        "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples would do"
+    )
+
+
 def _look(model: nn.Module, layout: Layout, example: Any) -> Trace | None:
     """What the model's forward does, where the layout wants to know."""
     if not layout.cuts_model:
         return follow(model, example) if layout.zero >= 2 and example is not None else None
     if example is None:
-        raise UserError(
-            f'layout "{layout}" cuts the model itself, for which its forward must be followed once; '
-            "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples would do"
-        )
-    return trace(model, example)
+        raise _no_example(layout)
+    seen = trace(model, example)
+    check_asking(model, layout, seen)
+    return seen
 
 
 def spread_optimizer(

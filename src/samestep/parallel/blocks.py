@@ -1,17 +1,18 @@
 """The blocks of a model: the repeated layers that are sharded, recomputed and cut one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
+def find_blocks(model: nn.Module, apart: Collection[nn.Module] = ()) -> list[nn.Module]:
     """The layers of the largest list of like layers in a model, or where there is none its parts with parameters.
 
     Transformers, and most deep models, keep their repeated layers in one `nn.ModuleList` or `nn.Sequential`, all
     of one class. An encoder-decoder keeps two: of lists that are no part of each other all are taken.
+    `apart`: lists of experts, of which a forward calls any or none.
     """
-    lists = [module for module in model.modules() if _is_list_of_blocks(module)]
+    lists = [module for module in model.modules() if _is_list_of_blocks(module) and module not in apart]
     outermost = [
         module for module in lists if not any(module is not other and _holds(other, module) for other in lists)
     ]
@@ -46,3 +47,26 @@ def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called; a list or dictionary of modules can't."""
     # Asked of the class, since other layouts put a forward of theirs into every module.
     return type(module).forward is not nn.Module.forward
+
+
+def is_list_of_like(module: nn.Module) -> bool:
+    """Whether a list or dictionary holds several modules of one class with like parameters."""
+    children = list(module.children())
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(children) < 2:
+        return False
+    shapes = {tuple((name, p.shape) for name, p in child.named_parameters()) for child in children}
+    kinds = {type(child) for child in children}
+    return len(kinds) == len(shapes) == 1 and shapes != {()} and has_forward(children[0])
+
+
+def caller_of(model: nn.Module, name: str) -> str:
+    """The module whose forward calls the modules of a list: the list itself, or the innermost around it."""
+    while name and not has_forward(model.get_submodule(name)):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def expert_counts(module: nn.Module) -> set[int]:
+    """How many modules alike the lists in a module hold, and how many matrices its stacks."""
+    lists = {len(list(each.children())) for each in module.modules() if is_list_of_like(each)}
+    return lists | {parameter.shape[0] for parameter in module.parameters() if parameter.ndim == 3}

@@ -81,6 +81,8 @@ class Trace:
     last_uses: Mapping[int, int] = field(default_factory=dict)  # a module's output, by identity -> position
     attentions: Sequence[Attention] = ()
     stop: Stop | None = None  # None: the forward was followed to its end
+    # Modules whose own forward asks for values, and by which function, where it was followed with some.
+    asking: Mapping[str, str] = field(default_factory=dict)
 
     def taken_after(self, call: Call) -> list[Seen]:
         """What of a module's output is used after its end, by the model's code or as the model's own output."""

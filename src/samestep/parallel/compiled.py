@@ -14,8 +14,9 @@ def check_compile(layout: Layout) -> None:
     A compiled block draws dropout by itself, which no look at a model can tell beforehand: the check of the task's
     contract sees it, and the engine in the first step.
     """
-    if layout.pipeline > 1 or layout.context > 1:
-        what = "stages" if layout.pipeline > 1 else "blocks on parts of the tokens"
+    if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1:
+        what = "blocks that exchange tokens with experts" if layout.expert > 1 else "blocks on parts of the tokens"
+        what = "stages" if layout.pipeline > 1 else what
         raise LayoutError(f'layout "{layout}": {what} are not compiled yet; run.compile: false would do')
 
 

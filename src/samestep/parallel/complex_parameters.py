@@ -16,7 +16,7 @@ def check_complex(model: nn.Module, layout: Layout, precision: str) -> None:
     if precision == "fp16":
         raise UserError(f"recipe.precision is fp16 and {what}, whose gradient can't be unscaled; use bf16 or fp32")
     if layout.zero >= 2:
-        ranks = layout.replicate * layout.shard
+        ranks = layout.data_ranks
         raise LayoutError(
             f'layout "{layout}": {what}, and shards of complex parameters are not stepped as whole ones are by '
             f"PyTorch's AdamW, nor sharded beside real ones by FSDP2; use dp{ranks} or zero1x{ranks}"

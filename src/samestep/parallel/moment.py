@@ -73,6 +73,12 @@ class Now:
             self.watches = True
 
     @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Code that runs once more within the same forward, which must leave no trace in the model."""
+        with self._as(replace(self._state, calls=dict(self._state.calls), recomputing=True)):
+            yield
+
+    @contextmanager
     def holding(self, part: Portion) -> Iterator[None]:
         """Code that computes only a part of the whole model's tensors."""
         with self._as(replace(self._state, part=part)):

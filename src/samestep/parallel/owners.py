@@ -86,7 +86,8 @@ class Owners:
 
     def sum_replicas(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum what this rank owns with the replicas of its group, where there are any. After `settle`."""
-        if self._mesh.size("replicate") == 1:
+        others = ("replicate", "expert")  # those who own the same
+        if all(self._mesh.size(axis) == 1 for axis in others):
             return
         mine = self._mesh.coordinate("shard")
         for bucket in buckets(p for p in parameters if self._ranks.get(p) == mine):
@@ -94,7 +95,7 @@ class Owners:
             for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
                 some = [gradient for gradient in gradients if gradient.dtype == dtype]
                 message = _flat(some)
-                dist.all_reduce(message, group=self._mesh.grid.get_group("replicate"))
+                dist.all_reduce(message, group=self._mesh.group(*others))
                 _put_back(message, some)
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:

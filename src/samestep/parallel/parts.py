@@ -23,6 +23,7 @@ class Slice:
     group: dist.ProcessGroup
     dim: int
     ranges: Sequence[Sequence[Range]]  # of each rank of the group; together they are the whole dimension
+    axis: str = "tensor"  # the mesh axis of the group
 
     @property
     def mine(self) -> Sequence[Range]:
@@ -57,6 +58,12 @@ class Part:
     slice: Slice | None = None  # None: all of it
     sum_over: tuple[dist.ProcessGroup, ...] = ()  # groups over which backward leaves its gradient in parts
     stages: tuple[int, ...] | None = None  # pipeline ranks that hold it; None: all
+    holder: int | None = None  # the one position along the expert axis that holds it; None: all
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether the ranks of the expert axis hold different numbers under this name."""
+        return self.holder is not None or (self.slice is not None and self.slice.axis == "expert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +108,10 @@ class Parts:
         return {name: entry for name, entry in self.state.items() if name not in known}
 
     def holds(self, name: str) -> bool:
-        """Whether this rank holds anything of a parameter or buffer: its pipeline stages may not."""
-        stages = self.part(name).stages
-        return stages is None or self.mesh.coordinate("pipeline") in stages
+        """Whether this rank holds anything of a parameter or buffer: its pipeline stages or its experts may not."""
+        part = self.part(name)
+        of_stage = part.stages is None or self.mesh.coordinate("pipeline") in part.stages
+        return of_stage and part.holder in (None, self.mesh.coordinate("expert"))
 
     def add_sum(self, name: str, group: dist.ProcessGroup) -> None:
         """Write down that backward leaves a parameter's gradient in parts over a group."""
@@ -133,10 +141,16 @@ class Parts:
                 value = part.slice.gather(value)
         else:
             value = torch.empty(entry.shape, dtype=entry.dtype, device=self.mesh.grid.device_type)
+        if part.holder is not None:  # first to the ranks of its stage, of which a pipeline asks one
+            value = self._from("expert", part.holder, value)
         if stages is not None and self.mesh.size("pipeline") > 1:
-            owner = self.mesh.ranks("pipeline")[stages[0]]
-            value = value.contiguous()
-            dist.broadcast(value, src=owner, group=self.mesh.group("pipeline"))
+            value = self._from("pipeline", stages[0], value)
+        return value
+
+    def _from(self, axis: str, position: int, value: Tensor) -> Tensor:
+        """What the rank at a position of an axis holds; every rank along the axis must ask."""
+        value = value.contiguous()
+        dist.broadcast(value, src=self.mesh.ranks(axis)[position], group=self.mesh.group(axis))
         return value
 
     def sum_gradients(self, model: nn.Module) -> None:
@@ -148,7 +162,14 @@ class Parts:
         """Note which rank steps which parameter, where gradients go to that rank alone; every rank must ask."""
         if self.owners is not None:
             mine = [parameter for group in optimizer.optim.param_groups for parameter in group["params"]]
-            self.owners.learn(list(model.parameters()), mine, self._sums(model))
+            shared = self.not_of_experts(model)
+            kept = set(shared)
+            sums = {group: [p for p in parameters if p in kept] for group, parameters in self._sums(model).items()}
+            self.owners.learn(shared, mine, sums)
+
+    def not_of_experts(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that all ranks of the expert axis hold alike, or shards of them."""
+        return [p for name, p in model.named_parameters() if not self.part(name).of_experts]
 
     def _sums(self, model: nn.Module) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
         """The parameters whose gradient backward leaves in parts, by the groups that hold these."""
@@ -170,7 +191,7 @@ class Parts:
         """How many ranks of `norm_group` hold the same numbers of a parameter as this one."""
         part = self.part(name)
         count = 1
-        if "tensor" in self._splitting() and part.slice is None:
+        if part.slice is None or part.slice.axis != "tensor":
             count *= self.mesh.size("tensor")
         if part.stages is None:
             count *= self.mesh.size("pipeline")
@@ -179,12 +200,15 @@ class Parts:
         one_alone = isinstance(parameter, DTensor) or (self.owners is not None and self.owners.has(parameter))
         if "shard" in self._splitting() and not one_alone:
             count *= self.mesh.size("shard")
+        # Shards of what is no expert lie on the ranks of both axes.
+        if not part.of_experts and not isinstance(parameter, DTensor):
+            count *= self.mesh.size("expert")
         return count
 
     def _splitting(self) -> tuple[str, ...]:
         """The dimensions along which ranks hold different parts of gradients."""
         shard = ("shard",) if self.layout.zero >= 2 or self.owners is not None else ()
-        return ("pipeline", *shard, "tensor")
+        return ("pipeline", *shard, "expert", "tensor")
 
 
 _WHOLE = Part()

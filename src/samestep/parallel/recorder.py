@@ -61,8 +61,10 @@ class _Open:
 class _Functions(TorchFunctionMode):
     """Counts the calls of functions by their name, and notes which tensors they take."""
 
-    def __init__(self, open_modules: list[_Open], clock: _Clock) -> None:
+    def __init__(self, open_modules: list[_Open], clock: _Clock, *, values: bool) -> None:
         super().__init__()
+        self.asking: dict[str, str] = {}  # modules whose own forward asks for values, and by which function
+        self._values = values
         self.counts: Counter[str] = Counter()
         self.uses: dict[str, set[tuple[str, ...]]] = {}
         self.last_uses: dict[int, int] = {}
@@ -84,12 +86,17 @@ class _Functions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         self.counts[name] += 1
+        if name in _ALONG_ONE and (size := _size_along(args, kwargs or {})) is not None:
+            self.counts[along(name, size)] += 1
         attribute = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self._note(tensor, attribute)
         if name == "scaled_dot_product_attention":
             self._note_attention(*args, **(kwargs or {}))
+        if self._values and _asks(name, args):
+            self.asking.setdefault(self._modules()[-1] if self._open else "", name)
+            return _answered(func, args, kwargs)
         return _linked(func, attribute, args, kwargs)
 
     def _note(self, tensor: Tensor, attribute: str) -> None:
@@ -123,6 +130,68 @@ def _linked(func: Any, attribute: str, args: Sequence[Any], kwargs: Mapping[str,
         return call_followed(func, args, kwargs)
 
 
+# Functions that work along one dimension, of which it matters whether tokens stand there.
+_ALONG_ONE = frozenset({"softmax", "cumsum"})
+
+
+def along(function: str, size: int) -> str:
+    """Under which name the calls of a function along a dimension of some size are counted."""
+    return f"{function} of {size}"
+
+
+def _size_along(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """The size of the dimension along which a function is called."""
+    tensor = args[0] if args else kwargs.get("input")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return tensor.shape[dim] if isinstance(tensor, Tensor) and isinstance(dim, int) and tensor.ndim else None
+
+
+# Functions whose result, or its shape, depends on the numbers in a tensor.
+_ASKING = frozenset(
+    {
+        "__bool__",
+        "__contains__",
+        "__float__",
+        "__index__",
+        "__int__",
+        "allclose",
+        "argwhere",
+        "equal",
+        "item",
+        "masked_select",
+        "nonzero",
+        "numpy",
+        "repeat_interleave",
+        "tolist",
+        "unique",
+        "unique_consecutive",
+    }
+)
+
+
+def _asks(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call wants values of its tensors: the same function of other numbers gives another shape, or none."""
+    if name == "where":
+        return len(args) == 1
+    if name == "repeat_interleave":
+        return len(args) > 1 and isinstance(args[1], Tensor)
+    if name == "__getitem__":
+        return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in _leaves(args[1:]))
+    return name in _ASKING
+
+
+def _leaves(nest: Any) -> list[Any]:
+    return pytree.tree_leaves(nest)
+
+
+def _answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """What a call gives that asks for values."""
+    if getattr(func, "__name__", "") == "numpy":  # a detached tensor is none here
+        args = [each.detach() if isinstance(each, Tensor) else each for each in args]
+        return func(*args, **(kwargs or {}))
+    return func(*args, **(kwargs or {}))
+
+
 class _Flops(TorchDispatchMode):
     """Counts the multiplications and additions of operators that PyTorch has a formula for."""
 
@@ -143,11 +212,13 @@ class _Flops(TorchDispatchMode):
 class Recorder:
     """Hooks that write down every call of every module."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, values: bool = False) -> None:
+        """`values`: the forward runs on tensors that have some."""
+        self._values = values
         self.calls: list[Call] = []
         self._open: list[_Open] = []
         self._clock = _Clock()
-        self.functions = _Functions(self._open, self._clock)
+        self.functions = _Functions(self._open, self._clock, values=values)
         self.flops = _Flops()
         self._kept: list[Any] = []  # alive, so that no two tensors share an identity
 
@@ -204,7 +275,8 @@ class Recorder:
             self.functions.paused = False
 
     def _seen(self, tensor: Tensor) -> Seen:
-        assert isinstance(tensor, FakeTensor) or tensor.numel() < 1024  # a constant of the model's own
+        # Else a constant of the model's own.
+        assert self._values or isinstance(tensor, FakeTensor) or tensor.numel() < 1024
         return seen_of(tensor)
 
 

@@ -39,7 +39,8 @@ def replicate(
     are sent together; None: as PyTorch has it.
     """
     every_name = module.named_parameters(remove_duplicate=False)
-    ignored = [name for name, parameter in every_name if any(parameter is each for each in apart)]
+    alone = {id(parameter) for parameter in apart}
+    ignored = [name for name, parameter in every_name if id(parameter) in alone]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     try:
         replicated = DistributedDataParallel(

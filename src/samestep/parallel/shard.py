@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from samestep.comm.mesh import Mesh
 from samestep.layout import Layout
 from samestep.parallel.moment import Now
 from samestep.parallel.shard_outputs import hide_tensors, refuse_gradients_in_forward, show_tensors
@@ -26,14 +26,23 @@ from samestep.parallel.shard_units import kept_whole
 
 
 def shard(
-    model: nn.Module, units: Sequence[nn.Module], layout: Layout, grid: DeviceMesh, precision: str, now: Now
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    layout: Layout,
+    mesh: Mesh,
+    precision: str,
+    now: Now,
+    *,
+    experts: Sequence[nn.Module] = (),
 ) -> None:
-    """Shard a model in place, unit by unit and then what is left, over the last dimension of `grid`.
+    """Shard a model in place, unit by unit and then what is left.
 
-    With two dimensions, (replicate, shard), the shards are replicated over the first. What can't be sharded stays
-    whole on every rank; its gradients are to be averaged by `average_gradients`.
+    `experts`: units of which the ranks of the expert axis hold different parts, each sharded over the ranks that hold
+    the same. Replicas have the same shards. What can't be sharded stays whole on every rank; its gradients are to be
+    averaged by `average_gradients`.
     """
-    for part in [*units, model]:
+    units = [unit for unit in units if unit not in experts]
+    for part in [*experts, *units, model]:
         show_tensors(part)
     # Before FSDP2 changes their classes.
     described = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
@@ -44,18 +53,20 @@ def shard(
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = OffloadPolicy()
     if layout.offloads_parameters:
-        pinned = grid.device_type != "cpu" and not layout.offloads("parameters-disk")
+        pinned = mesh.grid.device_type != "cpu" and not layout.offloads("parameters-disk")
         offload = CPUOffloadPolicy(pin_memory=pinned)
-    for part in [*units, model]:
+    of_experts = mesh.shards(of_experts=True) if mesh.size("expert") > 1 else None
+    grid = mesh.shards(of_experts=False)
+    for part in [*experts, *units, model]:
         fully_shard(
             part,
-            mesh=grid,
+            mesh=of_experts if part in experts else grid,
             reshard_after_forward=layout.zero == 3,
             mp_policy=mixed,
             offload_policy=offload,
             ignored_params=whole,
         )
-    for part in [*units, model]:
+    for part in [*experts, *units, model]:
         part.register_forward_hook(hide_tensors)
     for unit in units:
         refuse_gradients_in_forward(unit, described[id(unit)], layout, now)

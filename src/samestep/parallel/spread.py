@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
-from samestep.parallel.average import average_what_is_whole
+from samestep.parallel.average import average_experts, average_what_is_whole
 from samestep.parallel.buffers import check_buffers, versions
 from samestep.parallel.exact import generators
 from samestep.parallel.exact.batch_buffers import BatchBuffers
@@ -46,6 +46,8 @@ class Details:
     initial: InitialValues | None = None
     # Which layers a tensor parallel layout slices how (name or pattern -> role), where that is not to be found.
     tensor_plan: Mapping[str, str] | None = None
+    # Which modules are experts that ranks share out (name or pattern -> role), where that is not to be found.
+    expert_plan: Mapping[str, str] | None = None
     # The layers with which pipeline stages begin, but the first; without it they are found.
     cut_at: Sequence[str] = ()
     # Whether each block is compiled by torch.compile.
@@ -168,6 +170,7 @@ class WholeModel(Spread):
             self.parts.owners.settle()
         if self._rows is not None:
             self._rows.exchange()
+        average_experts(self.model, self.parts)  # while it is not taken away yet where only others used them
         self._used.settle()
         if self.parts.owners is not None:
             self.parts.owners.sum_replicas(self.model.parameters())
@@ -177,7 +180,7 @@ class WholeModel(Spread):
             check_buffers(self.model, before, self.parts.mesh.data_group)
             self._watches_draws = not self._repeatable or self.now.drew or before != versions(self.model)
         if self.parts.layout.zero >= 2:
-            average_what_is_whole(self.model, self.parts.mesh.data_group, self.parts.mesh.grid.device_type)
+            average_what_is_whole(self.model, self.parts)
         self.parts.sum_gradients(self.model)
 
     def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:

@@ -1,8 +1,12 @@
-"""Trace: follows a model's forward on tensors that have a shape and no values, so without computing."""
+"""Trace: follows a model's forward on tensors that have a shape and no values, so without computing.
+
+A forward that asks for values, as that of a mixture of experts does, is followed with values.
+"""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,30 +17,53 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from samestep.errors import UserError
+from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
 from samestep.parallel.recorder import Recorder
+from samestep.parallel.used import depending
 
 
 def trace(model: nn.Module, inputs: Any) -> Trace:
-    """Follow one forward of `inputs` (as a task's `Batch.inputs`) on tensors that have a shape and no values.
+    """Follow one forward of `inputs` (as a task's `Batch.inputs`), without values or where it asks for some with.
 
-    Raises UserError where the forward asks for values.
+    Raises UserError where it can be followed neither way.
     """
     found = follow(model, inputs)
     if found.stop is not None:
+        found = follow_values(model, inputs)
+    if found.stop is not None:
         where = f"{found.stop.module} ({_kind(model, found.stop.module)})" if found.stop.module else "its own forward"
         raise UserError(
-            f"{type(model).__name__}: its forward can't be followed without values, which {where} asks for "
-            f"({found.stop.reason}); use dp2, zero1x2 or fsdp2, which need no such look"
+            f"{type(model).__name__}: its forward can't be followed, since {where} fails ({found.stop.reason}); "
+            "use dp2, zero1x2 or fsdp2, which need no such look"
         )
     return found
 
 
+def follow_values(model: nn.Module, inputs: Any) -> Trace:
+    """Follow a forward with values, as far as that goes.
+
+    Values decide which experts of a mixture are called. So that they don't decide what a layout makes of them, those
+    that were not called are called as well, each with what another one was given.
+    """
+    with torch.random.fork_rng():
+        return _follow(model, inputs, Recorder(values=True), nullcontext(), _real)
+
+
 def follow(model: nn.Module, inputs: Any) -> Trace:
-    """Follow a forward as `trace` does, as far as that goes."""
-    recorder = Recorder()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    """Follow a forward without values, as far as that goes."""
+    return _follow(model, inputs, Recorder(), FakeTensorMode(allow_non_fake_inputs=True), _unreal)
+
+
+def _follow(
+    model: nn.Module,
+    inputs: Any,
+    recorder: Recorder,
+    mode: AbstractContextManager[Any],
+    made: Callable[[Tensor], Tensor],
+) -> Trace:
+    """Follow a forward in a mode, of tensors as `made` makes them of the model's and the inputs."""
     parameters: dict[Node, str] = {}
     stop: Stop | None = None
     with _attributes_kept(model), _without_log():
@@ -44,17 +71,20 @@ def follow(model: nn.Module, inputs: Any) -> Trace:
         model.train()
         try:
             with ExitStack() as stack:
+                if made is _real:
+                    for handle in _complete_lists(model):
+                        stack.callback(handle.remove)
                 for handle in recorder.attach(model):
                     stack.callback(handle.remove)
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(mode)
-                state = {name: _unreal(tensor) for name, tensor in _named_tensors(model)}
+                state = {name: made(tensor) for name, tensor in _named_tensors(model)}
                 leaves = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
                 parameters = {get_gradient_edge(leaf).node: name for name, leaf in leaves.items()}
                 recorder.functions.watch(state)
                 stack.enter_context(recorder.functions)
                 stack.enter_context(recorder.flops)
-                arguments, keywords = _as_call(pytree.tree_map_only(Tensor, _unreal, _plain(inputs)))
+                arguments, keywords = _as_call(pytree.tree_map_only(Tensor, made, _plain(inputs)))
                 functional_call(model, state, arguments, keywords, tie_weights=True)
         except Exception as error:  # whatever a model's own code raises where it finds no values
             stop = Stop(modules=recorder.running(), reason=f"{type(error).__name__}: {first_line(error)}")
@@ -66,7 +96,42 @@ def follow(model: nn.Module, inputs: Any) -> Trace:
         last_uses=recorder.functions.last_uses,
         attentions=recorder.functions.attentions,
         stop=stop,
+        asking=dict(recorder.functions.asking),
     )
+
+
+def _complete_lists(model: nn.Module) -> Iterator[Any]:
+    """Hooks by which of modules alike in a list either none is called by its caller, or all are."""
+    modules = dict(model.named_modules())
+    for name, container in modules.items():
+        if is_list_of_like(container):
+            called: dict[nn.Module, tuple[Any, Any]] = {}
+            for child in container.children():
+                note = partial(_note_call, called)
+                yield child.register_forward_pre_hook(note, with_kwargs=True)
+            yield modules[caller_of(model, name)].register_forward_hook(partial(_call_rest, container, called))
+
+
+def _note_call(called: dict[nn.Module, tuple[Any, Any]], module: nn.Module, arguments: Any, keywords: Any) -> None:
+    called.setdefault(module, (arguments, keywords))
+
+
+def _call_rest(
+    container: nn.Module, called: dict[nn.Module, tuple[Any, Any]], caller: nn.Module, arguments: Any, output: Any
+) -> Any:
+    """Call those that were not, and let the caller's output depend on what they give."""
+    rest = [child for child in container.children() if child not in called]
+    if not called or not rest:
+        return None
+    given, keywords = next(iter(called.values()))
+    made = pytree.tree_leaves([child(*given, **keywords) for child in rest])
+    leaves, form = pytree.tree_flatten(output)
+    differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+    if not any(differentiable):
+        return None
+    first = differentiable.index(True)
+    leaves[first] = depending(leaves[first], [each for each in made if isinstance(each, Tensor)])
+    return pytree.tree_unflatten(leaves, form)
 
 
 def first_line(error: BaseException) -> str:
@@ -135,6 +200,17 @@ def _unreal(tensor: Tensor) -> Tensor:
     return unreal.requires_grad_(
         isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())
     )
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor that computes as another does, and leaves it as it is."""
+    differs = tensor.is_floating_point() or tensor.is_complex()
+    if tensor.is_meta:  # its values are to come, and others do as well: a plan depends on none
+        values = torch.empty(tensor.shape, dtype=tensor.dtype)
+        values = values.normal_(generator=torch.Generator().manual_seed(0)) * 0.02 if differs else values.zero_()
+    else:
+        values = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+    return values.requires_grad_(isinstance(tensor, nn.Parameter) and differs)
 
 
 def _plain(inputs: Any) -> Any:

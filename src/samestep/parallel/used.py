@@ -6,7 +6,7 @@ which AdamW still decays and moves a parameter.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +41,12 @@ class UsedAlone(Used):
 
 
 class _UsedByRanks(Used):
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
+        """`names`: of the whole model's parameters, where ranks hold different ones of them."""
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._numbers = {name: number for number, name in enumerate(self._parameters)}
+        self._numbers = {name: number for number, name in enumerate(names or self._parameters)}
         self._group = group
-        self._used = [False] * len(self._parameters)
+        self._used = [False] * len(self._numbers)
 
     def _note(self, name: str, parameter: Tensor) -> Any:
         """Watch a tensor in which the gradient of a parameter is gathered."""
@@ -65,21 +66,21 @@ class _UsedByRanks(Used):
         return flags.tolist()
 
     def _forget(self, used: Sequence[int]) -> None:
-        for parameter, any_used in zip(self._parameters.values(), used, strict=True):
-            if not any_used:
+        for name, parameter in self._parameters.items():
+            if not used[self._numbers[name]]:
                 parameter.grad = None
 
 
 class UsedByReplicas(_UsedByRanks):
     """DistributedDataParallel waits until every parameter's gradient is ready, so every one is reached."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        super().__init__(model, group)
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
+        super().__init__(model, group, names)
         for name, parameter in self._parameters.items():
             self._note(name, parameter)
 
     def reach(self, loss: Tensor) -> Tensor:
-        return _Reach.apply(loss, *self._parameters.values())
+        return depending(loss, self._parameters.values())
 
     def settle(self) -> None:
         self._forget(self._by_any())
@@ -88,9 +89,11 @@ class UsedByReplicas(_UsedByRanks):
 class UsedByShards(_UsedByRanks):
     """FSDP2 gathers and reduces unit by unit: ranks must run the same units, and reduce zeros for what is unused."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, may_differ: bool) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, *, may_differ: bool, names: Iterable[str] | None = None
+    ) -> None:
         """`may_differ`: samples may decide which units run, so that the ranks agree before each."""
-        super().__init__(model, group)
+        super().__init__(model, group, names)
         self._watched: dict[int, Tensor] = {}
         self._calls = 0  # a hash of the units that ran, in their order
         units = list(_units(model))
@@ -170,12 +173,15 @@ def _inside(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-class _Reach(torch.autograd.Function):
-    """A loss that depends on parameters, and asks nothing of them.
+def depending(tensor: Tensor, on: Iterable[Tensor]) -> Tensor:
+    """The same tensor, which also depends on others, and asks nothing of them.
 
     Backward comes to each of them once, after all that really depends on it, also where nothing does.
     """
+    return _Reach.apply(tensor, *on)  # pyright: ignore[reportReturnType]
 
+
+class _Reach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:  # pyright: ignore
         ctx.parameters = len(parameters)

@@ -33,10 +33,12 @@ class Holding:
     coordinates: Mapping[str, int]  # in each dimension of the mesh
     samples: Part
     positions: tuple[int, int] | None  # first and last + 1 of its samples in a global batch, where its size is known
+    experts: Part
     tokens: Part
     stages: tuple[int, ...]  # of the pipeline
     matrices: Part
     kept: Mapping[str, Part]  # of the state of what it computes: split over the shard dimension or whole
+    # Without shards `kept` is of what is no expert: of the experts a rank keeps its part alone.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +129,17 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
 
 
 def _holding(layout: Layout, batch: int | None, per_rank: int, rank: int, place: Mapping[str, int]) -> Holding:
-    samples = Part(index=place["replicate"] * layout.shard + place["shard"], of=layout.data_ranks)
+    data_rank = (place["replicate"] * layout.shard + place["shard"]) * layout.expert + place["expert"]
+    samples = Part(index=data_rank, of=layout.data_ranks)
     shard = Part(index=place["shard"], of=layout.shard)
+    if layout.zero >= 2:  # what is no expert is sharded over both dimensions, and a rank's experts over one
+        shard = Part(index=place["shard"] * layout.expert + place["expert"], of=layout.shard * layout.expert)
     return Holding(
         rank=rank,
         coordinates=place,
         samples=samples,
         positions=None if batch is None else bounds(batch, samples.index, samples.of),
+        experts=Part(index=place["expert"], of=layout.expert),
         tokens=Part(index=place["context"], of=layout.context),
         stages=_stages(layout, per_rank, place["pipeline"]),
         matrices=Part(index=place["tensor"], of=layout.tensor),
@@ -192,6 +198,16 @@ def _along_shard(layout: Layout) -> tuple[Exchange, ...]:
     return (Exchange(operation="all-gather", of="parameters", when=when), _SCATTER)
 
 
+def _along_expert(layout: Layout) -> tuple[Exchange, ...]:
+    when = "to their experts and back in every block that has them, forward and backward"
+    shared = Exchange(operation="all-reduce", of="gradients of what is no expert", when=_STEP)
+    if layout.zero >= 2:
+        shared = Exchange(
+            operation="all-gather", of="what is no expert, and reduce-scatter of its gradients", when=_STEP
+        )
+    return (Exchange(operation="all-to-all", of="tokens", when=when), shared)
+
+
 def _along_context(layout: Layout) -> tuple[Exchange, ...]:
     when = "in every attention, forward and backward"
     return (Exchange(operation="all-to-all", of="heads against tokens", when=when), _SUM_OF_GRADIENTS)
@@ -206,6 +222,7 @@ _EXCHANGES = {
     "pipeline": _along_pipeline,
     "replicate": _along_replicate,
     "shard": _along_shard,
+    "expert": _along_expert,
     "context": _along_context,
     "tensor": _along_tensor,
 }

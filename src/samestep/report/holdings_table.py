@@ -46,6 +46,7 @@ def _columns(shown: Holdings) -> dict[str, Callable[[Holding], str]]:
         "pipeline\nstages": lambda holding: ", ".join(map(str, holding.stages)),
         "replicate": lambda holding: str(holding.coordinates["replicate"]),
         "shard": lambda holding: str(holding.coordinates["shard"]),
+        "expert": lambda holding: words(holding.experts),
         "context\ntokens": lambda holding: words(holding.tokens),
         "tensor\nmatrices": lambda holding: words(holding.matrices),
     }

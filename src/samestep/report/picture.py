@@ -23,6 +23,7 @@ _COLORS = {
     "pipeline": ("#bc4c00", "#f0883e"),
     "replicate": ("#0969da", "#58a6ff"),
     "shard": ("#1a7f37", "#3fb950"),
+    "expert": ("#9a6700", "#d29922"),
     "context": ("#bf3989", "#f778ba"),
     "tensor": ("#8250df", "#bc8cff"),
 }
@@ -37,7 +38,7 @@ def draw(shown: Holdings) -> str:
             f"{LARGEST} ranks or fewer would do"
         )
     columns = _Columns(ranks=layout.size)
-    drawing = Drawing(_style())
+    drawing = Drawing(_style([name for name in _COLORS if name != "expert" or layout.expert > 1]))
     y = _heading(drawing, shown)
     y = _ranks(drawing, shown, columns, y)
     y = _batch(drawing, shown, columns, y)
@@ -109,7 +110,10 @@ def _batch(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
     """The global batch, samples downwards and tokens across, cut by replicate, shard and context."""
     layout = shown.layout
     _name(drawing, y, "takes", "of the global batch:", "samples down,", "tokens across")
-    rows = ["shard" if row % layout.shard else "replicate" for row in range(layout.data_ranks)]
+    rows = [
+        "expert" if row % layout.expert else "shard" if row % (layout.expert * layout.shard) else "replicate"
+        for row in range(layout.data_ranks)
+    ]
     for holding in shown.ranks:
         own = [(holding.samples.index, holding.tokens.index)]
         grid = _Grid(rows=rows, columns=["context"] * layout.context, own=own)
@@ -135,6 +139,8 @@ def _model(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
         y = _words(drawing, columns, y, "layers", ["all"] * layout.size)
     if layout.tensor > 1:
         y = _words(drawing, columns, y, "slice of each", [words(holding.matrices) for holding in shown.ranks])
+    if layout.expert > 1:
+        y = _words(drawing, columns, y, "experts", [words(holding.experts) for holding in shown.ranks])
     return y + 10
 
 
@@ -149,22 +155,24 @@ def _state(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> fl
     _name(drawing, y, "keeps")
     drawing.text("quiet", 68, y + 12, "of the model's")
     y += 22
+    shards = max(holding.kept["optimizer state"].of for holding in shown.ranks)
     cuts = [
-        "shard" if cell % layout.shard else "tensor" if cell % (layout.shard * layout.tensor) else "pipeline"
-        for cell in range(shown.stages * layout.tensor * layout.shard)
+        "shard" if cell % shards else "tensor" if cell % (shards * layout.tensor) else "pipeline"
+        for cell in range(shown.stages * layout.tensor * shards)
     ]
     for state in STATES:
         drawing.text("quiet", 20, y + 10, state)
         for holding in shown.ranks:
             kept = holding.kept[state]
             computed = [
-                (stage * layout.tensor + holding.matrices.index) * layout.shard + shard
+                (stage * layout.tensor + holding.matrices.index) * shards + shard
                 for stage in holding.stages
-                for shard in range(layout.shard)
+                for shard in range(shards)
             ]
             lent = computed if state == "parameters" and shown.parameters_stay_gathered else []
-            own_shards = {holding.coordinates["shard"]} if lent or kept.of > 1 else set(range(layout.shard))
-            own = [cell for cell in computed if cell % layout.shard in own_shards]
+            own_shard = holding.kept["optimizer state"].index
+            own_shards = {own_shard} if lent or kept.of > 1 else set(range(shards))
+            own = [cell for cell in computed if cell % shards in own_shards]
             grid = _Grid(
                 rows=["pipeline"], columns=cuts, own=[(0, cell) for cell in own], lent=[(0, c) for c in lent]
             )
@@ -263,7 +271,7 @@ def _levels(groups: Groups) -> list[int]:
     return levels
 
 
-def _style() -> str:
+def _style(dimensions: Sequence[str]) -> str:
     """Shapes' looks; the colours follow what the reader's screen prefers."""
     shapes = """
 text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; }
@@ -282,15 +290,16 @@ text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu 
         {"text": "#f0f6fc", "quiet": "#9198a1", "paper": "#0d1117", "empty": "#21262d", "frame": "#484f58"}
         | {"own": "#c9d1d9", "lent": "#6e7681"},
     )
-    light, dark = (_palette(colors, theme) for theme, colors in enumerate(plain))
+    light, dark = (_palette(colors, theme, dimensions) for theme, colors in enumerate(plain))
     return f"{shapes}{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
 
 
-def _palette(colors: dict[str, str], theme: int) -> str:
+def _palette(colors: dict[str, str], theme: int, dimensions: Sequence[str]) -> str:
     lines = [f"text {{ fill: {colors['text']}; }}", f".quiet {{ fill: {colors['quiet']}; }}"]
     lines += [f".{kind} {{ fill: {colors[kind]}; }}" for kind in ("paper", "empty", "own", "lent")]
     lines += [f".frame, .rule {{ stroke: {colors['frame']}; }}"]
-    for name, pair in _COLORS.items():
+    for name in dimensions:
+        pair = _COLORS[name]
         lines += [
             f"text.{name}, circle.{name} {{ fill: {pair[theme]}; }}",
             f"line.{name} {{ stroke: {pair[theme]}; }}",

@@ -86,6 +86,7 @@ class Training:
                 example=_example(task, self.samples),
                 initial=built.values,
                 tensor_plan=job.run.tensor_plan,
+                expert_plan=job.run.expert_plan,
                 batch_buffers=task.batch_buffers(),
                 cut_at=job.run.cut_at or (),
                 compile=job.run.compile,

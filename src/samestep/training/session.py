@@ -78,6 +78,7 @@ class Session:
         micro_batch: int | None = None,
         workers: int = 0,
         tensor_plan: Mapping[str, str] | None = None,
+        expert_plan: Mapping[str, str] | None = None,
         cut_at: Sequence[str] = (),
         compile: bool = False,
         offload_folder: Path | None = None,
@@ -102,6 +103,7 @@ class Session:
         self._micro_batch = micro_batch
         self._workers = workers
         self._tensor_plan = tensor_plan
+        self._expert_plan = expert_plan
         self._cut_at = cut_at
         self._compile = compile
         self._bucket_mb = bucket_mb
@@ -134,8 +136,8 @@ class Session:
     ) -> tuple[nn.Module, Optimizer]:
         """Spread a model and its optimizer, which must not have stepped yet, and return both.
 
-        The model must be the same on every rank: build it under `torch.manual_seed(...)`. Tensor, pipeline and
-        context parallel layouts want an `example` too: what the model may be called with, a few samples.
+        The model must be the same on every rank: build it under `torch.manual_seed(...)`. Tensor, pipeline,
+        context and expert parallel layouts want an `example` too: what the model may be called with, a few samples.
         `batch_buffers` is as in `Task.batch_buffers`.
         """
         check_prepared(model, optimizer)
@@ -148,6 +150,7 @@ class Session:
                 example=example,
                 batch_buffers=batch_buffers or {},
                 tensor_plan=self._tensor_plan,
+                expert_plan=self._expert_plan,
                 cut_at=self._cut_at,
                 compile=self._compile,
                 bucket_mb=self._bucket_mb,
@@ -334,6 +337,7 @@ def session(
     workers: int = 0,
     device: DeviceChoice = "auto",
     tensor_plan: Mapping[str, str] | None = None,
+    expert_plan: Mapping[str, str] | None = None,
     cut_at: Sequence[str] = (),
     compile: bool = False,
     offload_folder: Path | None = None,
@@ -362,6 +366,7 @@ def session(
             micro_batch=micro_batch,
             workers=workers,
             tensor_plan=tensor_plan,
+            expert_plan=expert_plan,
             cut_at=cut_at,
             compile=compile,
             offload_folder=offload_folder,

@@ -40,7 +40,7 @@ _REASONS = {
     "horovod": "replicas average their gradients by torch.distributed",
     "ddp_port": "who starts the ranks says it",
     "ddp_dist_backend": "that of the device: NCCL or gloo",
-    "expert_parallel_degree": "there is no expert parallel; experts are sharded like any layer",
+    "expert_parallel_degree": "an ep part of the layout shares experts out, over data ranks",
     "random_seed": "recipe.seed says it",
     "sdp_reduce_bucket_size": "buckets are set by themselves",
     "sdp_param_persistence_threshold": "every parameter is sharded",

@@ -45,6 +45,7 @@ REASONS = {
     "run.share_replicas": "the ranks of other engines keep a replica each",
     "run.profile": "only samestep profiles its steps",
     "run.tensor_plan": "the tool's own plan is taken",
+    "run.expert_plan": "the tool's own plan is taken",
     "run.folder": _SCRIPT,
     "run.offload_folder": "nothing is offloaded to it",
     "run.checkpoint": "the script saves and loads",

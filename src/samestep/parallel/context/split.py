@@ -7,7 +7,7 @@ gathered instead.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.blocks import with_forward
+from samestep.parallel.blocks import expert_counts, with_forward
 from samestep.parallel.calls import Attention, Call, Seen, Trace
 from samestep.parallel.context.messages import exchange, gather, own_part, part_length, split
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts
+from samestep.parallel.recorder import along
 
 Key = str | int  # of an argument: its name, or its position
 
@@ -71,8 +72,9 @@ def split_tokens(
     names = {module: name for name, module in model.named_modules()}
     calls = [_only_call(trace, names[block], parts.layout) for block in blocks]
     group, length = mesh.group("context"), Length()
-    for call in calls:
-        _check_attention(call, trace, parts.layout)
+    for block, call in zip(blocks, calls, strict=True):
+        tokens = {seen.shape[1] for _, seen in _places(call) if len(seen.shape) == 3}
+        _check_attention(call, trace, parts.layout, expert_counts(block) - tokens)
     carried = find_hidden(calls, parts.layout)
     used_outside = trace.used_outside(model, [call.name for call in calls])
     if used_outside is not None:
@@ -140,8 +142,11 @@ def _only_call(trace: Trace, name: str, layout: Layout) -> Call:
     return calls[0]
 
 
-def _check_attention(call: Call, trace: Trace, layout: Layout) -> None:
-    """A layer's own tokens may meet in PyTorch's attention, where they are exchanged, and nowhere else."""
+def _check_attention(call: Call, trace: Trace, layout: Layout, experts: Collection[int]) -> None:
+    """A layer's own tokens may meet in PyTorch's attention, where they are exchanged, and nowhere else.
+
+    `experts`: how many experts the layer has to choose among; along these no tokens stand.
+    """
     if call.functions.get("multi_head_attention_forward"):
         raise _refused(
             layout, call.name, "attends by nn.MultiheadAttention, in which no rank can exchange tokens with others"
@@ -155,7 +160,8 @@ def _check_attention(call: Call, trace: Trace, layout: Layout) -> None:
                 attention.modules[-1],
                 "attends to another sequence than its queries come from (cross-attention)",
             )
-    mixing = [name for name in _MIXES_TOKENS if call.functions.get(name)]
+    of_experts = {name: sum(call.functions.get(along(name, n), 0) for n in experts) for name in _MIXES_TOKENS}
+    mixing = [name for name in _MIXES_TOKENS if call.functions.get(name, 0) > of_experts[name]]
     if mixing:
         raise _refused(layout, call.name, f"also calls {mixing[0]}, where tokens may meet that are on other ranks")
 

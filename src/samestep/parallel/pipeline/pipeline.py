@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
-from samestep.parallel.average import average_gradients, average_what_is_whole
+from samestep.parallel.average import average_experts, average_gradients, average_what_is_whole
 from samestep.parallel.pipeline.cut import Cut
 from samestep.parallel.pipeline.messages import Letter, Messages
 from samestep.parallel.pipeline.orders import Action, Orders, backward_in_two, orders_of
@@ -83,11 +83,13 @@ class Pipeline(Spread):
         self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")
         self.parts.sum_gradients(self.model)
         if self.parts.owners is not None:
-            self.parts.owners.average(list(self.model.parameters()))
+            self.parts.owners.average(self.parts.not_of_experts(self.model))
         elif isinstance(self.cut, FSDPModule):
-            average_what_is_whole(self.model, self._mesh.data_group, self._mesh.grid.device_type)
+            average_what_is_whole(self.model, self.parts)
         elif self._mesh.data_place.of > 1:
-            average_gradients(self.model.parameters(), self._mesh.data_group, self._mesh.grid.device_type)
+            shared = self.parts.not_of_experts(self.model)
+            average_gradients(shared, self._mesh.data_group, self._mesh.grid.device_type)
+        average_experts(self.model, self.parts)
 
     def forward(self, stage: int, inputs: Any, received: Tensor | None) -> Any:
         """What a stage gives, computed with its rank's part of the model."""

@@ -1,0 +1,262 @@
+"""Which modules of a model are experts: seen in one forward of a few samples, or named by the user."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.blocks import caller_of, has_forward, is_list_of_like
+from samestep.parallel.experts.listed import Form, rows_of
+from samestep.parallel.experts.stacked import Arguments, is_output
+from samestep.tasks.base import call
+
+SPLIT, WHOLE = "split", "whole"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A module's first call in the forward that was watched."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """A module with the weights of all experts, each with the experts as its first dimension."""
+
+    name: str
+    experts: int
+    arguments: Arguments
+    seen: Seen
+
+    @property
+    def caller(self) -> str:
+        """Whose forward is compared with what it was."""
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A list of modules alike, of which `caller` calls some with some of its tokens."""
+
+    name: str
+    experts: int
+    caller: str
+    form: Form
+    seen: Seen  # of the caller
+
+
+Experts = Stacked | Listed
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    """What is noted in the one forward."""
+
+    first: dict[str, Seen] = field(default_factory=dict)  # of modules that may be experts or call them
+    # Of each expert of a list: the shapes that it was given and that it gave, or None for what is no one tensor.
+    calls: dict[str, list[tuple[torch.Size, torch.Size] | None]] = field(default_factory=dict)
+
+
+def find_experts(
+    model: nn.Module, example: Any, layout: Layout, given: Mapping[str, str] | None = None
+) -> list[Experts]:
+    """The experts that ranks can share out, in the order of the model's modules.
+
+    `given` is a user's plan: name or pattern of modules -> "split" or "whole". Raises LayoutError for a wrong plan,
+    where there are no experts, and where their number can't be divided.
+    """
+    said = _named(model, given or {})
+    lists = {name: module for name, module in model.named_modules() if is_list_of_like(module)}
+    stacks = {name: module for name, module in model.named_modules() if _stack_of(module)}
+    callers = {name: caller_of(model, name) for name in lists}
+    watched = _watch(model, example, [*stacks, *callers.values()], lists)
+    found: list[Experts] = []
+    for name in dict(model.named_modules()):
+        role = said.get(name)
+        if role == WHOLE or any(name.startswith(f"{each.name}.") for each in found):
+            continue
+        experts = None
+        if name in stacks:
+            experts = _stacked(name, stacks[name], watched)
+        elif name in lists:
+            experts = _listed(name, callers[name], lists[name], watched, forced=role == SPLIT)
+        if experts is not None:
+            found.append(experts)
+        elif role == SPLIT:
+            raise LayoutError(
+                f'run.expert_plan: {name} ({type(model.get_submodule(name)).__name__}) can\'t be "split": {_KINDS}'
+            )
+    if not found:
+        raise LayoutError(
+            f'layout "{layout}": {type(model).__name__} has no experts that ranks could share out: {_KINDS}; use '
+            f'dp{layout.size}, or name them by run.expert_plan, such as {{"layers.*.experts": split}}'
+        )
+    for experts in found:
+        _check(model, experts, layout)
+    return found
+
+
+_KINDS = (
+    "experts are modules alike in an nn.ModuleList that are called with some of the tokens each, or one module with "
+    "the weights of all of them that is called with tokens, chosen experts and their weights"
+)
+
+
+def _named(model: nn.Module, given: Mapping[str, str]) -> dict[str, str]:
+    roles: dict[str, str] = {}
+    for pattern, role in given.items():
+        if role not in (SPLIT, WHOLE):
+            raise LayoutError(f'run.expert_plan: {pattern} is "{role}"; it can be {SPLIT}, {WHOLE}')
+        names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+        if not names:
+            raise LayoutError(
+                f'run.expert_plan: the model has no module "{pattern}"; use the name of a list of experts'
+            )
+        roles |= dict.fromkeys(names, role)
+    return roles
+
+
+def _stack_of(module: nn.Module) -> int:
+    """The experts of whose weights a module holds stacks; 0 for one that holds none."""
+    own = list(module.parameters(recurse=False))
+    counts = {p.shape[0] if p.ndim else 0 for p in own}
+    alone = len(own) == len(list(module.parameters()))
+    stacked = alone and len(counts) == 1 and any(p.ndim == 3 for p in own)
+    return counts.pop() if stacked and has_forward(module) else 0
+
+
+def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[str, nn.Module]) -> _Watched:
+    """Run one forward of the example, in evaluation mode, and note what modules that may be experts are given."""
+    watched = _Watched()
+    before: dict[str, Any] = {}
+    training = {module: module.training for module in model.modules()}
+
+    def begin(name: str, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        before.setdefault(name, _copied((arguments, keywords)))
+
+    def end(name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+        given = before[name]
+        watched.first.setdefault(name, Seen(arguments=given[0], keywords=given[1], output=_copied(output)))
+
+    def note(name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+        all_given = (*arguments, *keywords.values())
+        one = len(all_given) == 1 and isinstance(all_given[0], Tensor) and isinstance(output, Tensor)
+        shapes = (all_given[0].shape, output.shape) if one and all_given[0].is_floating_point() else None
+        watched.calls.setdefault(name, []).append(shapes)
+
+    with ExitStack() as stack, torch.no_grad():
+        for name in dict.fromkeys(names):
+            module = model.get_submodule(name)
+            begin_it, end_it = partial(begin, name), partial(end, name)
+            stack.callback(module.register_forward_pre_hook(begin_it, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(end_it, with_kwargs=True).remove)
+        for name, container in lists.items():
+            for key, child in container.named_children():
+                hook = child.register_forward_hook(partial(note, f"{name}.{key}"), with_kwargs=True)
+                stack.callback(hook.remove)
+        model.eval()
+        try:
+            call(model, example)
+        finally:
+            for module, was in training.items():
+                module.training = was
+    return watched
+
+
+def _copied(nest: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), nest)
+
+
+def _stacked(name: str, module: nn.Module, watched: _Watched) -> Stacked | None:
+    seen = watched.first.get(name)
+    if seen is None:
+        return None
+    experts = _stack_of(module)
+    arguments = Arguments.of(seen.arguments, seen.keywords, experts)
+    if arguments is None:
+        return None
+    tokens = {**dict(enumerate(seen.arguments)), **seen.keywords}[arguments.tokens]
+    if not is_output(seen.output, tokens):
+        return None
+    return Stacked(name=name, experts=experts, arguments=arguments, seen=seen)
+
+
+def _listed(name: str, caller: str, container: nn.Module, watched: _Watched, *, forced: bool) -> Listed | None:
+    children = dict(container.named_children())
+    calls = [watched.calls.get(f"{name}.{key}", []) for key in children]
+    all_calls = [shapes for each in calls for shapes in each if shapes is not None]
+    if not all_calls or any(shapes is None for each in calls for shapes in each) or caller not in watched.first:
+        return None
+    expert = next(iter(children.values()))
+    # A convolution, say, works on more dimensions than the last.
+    flat = all(parameter.ndim <= 2 for parameter in expert.parameters())
+    rows, seen = [_rows(given, flat=flat) for given, _ in all_calls], watched.first[caller]
+    given, made = all_calls[0]
+    leading = len(given) - 1 if flat else 1
+    if any(len(each) < leading + 1 or each[:-1] != out[: len(each) - 1] for each, out in all_calls if flat):
+        return None
+    if not forced and not _by_value(calls, rows, seen):
+        return None
+    twin = deepcopy(expert).to("meta").eval()
+    form = Form(flat=flat, features=given[leading:], output=made[leading:], twin=twin)
+    return Listed(name=name, experts=len(children), caller=caller, form=form, seen=seen)
+
+
+def _rows(shape: torch.Size, *, flat: bool) -> int:
+    return rows_of(torch.empty(shape, device="meta"), flat=flat)[0].shape[0]
+
+
+def _by_value(calls: Sequence[Sequence[Any]], rows: Sequence[int], seen: Seen) -> bool:
+    """Whether values decide how many rows each expert gets: some fewer than others, or than the caller has."""
+    given = [each for each in pytree.tree_leaves((seen.arguments, seen.keywords)) if isinstance(each, Tensor)]
+    most = max(
+        (each.numel() // each.shape[-1] for each in given if each.is_floating_point() and each.ndim), default=0
+    )
+    return len(set(rows)) > 1 or not all(calls) or max(rows) < most
+
+
+def _check(model: nn.Module, experts: Experts, layout: Layout) -> None:
+    """Raise LayoutError for experts that can't be shared out."""
+    what = f'layout "{layout}": {experts.name} ({type(model.get_submodule(experts.name)).__name__})'
+    if experts.experts % layout.expert:
+        sizes = [f"ep{n}" for n in range(2, experts.experts + 1) if experts.experts % n == 0]
+        raise LayoutError(
+            f"{what} has {experts.experts} experts, which are not divisible by {layout.expert}; use "
+            f"{' or '.join(sizes)}, or dp{layout.expert}"
+        )
+    module = model.get_submodule(experts.name)
+    dropping = next((m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p), None)
+    if dropping is not None:
+        raise LayoutError(
+            f"{what} has dropout in its experts, which don't know whose tokens they are given; use dropout after "
+            f"them, recipe.dropout: false, or dp{layout.size}"
+        )
+    mine = {id(parameter) for parameter in module.parameters()}
+    inside = {id(each) for each in module.modules()}
+    for name, other in model.named_modules():
+        shared = [p for p in other.parameters(recurse=False) if id(p) in mine]
+        if id(other) not in inside and shared:
+            raise LayoutError(f"{what} shares a parameter with {name or 'the model'}; use dp{layout.size}")
+    if layout.pipeline > 1 and not experts.caller:
+        raise LayoutError(
+            f"{what} is called by the model's own forward, of which every stage runs a part; use a layout without "
+            "pp, or a module that holds the router and the experts"
+        )
+
+
+def containers(model: nn.Module, found: Sequence[Experts]) -> Iterator[nn.Module]:
+    """The modules that hold the experts."""
+    for experts in found:
+        yield model.get_submodule(experts.name)

@@ -1,0 +1,262 @@
+"""Listed experts: modules alike in an nn.ModuleList, of which their caller's forward calls some with some tokens.
+
+Which tokens go to which expert is known only where the caller's own code has called them, one after the other, while
+an exchange wants all of them at once. So the caller's forward runs twice: a rehearsal notes what each expert is given
+and answers with zeros; then the ranks exchange these rows, compute and send back; and the forward that counts finds
+the outputs. The caller must decide by its inputs alone which expert gets what, and not by another expert's output.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.data.order import bounds
+from samestep.errors import UserError
+from samestep.parallel.experts.messages import exchange, exchange_counts
+from samestep.parallel.moment import Now
+from samestep.parallel.trace import imagine
+from samestep.parallel.used import depending
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One call of an expert in a rehearsal."""
+
+    expert: int
+    rows: Tensor  # [rows, features], or [rows, ...] for experts that don't work on the last dimension alone
+    leading: torch.Size  # the dimensions of the call's tensor that are its rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many rows each rank has for each expert of this one, and which of them any rank calls."""
+
+    rows: Sequence[Sequence[int]]  # [ranks][experts here]
+    called: Sequence[bool]  # [experts here]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What all experts of a list have alike."""
+
+    flat: bool  # whether they work on the last dimension of what they are given, whatever is before it
+    features: torch.Size  # the shape of one row that they are given
+    output: torch.Size  # and of what they make of it
+    twin: nn.Module  # a copy of one of them without values, in evaluation mode
+
+
+def rows_of(given: Tensor, *, flat: bool) -> tuple[Tensor, torch.Size]:
+    """A call's rows, and the dimensions that they had; `flat`: an expert works on the last dimension alone."""
+    leading = given.shape[:-1] if flat else given.shape[:1]
+    return given.reshape(-1, *given.shape[len(leading) :]), leading
+
+
+class ListedExperts:
+    """The experts of a list, of which this rank holds some; answers the calls of all of them."""
+
+    def __init__(
+        self,
+        name: str,
+        caller: nn.Module,
+        container: nn.Module,
+        *,
+        form: Form,
+        group: dist.ProcessGroup,
+        now: Now,
+    ) -> None:
+        """`container` holds the experts, and may be the caller itself."""
+        self._name = name
+        self._caller = caller
+        self._container = container
+        self._form = form
+        self._group = group
+        self._now = now
+        self._count = len(list(container.children()))
+        first, last = bounds(self._count, dist.get_rank(group), dist.get_world_size(group))
+        self._mine = range(first, last)
+        self._inner = {number: list(container.children())[number].forward for number in self._mine}
+        self._caller_forward: Callable[..., Any] = caller.forward
+        self._noted: list[Given] | None = None  # while a rehearsal runs
+        self._answers: dict[int, list[tuple[torch.Size, Tensor]]] | None = None  # while the forward that counts does
+        self._output_dtypes: dict[Any, torch.dtype] = {}
+        for number in self._mine:
+            vars(list(container.children())[number])["forward"] = self.answer(number)
+        vars(caller)["forward"] = self.forward
+        if container is not caller:
+            _make_callable(container, self.compute)
+
+    @property
+    def mine(self) -> range:
+        """The numbers of the experts that this rank holds."""
+        return self._mine
+
+    def answer(self, number: int) -> Callable[..., Tensor]:
+        """The forward of an expert, as the caller's code finds it."""
+        return partial(self._answer, number)
+
+    def _answer(self, number: int, *arguments: Any, **keywords: Any) -> Tensor:
+        given = (*arguments, *keywords.values())
+        if len(given) != 1 or not isinstance(given[0], Tensor) or (self._noted is None and self._answers is None):
+            how = "outside of its caller" if len(given) == 1 else "with more than one tensor"
+            raise UserError(
+                f"{self._name}.{number} is an expert that ranks share out, and is called {how}; use "
+                f'run.expert_plan: {{"{self._name}": whole}}'
+            )
+        if self._noted is not None:
+            rows, leading = rows_of(given[0], flat=self._form.flat)
+            self._noted.append(Given(expert=number, rows=rows, leading=leading))
+            dtype = self._output_dtype(rows.dtype)
+            return given[0].new_zeros((*leading, *self._form.output), dtype=dtype)
+        assert self._answers is not None
+        waiting = self._answers.get(number)
+        if not waiting or waiting[0][0] != given[0].shape:
+            raise UserError(
+                f"{self._name}.{number} is given other tokens when its caller's forward runs again with the experts' "
+                f'outputs; use run.expert_plan: {{"{self._name}": whole}}'
+            )
+        return waiting.pop(0)[1]
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """The caller's forward."""
+        calls = self.rehearse(arguments, keywords)
+        inputs = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor)]
+        back, answers = self._answered(calls, [each for each in inputs if each.requires_grad])
+        self._answers = answers
+        try:
+            output = self._caller_forward(*arguments, **keywords)
+        finally:
+            self._answers = None
+        return _reaching(output, back)
+
+    def rehearse(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Given]:
+        """What the caller's forward gives to which expert. It leaves no trace in the caller."""
+        noted: list[Given] = []
+        given = pytree.tree_map_only(Tensor, Tensor.clone, (arguments, keywords))  # it may change them in place
+        before, self._noted = self._noted, noted
+        try:
+            with self._now.rehearsing(), _buffers_kept(self._caller):
+                self._caller_forward(*given[0], **given[1])
+        finally:
+            self._noted = before
+        return noted
+
+    def _answered(
+        self, calls: Sequence[Given], inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[int, list[tuple[torch.Size, Tensor]]]]:
+        """The outputs of all calls in one tensor, and by expert, each in the order of its calls."""
+        ranks = dist.get_world_size(self._group)
+        per_rank = self._count // ranks
+        ordered = sorted(calls, key=lambda call: call.expert)  # stable
+        said = torch.zeros(ranks, per_rank + 1, 2, dtype=torch.int64)
+        for call in ordered:
+            said[call.expert // per_rank, call.expert % per_rank] += torch.tensor([1, len(call.rows)])
+        rows = torch.cat([call.rows for call in ordered]) if ordered else None
+        if rows is not None:
+            said[:, -1, 0], said[:, -1, 1] = _DTYPES.index(rows.dtype) + 1, int(rows.requires_grad)
+        device = next(iter(self._container.parameters())).device
+        heard = exchange_counts(said.to(device), self._group).cpu()
+        if rows is None:
+            rows = self._nothing(heard, inputs, device)
+        send, receive = said[:, :-1, 1].sum(1).tolist(), heard[:, :-1, 1].sum(1).tolist()
+        counts = Counts(rows=heard[:, :-1, 1].tolist(), called=(heard[:, :-1, 0].sum(0) > 0).tolist())
+        made = self._run(exchange(rows, send, receive, self._group), counts)
+        back = exchange(made, receive, send, self._group)
+        answers: dict[int, list[tuple[torch.Size, Tensor]]] = {}
+        for call, part in zip(ordered, back.split([len(call.rows) for call in ordered]), strict=True):
+            shape = torch.Size((*call.leading, *call.rows.shape[1:]))
+            answers.setdefault(call.expert, []).append((shape, part.reshape(*call.leading, *back.shape[1:])))
+        return back, answers
+
+    def _nothing(self, heard: Tensor, inputs: Sequence[Tensor], device: torch.device) -> Tensor:
+        """No rows, of the dtype of the other ranks' rows, and with a gradient where theirs have one."""
+        dtype = _DTYPES[max(int(heard[:, -1, 0].max()) - 1, 0)]
+        rows = torch.zeros((0, *self._form.features), dtype=dtype, device=device)
+        if not (torch.is_grad_enabled() and heard[:, -1, 1].any()):
+            return rows
+        return depending(rows, inputs) if inputs else rows.requires_grad_()
+
+    def _run(self, rows: Tensor, counts: Counts) -> Tensor:
+        """`compute`, called as the module that shards gather the experts' parameters for."""
+        return self.compute(rows, counts) if self._container is self._caller else self._container(rows, counts)
+
+    def compute(self, rows: Tensor, counts: Counts) -> Tensor:
+        """This rank's experts applied to the rows of all ranks; each expert is called once, with all of its rows."""
+        pieces = rows.split([count for of_rank in counts.rows for count in of_rank])
+        experts, ranks = len(self._mine), len(counts.rows)
+        made: dict[tuple[int, int], Tensor] = {}
+        for own, number in enumerate(self._mine):
+            if counts.called[own]:
+                given = [pieces[rank * experts + own] for rank in range(ranks)]
+                parts = self._inner[number](torch.cat(given)).split([len(each) for each in given])
+                made |= {(rank, own): part for rank, part in enumerate(parts)}
+        outputs = [made[key] for rank in range(ranks) for own in range(experts) if (key := (rank, own)) in made]
+        if outputs:
+            output = torch.cat(outputs)
+        else:
+            output = rows.new_zeros((0, *self._form.output), dtype=self._output_dtype(rows.dtype))
+        if len(rows) or not torch.is_grad_enabled():
+            return output
+        trained = [p for number in self._mine for p in self._expert(number).parameters() if p.requires_grad]
+        return depending(output, [each for each in [rows, *trained] if each.requires_grad])
+
+    def _expert(self, number: int) -> nn.Module:
+        return list(self._container.children())[number]
+
+    def _output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of an expert's output for rows of a dtype."""
+        device = next(self._container.parameters()).device
+        autocast = torch.is_autocast_enabled(device.type)
+        key = dtype, autocast
+        if key not in self._output_dtypes:
+            # Shards cast what they gather to the dtype of what goes through; autocast does so in each product.
+            twin = self._form.twin if autocast else deepcopy(self._form.twin).to(dtype)
+            row = torch.empty((1, *self._form.features), dtype=dtype, device=device)
+            self._output_dtypes[key] = imagine(twin, (row,), {}).dtype
+        return self._output_dtypes[key]
+
+
+def _make_callable(container: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a list of modules a forward, so that its parameters can be gathered as those of one module."""
+    kind = type(container)
+    container.__class__ = type(kind.__name__, (kind,), {"forward": lambda self, rows, counts: forward(rows, counts)})
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Give a module's buffers back the values that they had."""
+    before = [
+        (owner, key, buffer, buffer._version, buffer.clone())
+        for owner in module.modules()
+        for key, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, key, buffer, version, value in before:
+                owner._buffers[key] = buffer
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def _reaching(output: Any, back: Tensor) -> Any:
+    """An output that depends on what came back, so that backward runs the exchange on every rank."""
+    if not back.requires_grad:
+        return output
+    leaves, form = pytree.tree_flatten(output)
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            leaves[number] = depending(leaf, [back])
+            return pytree.tree_unflatten(leaves, form)
+    return output

@@ -1,0 +1,145 @@
+"""Experts shared out: each rank keeps its part of them, and its output is compared with what it was before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.comm.mesh import Mesh
+from samestep.data.order import bounds
+from samestep.errors import LayoutError
+from samestep.parallel.experts.find import Experts, Listed, Stacked
+from samestep.parallel.experts.listed import ListedExperts
+from samestep.parallel.experts.stacked import StackedExperts, shrink
+from samestep.parallel.moment import Now
+from samestep.parallel.parts import Parts, Slice
+from samestep.parallel.pipeline.hollow import hollow
+from samestep.parallel.tensor.vocabulary import agree, near
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What is left of the experts on a rank."""
+
+    units: Sequence[nn.Module]  # each is called in every forward that runs its layer, on every rank
+    parameters: Sequence[nn.Parameter]
+
+
+def share_experts(
+    model: nn.Module, found: Sequence[Experts], parts: Parts, mesh: Mesh, now: Now, device: torch.device
+) -> Shared:
+    """Leave of a model's experts what this rank holds, and write down in `parts` who holds what.
+
+    `model` may lack the layers of other pipeline stages. Raises LayoutError where a layer's output is another than
+    the whole layer's.
+    """
+    units: list[nn.Module] = []
+    for experts in found:
+        here = _is_here(model, experts)
+        _note(experts, parts, mesh)
+        if not here:
+            continue
+        caller = model.get_submodule(experts.caller)
+        if isinstance(experts, Stacked):
+            _share_stacked(caller, experts, parts, mesh)
+        else:
+            _share_listed(model, experts, mesh, now, device)
+        units.append(model.get_submodule(experts.name))
+        _compare(caller, experts, parts, mesh)
+    return Shared(units=units, parameters=[p for unit in units for p in unit.parameters()])
+
+
+def _is_here(model: nn.Module, experts: Experts) -> bool:
+    """Whether this rank's pipeline stages have the layer: of the others' only hollow modules are left."""
+    return any(True for _ in model.get_submodule(experts.name).parameters())
+
+
+def _note(experts: Experts, parts: Parts, mesh: Mesh) -> None:
+    """Write down which rank holds what; the same on every rank."""
+    per_rank = experts.experts // mesh.size("expert")
+    keys = list(dict.fromkeys(_key(name, experts) for name in parts.parameters if _is_of(name, experts)))
+    for name in parts.parameters:
+        if not _is_of(name, experts):
+            continue
+        if isinstance(experts, Stacked):
+            ranges = [[bounds(experts.experts, rank, mesh.size("expert"))] for rank in range(mesh.size("expert"))]
+            cut = Slice(group=mesh.group("expert"), dim=0, ranges=ranges, axis="expert")
+            parts.table[name] = replace(parts.part(name), slice=cut)
+        else:
+            parts.table[name] = replace(parts.part(name), holder=keys.index(_key(name, experts)) // per_rank)
+
+
+def _is_of(name: str, experts: Experts) -> bool:
+    return not experts.name or name.startswith(f"{experts.name}.")
+
+
+def _key(name: str, experts: Experts) -> str:
+    """Under which key of a list the expert of a parameter stands."""
+    return name.removeprefix(f"{experts.name}.").partition(".")[0]
+
+
+def _share_stacked(module: nn.Module, experts: Stacked, parts: Parts, mesh: Mesh) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        cut = parts.part(f"{experts.name}.{key}" if experts.name else key).slice
+        assert cut is not None
+        setattr(module, key, nn.Parameter(cut.take(parameter.detach()).contiguous(), parameter.requires_grad))
+    local = experts.experts // mesh.size("expert")
+    shrink(module, experts.experts, local)
+    StackedExperts(module, experts.arguments, local=local, group=mesh.group("expert"))
+
+
+def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: Now, device: torch.device) -> None:
+    container = model.get_submodule(experts.name)
+    listed = ListedExperts(
+        experts.name,
+        model.get_submodule(experts.caller),
+        container,
+        form=experts.form,
+        group=mesh.group("expert"),
+        now=now,
+    )
+    for number, (key, expert) in enumerate(list(container.named_children())):
+        if number not in listed.mine:
+            container._modules[key] = hollow(expert, device, listed.answer(number))
+
+
+def _compare(caller: nn.Module, experts: Experts, parts: Parts, mesh: Mesh) -> None:
+    """Raise LayoutError where the caller's output for what it was given before is not what it was."""
+    layout = parts.layout
+    if layout.sequence == "split":  # its parts wait for parts of the tokens
+        return
+    training = {module: module.training for module in caller.modules()}
+    failed = ""
+    try:
+        caller.eval()
+        with torch.no_grad():
+            seen = experts.seen
+            arguments, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (seen.arguments, seen.keywords))
+            output = caller.forward(*arguments, **keywords)
+    except Exception as error:  # whatever a model's own code raises where an expert is not what it was
+        output, failed = None, f" ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    finally:
+        for module, was in training.items():
+            module.training = was
+    alike = not failed and _alike(output, experts.seen.output)
+    if not agree(alike, mesh.group("expert"), next(caller.parameters()).device):
+        where = f"{experts.caller or 'the model'} ({type(caller).__name__})"
+        raise LayoutError(
+            f'layout "{layout}": with its experts shared out, {where} '
+            f"{'fails' + failed if failed else 'gives another output than whole'}; use run.expert_plan: "
+            f'{{"{experts.name}": whole}}, or dp{dist.get_world_size()}'
+        )
+
+
+def _alike(output: Any, expected: Any) -> bool:
+    mine, other = (
+        [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for each in (output, expected)
+    )
+    return len(mine) == len(other) and all(
+        a.shape == b.shape and near(a, b) for a, b in zip(mine, other, strict=True)
+    )

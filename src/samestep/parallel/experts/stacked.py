@@ -1,0 +1,124 @@
+"""Stacked experts: one module with the weights of all experts, called with tokens, their experts and their weights.
+
+transformers has them so: `experts(hidden, index, weights)`. A rank holds a part of each weight's first dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.parallel.experts.messages import exchange, exchange_counts
+from samestep.parallel.used import depending
+
+Key = int | str  # of an argument: its position, or its name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Which argument of a call is which."""
+
+    tokens: Key  # [..., features]
+    experts: Key  # [..., chosen], whole numbers: the experts of each token
+    weights: Key  # [..., chosen]: what their outputs are multiplied by
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...], keywords: dict[str, Any], experts: int) -> "Arguments | None":
+        """The arguments of a call; None where it has others, or chooses an expert that isn't there."""
+        given: dict[Key, Tensor] = {
+            key: value
+            for key, value in [*enumerate(arguments), *keywords.items()]
+            if isinstance(value, Tensor) and value.ndim
+        }
+        chosen = [key for key, value in given.items() if value.dtype in (torch.int32, torch.int64)]
+        if len(given) != 3 or len(chosen) != 1:
+            return None
+        index = given[chosen[0]]
+        if not index.numel() or int(index.min()) < 0 or int(index.max()) >= experts:
+            return None
+        rest = [key for key in given if key != chosen[0] and given[key].is_floating_point()]
+        weights = [key for key in rest if given[key].shape == index.shape]
+        tokens = [key for key in rest if key not in weights and given[key].ndim > 1]
+        if len(weights) != 1 or len(tokens) != 1:
+            return None
+        leading = given[tokens[0]].shape[:-1]
+        if index.shape[: len(leading)] != leading or index.ndim > len(leading) + 1:
+            return None
+        return cls(tokens=tokens[0], experts=chosen[0], weights=weights[0])
+
+
+class StackedExperts:
+    """Computes what a module of all experts would, with this rank's part of them."""
+
+    def __init__(self, module: nn.Module, arguments: Arguments, *, local: int, group: dist.ProcessGroup) -> None:
+        """`local`: experts that each rank of the group holds."""
+        self._module = module
+        self._arguments = arguments
+        self._local = local
+        self._group = group
+        self._inner: Callable[..., Any] = module.forward
+        vars(module)["forward"] = self.forward
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """What `module(tokens, experts, weights)` gives: for each token the sum over its experts."""
+        given: dict[Key, Any] = {**dict(enumerate(arguments)), **keywords}
+        names = self._arguments
+        tokens, chosen, weights = given[names.tokens], given[names.experts], given[names.weights]
+        rows = tokens.reshape(-1, tokens.shape[-1])  # [tokens, features]
+        flat = chosen.reshape(-1)  # [tokens * chosen]
+        ranks = dist.get_world_size(self._group)
+        # transformers marks a choice that is none by the number after the last expert.
+        owner = torch.where(flat < ranks * self._local, flat // self._local, ranks)
+        order = owner.argsort(stable=True)
+        counts = torch.bincount(owner, minlength=ranks + 1)[:ranks]
+        send, receive = counts.tolist(), exchange_counts(counts, self._group).tolist()
+        order = order[: sum(send)]
+        source = order // max(1, flat.numel() // max(1, len(rows)))  # of each row, the token
+        made = self._compute(
+            exchange(rows[source], send, receive, self._group),
+            exchange((flat % self._local)[order], send, receive, self._group),
+            exchange(weights.reshape(-1)[order], send, receive, self._group),
+            given,
+        )
+        back = exchange(made, receive, send, self._group)
+        total = back.new_zeros(len(rows), *back.shape[1:]).index_add(0, source, back)
+        return total.reshape(*tokens.shape[:-1], *back.shape[1:])
+
+    def _compute(self, rows: Tensor, experts: Tensor, weights: Tensor, given: dict[Key, Any]) -> Tensor:
+        """This rank's experts applied to rows of any rank, one expert a row: [rows, features of the output]."""
+        count, received = len(rows), [rows, weights]
+        if not count:  # a row whose output nobody takes: it gives the weights their gradient, which is zero
+            rows, weights, experts = rows.new_ones(1, rows.shape[1]), weights.new_ones(1), experts.new_zeros(1)
+        names = self._arguments
+        for key, row in ((names.tokens, rows), (names.experts, experts), (names.weights, weights)):
+            like = given[key]
+            # One token each, of as many dimensions as the module is called with.
+            shape = [len(row), *[1] * (like.ndim - 2), like.shape[-1] if key == names.tokens else 1]
+            given[key] = row.reshape(shape if like.ndim > 1 else [len(row)])
+        made = self._inner(
+            *(value for key, value in given.items() if isinstance(key, int)),
+            **{key: value for key, value in given.items() if isinstance(key, str)},
+        )
+        made = made.reshape(len(rows), made.shape[-1])[:count]
+        return depending(made, received) if not count and made.requires_grad else made
+
+
+def shrink(module: nn.Module, experts: int, local: int) -> None:
+    """Let a module know how many experts it has now."""
+    for name, value in vars(module).items():
+        if type(value) is int and value == experts and "expert" in name:
+            vars(module)[name] = local
+
+
+def is_output(output: Any, tokens: Tensor) -> bool:
+    """Whether a module gave one vector a token."""
+    return (
+        isinstance(output, Tensor)
+        and len(pytree.tree_leaves(output)) == 1
+        and output.shape[:-1] == tokens.shape[:-1]
+        and output.is_floating_point()
+    )

@@ -1,0 +1,148 @@
+"""Mixtures of experts under layouts: experts shared out over ranks, and all other layouts, take the same step."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from expert_models import Words
+from proving import Case, prove, same
+from resuming import job_of, largest_difference, train_all
+
+import samestep
+from samestep.layout import Layout
+from samestep.parallel.experts.find import find_experts
+from samestep.proof import Proof
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def recipe(name: str, **values: Any) -> samestep.Recipe:
+    settings = {"batch": 7, "clip": 0.5, "dropout": False, "optimizer": samestep.AdamW(lr=1e-2), **values}
+    return samestep.Recipe(task=Words(name=name), **settings)
+
+
+RECIPES = {name: recipe(name) for name in ("routed", "masked", "dense", "switched", "stacked", "mixtral")}
+RECIPES |= {name: recipe(name) for name in ("three", "coupled", "none")}
+
+TWO: Mapping[str, Case] = {
+    "a list": (RECIPES["routed"], "ep2", {}),
+    "a list, in micro-batches": (RECIPES["routed"], "ep2", {"micro_batch": 2}),
+    "a list, recomputed": (RECIPES["routed"], "ep2 recompute=full", {}),
+    "ranks without a token": (RECIPES["masked"], "ep2", {"micro_batch": 1}),
+    "ranks without a token, recomputed": (RECIPES["masked"], "ep2 recompute=full", {"micro_batch": 1}),
+    "named": (RECIPES["dense"], "ep2", {"expert_plan": {"layers.*.experts": "split"}}),
+    "one layer whole": (RECIPES["routed"], "ep2", {"expert_plan": {"layers.0.*": "whole"}}),
+    "a dictionary with a buffer": (RECIPES["switched"], "ep2", {}),
+    "a stack": (RECIPES["stacked"], "ep2", {}),
+    "transformers": (RECIPES["mixtral"], "ep2", {}),
+    "transformers, recomputed": (RECIPES["mixtral"], "ep2 recompute=full", {"micro_batch": 2}),
+    # Layouts that follow a forward, which asks for values here.
+    "a list, sliced": (RECIPES["routed"], "tp2", {}),
+    "a list, in stages": (RECIPES["routed"], "pp2", {"micro_batch": 2}),
+    "a list, tokens split": (RECIPES["routed"], "cp2", {}),
+    "a dictionary, sliced": (RECIPES["switched"], "tp2", {}),
+    "transformers, tokens split": (RECIPES["mixtral"], "cp2", {}),
+}
+FOUR: Mapping[str, Case] = {
+    "replicas": (RECIPES["routed"], "dp2 ep2", {}),
+    "shards": (RECIPES["routed"], "fsdp2 ep2", {"micro_batch": 1}),
+    "slices": (RECIPES["routed"], "ep2 tp2", {}),
+    "stages": (RECIPES["routed"], "pp2 ep2", {"micro_batch": 2}),
+    "unused experts on shards": (RECIPES["switched"], "fsdp2 ep2", {}),
+    "transformers on shards": (RECIPES["mixtral"], "fsdp2 ep2", {}),
+}
+ALSO_FOUR: Mapping[str, Case] = {
+    f"{name}, {layout}": (RECIPES[name], layout, {"micro_batch": 2} if "pp2" in layout else {})
+    for name in ("routed", "masked", "stacked", "mixtral")
+    for layout in (
+        "dp2 ep2",
+        "fsdp2 ep2",
+        "fsdp2 ep2 recompute=full",
+        "zero2x2 ep2",
+        "zero1x2 ep2",
+        "ep2 tp2",
+        "ep2 cp2",
+        "pp2 ep2",
+        "pp2 ep2 schedule=gpipe",
+        "ep4",
+        "fsdp2 ep2 order=ep.pp.dp.fsdp.cp.tp",
+    )
+}
+REFUSED: Mapping[str, tuple[Case, str]] = {
+    "no experts": (
+        (RECIPES["none"], "ep2", {}),
+        "Net has no experts that ranks could share out: experts are modules alike in an nn.ModuleList",
+    ),
+    "three experts": (
+        (RECIPES["three"], "ep2", {}),
+        "layers.0.mixture.experts (ModuleList) has 3 experts, which are not divisible by 2; use ep3, or dp2",
+    ),
+    "all experts get all tokens": ((RECIPES["dense"], "ep2", {}), 'such as {"layers.*.experts": split}'),
+    "experts that take each other's output": (
+        (RECIPES["coupled"], "ep2", {}),
+        'use run.expert_plan: {"layers.0.mixture.experts": whole}',
+    ),
+    "a plan without a module": (
+        (RECIPES["routed"], "ep2", {"expert_plan": {"layers.*.expert": "split"}}),
+        'run.expert_plan: the model has no module "layers.*.expert"',
+    ),
+    "a plan for what is none": (
+        (RECIPES["routed"], "ep2", {"expert_plan": {"layers.0.attention": "split"}}),
+        'run.expert_plan: layers.0.attention (Attention) can\'t be "split"',
+    ),
+    "compiled": ((RECIPES["routed"], "ep2", {"compile": True}), "are not compiled yet"),
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Mapping[str, Proof | str]:
+    return prove({**TWO, **{name: case for name, (case, _) in REFUSED.items()}}, steps=2)
+
+
+def test_two_ranks_take_the_same_step(two: Mapping[str, Proof | str]) -> None:
+    assert same(two, list(TWO)) == {}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_shared_out_is_refused_with_what_to_use(case: str, two: Mapping[str, Proof | str]) -> None:
+    said = two[case]
+    assert isinstance(said, str), said
+    assert REFUSED[case][1] in said
+    assert "\n" not in said
+
+
+def test_four_ranks_take_the_same_step() -> None:
+    assert same(prove(FOUR, steps=2), list(FOUR)) == {}
+
+
+@pytest.mark.slow
+def test_four_ranks_take_the_same_step_under_every_layout() -> None:
+    assert same(prove(ALSO_FOUR, steps=2), list(ALSO_FOUR)) == {}
+
+
+def test_dropout_in_experts_is_refused() -> None:
+    task = Words(name="dropping")
+    with pytest.raises(samestep.UserError, match="has dropout in its experts.*use dropout after them"):
+        find_experts(task.model(), task.collate([0, 1]).inputs, Layout.parse("ep2"))
+
+
+def test_others_go_on_from_what_ranks_with_parts_of_the_experts_saved(tmp_path: Path) -> None:
+    """With dropout of what the experts give, and evaluations, in float64."""
+    settings = recipe("routed", dropout=True, precision="fp64", steps=4)
+    (alone,) = train_all([job_of(settings, "single", tmp_path / "alone")])
+    saving = job_of(settings, "ep2", tmp_path / "ep2", checkpoint=samestep.Checkpointing(every=2))
+    (saved,) = train_all([saving])
+    assert largest_difference(saved.losses, alone.losses) < 1e-9
+    resume = samestep.Checkpointing(resume=str(saved.folder / "checkpoints" / "step-2"))
+    others = ("single", "ep2", "fsdp2")
+    resumed = train_all([job_of(settings, each, tmp_path / each / "on", checkpoint=resume) for each in others])
+    for layout, result in zip(others, resumed, strict=True):
+        assert result.first_step == 2
+        assert largest_difference(result.losses, alone.losses[2:]) < 1e-9, layout
+    assert resumed[1].losses == saved.losses[2:]
+
+
+def test_a_term_that_balances_a_batch_is_refused() -> None:
+    with pytest.raises(samestep.UserError, match="the loss couples the samples of a batch"):
+        samestep.check(samestep.Recipe(task=Words(name="routed", balance=True), batch=7, dropout=False))
