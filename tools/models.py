@@ -2,8 +2,8 @@
 
     python tools/models.py [--kinds K ...] [--models M ...] [--layouts "dp2, tp2"] [--json FILE] [--resume] [--docs]
 
-40 types of transformers, built tiny from a configuration, and models of other kinds. What has been measured is kept in
-the file as it comes; --resume goes on from it, and --again measures anew what came to some verdicts.
+40 types of transformers, built tiny from a configuration, and models of other kinds. What has been measured is kept
+in the file as it comes; --resume goes on from it, and --again measures anew what came to some verdicts.
 """
 
 import argparse
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Console
-from rich.progress import Progress
-
 from model_table import measure, page, result
 from model_table.declared import LAYOUTS
 from model_table.entry import Entry
 from model_table.result import Result, Verdict
 from model_table.zoo import entries
+from rich.console import Console
+from rich.progress import Progress
+
 from samestep.matrix import layouts_of
 
 
@@ -28,8 +28,7 @@ def main() -> None:
     chosen = [
         entry
         for entry in entries().values()
-        if (not options.models or entry.name in options.models)
-        and (not options.kinds or entry.kind in options.kinds)
+        if (not options.models or entry.name in options.models) and (not options.kinds or entry.kind in options.kinds)
     ]
     known = result.read(options.json) if options.resume and options.json is not None else {}
     known = {pair: each for pair, each in known.items() if each.verdict not in options.again}

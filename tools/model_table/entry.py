@@ -61,9 +61,7 @@ def task_of(entry: Entry) -> samestep.Task:
     if entry.loss is not None:
         return OwnTask(entry)
     rows = [entry.row(index) for index in range(SAMPLES + HELD_OUT)]
-    return HuggingFace(
-        model=entry.model, data=rows[:SAMPLES], eval_data=rows[SAMPLES:], collator=entry.collate
-    )
+    return HuggingFace(model=entry.model, data=rows[:SAMPLES], eval_data=rows[SAMPLES:], collator=entry.collate)
 
 
 def numbers(index: int, *shape: int) -> Tensor:

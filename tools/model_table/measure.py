@@ -1,4 +1,4 @@
-"""Measures one model under many layouts: ranks are forked from one server, and each start of them tries many pairs."""
+"""Measures one model under many layouts: ranks are forked from one server, and each start tries many pairs."""
 
 import multiprocessing
 import os
@@ -69,9 +69,7 @@ def measure(entry: Entry, layouts: Sequence[str], *, steps: int, limit: float) -
                             break
 
 
-def _reference(
-    entry: Entry, layouts: Sequence[str], steps: int, folder: Path, limit: float
-) -> tuple[Answer, float]:
+def _reference(entry: Entry, layouts: Sequence[str], steps: int, folder: Path, limit: float) -> tuple[Answer, float]:
     process = _Process(take_reference, entry.name, layouts, steps, folder, folder / "reference.out")
     began = time.monotonic()
     try:

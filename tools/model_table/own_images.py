@@ -1,6 +1,7 @@
 """Models of images, waves and patches as people write them."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ class Detector(nn.Module):
         widths = (3, 8, 10, 12, 12)
         self.stages = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
-            for a, b in zip(widths[:-1], widths[1:], strict=True)
+            for a, b in pairwise(widths)
         )
         self.classes, self.boxes = nn.Conv2d(12, 4, 1), nn.Conv2d(12, 4, 1)
 
@@ -235,7 +236,7 @@ def _wave(index: int) -> Row:
 
 
 def entries() -> list[Entry]:
-    flat = {key: "its layers take a vector a sample; there is no sequence of tokens" for key in ("cp", "tokens")}
+    flat = dict.fromkeys(("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens")
     return [
         Entry(
             name="u-net",

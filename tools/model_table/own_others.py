@@ -1,5 +1,6 @@
 """Models of tables, graphs, points and pairs as people write them."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 from model_table.entry import Entry, Row, numbers, stacked, words
 
-_NO_TOKENS = {key: "its layers take a vector a sample; there is no sequence of tokens" for key in ("cp", "tokens")}
+_NO_TOKENS = dict.fromkeys(("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens")
 
 
 class Recommender(nn.Module):
@@ -128,14 +129,13 @@ def _in_batch(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, in
 
 
 class Points(nn.Module):
-    """A perceptron of each point with batch norm, the largest of each feature, and one of the cloud (Qi et al. 2017)."""
+    """A perceptron of each point, the largest of each feature, a perceptron of the cloud (Qi et al. 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
         widths = (3, 14, 18, 22)
         self.points = nn.ModuleList(
-            nn.Sequential(nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU())
-            for a, b in zip(widths[:-1], widths[1:], strict=True)
+            nn.Sequential(nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU()) for a, b in pairwise(widths)
         )
         self.cloud = nn.Sequential(nn.Linear(22, 16), nn.ReLU(), nn.Linear(16, 4))
 
@@ -155,15 +155,13 @@ def _classes(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 def entries() -> list[Entry]:
     vectors: dict[str, Any] = {"collate": stacked, "impossible": _NO_TOKENS}
-    nodes = {key: "its layers take nodes and edges; there is no sequence of tokens" for key in ("cp", "tokens")}
-    points = {key: "its points have no order and meet in a maximum alone; there is no sequence of tokens" for key in nodes}
+    nodes = dict.fromkeys(("cp", "tokens"), "its layers take nodes and edges; there is no sequence of tokens")
+    points = dict.fromkeys(nodes, "its points meet in a maximum alone; there is no sequence of tokens")
     return [
         Entry(
             name="recommender", kind="recommender", model=Recommender, row=_clicked, loss=_clicks, stages=4, **vectors
         ),
-        Entry(
-            name="graph", kind="graph", model=Graph, row=_graph, collate=_graphs, loss=_numbers, impossible=nodes
-        ),
+        Entry(name="graph", kind="graph", model=Graph, row=_graph, collate=_graphs, loss=_numbers, impossible=nodes),
         Entry(name="two-towers", kind="two towers", model=Towers, row=_pair, loss=_clicks, **vectors),
         Entry(name="contrast", kind="contrastive", model=Contrast, row=_pair, loss=_in_batch, **vectors),
         Entry(

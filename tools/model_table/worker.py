@@ -52,8 +52,8 @@ def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, 
         task = task_of(entries()[name])
         job = _job(task)
         check_job(job)
-        check_contract(job, task)
         job = proof_job(job)
+        check_contract(job, task)
         refused: dict[str, str] = {}
         for layout in layouts:
             try:
