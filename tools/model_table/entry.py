@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.tasks import HuggingFace
+from samestep.tasks.metric import Metric, Share
 
 Row = Mapping[str, Any]
 Loss = Callable[[Any, Any], tuple[Tensor, int]]
@@ -54,6 +55,14 @@ class OwnTask(samestep.Task):
 
     def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, int]:
         return self._loss(output, batch.targets)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """The mean loss of a term."""
+        return {"loss": Share(0)}
+
+    def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        total, count = self.loss(output, batch)
+        return total.detach().double().reshape(1, 1), torch.tensor([[count]])
 
 
 def task_of(entry: Entry) -> samestep.Task:

@@ -1,5 +1,8 @@
 """Attributes of a model's modules as they were, so that what a look or a try has changed can be taken back."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import nn
 
 
@@ -25,3 +28,25 @@ class Attributes:
         for holder, content in self._contents:
             holder.clear()
             (holder.extend if isinstance(holder, list) else holder.update)(content)
+
+
+def forget_results(model: nn.Module) -> None:
+    """Clear the caches of methods (functools.lru_cache): of a look, they hold tensors without values."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    for kind in kinds:
+        for method in vars(kind).values():
+            for function in _inside(method):
+                clear = getattr(function, "cache_clear", None)
+                if callable(clear):
+                    clear()
+
+
+def _inside(method: Any) -> Iterator[Any]:
+    """A method, and the functions that a decorator keeps for it."""
+    method = getattr(method, "__func__", method)  # of a static or class method
+    yield method
+    for cell in getattr(method, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            continue

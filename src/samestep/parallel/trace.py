@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from samestep.errors import UserError
-from samestep.parallel.attributes import Attributes
+from samestep.parallel.attributes import Attributes, forget_results
 from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
 from samestep.parallel.recorder import Recorder
@@ -102,6 +102,7 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         before.restore()
+        forget_results(model)
 
 
 def imagine(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
