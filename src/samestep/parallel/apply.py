@@ -80,7 +80,8 @@ def spread(
     with throughout():
         seen = _look(model, layout, details.example)  # before anything is changed
     if seen is not None and layout.context > 1:
-        split_tokens(model, blocks, seen, mesh, parts, now)
+        with throughout():
+            split_tokens(model, blocks, seen, mesh, parts, now, example=details.example)
     vocabulary = None
     if seen is not None and layout.tensor > 1:
         with throughout():

@@ -84,6 +84,8 @@ class _Functions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         self.counts[name] += 1
+        if name == "softmax":
+            self.counts[f"softmax over {_softmax_size(*args, **(kwargs or {}))}"] += 1
         attribute = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
@@ -104,6 +106,11 @@ class _Functions(TorchFunctionMode):
 
     def _modules(self) -> tuple[str, ...]:
         return tuple(each.name for each in self._open)
+
+
+def _softmax_size(input: Tensor, dim: int | None = -1, *_: Any, **__: Any) -> int:
+    """Over how many numbers a softmax is taken."""
+    return input.shape[-1 if dim is None else dim] if input.ndim else 1
 
 
 def _linked(func: Any, attribute: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:

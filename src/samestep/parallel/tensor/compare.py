@@ -101,7 +101,7 @@ class Comparison:
                 found = output_of(self._model, example, marks)
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
             failed, found = error, Output(numbers=[], marks=marks, in_nests=False)
-        alike = failed is None and _alike(found.numbers, expected.numbers)
+        alike = failed is None and alike_numbers(found.numbers, expected.numbers)
         if not agree(alike, self._group, next(self._model.parameters()).device):
             return self._departure(expected, found, failed)
         vocabulary.able = (
@@ -114,7 +114,7 @@ class Comparison:
         try:
             with torch.enable_grad():
                 found = [leaf.detach() for leaf in output_of(self._model, example).numbers]
-            return _alike(
+            return alike_numbers(
                 [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in found], expected.numbers
             )
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError):
@@ -235,7 +235,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return found
 
 
-def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def alike_numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return len(found) == len(expected) and all(
         mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
     )

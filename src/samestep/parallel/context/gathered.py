@@ -1,0 +1,151 @@
+"""Modules of a block that get all tokens, since in them tokens meet in other ways than PyTorch's attention.
+
+Such are attentions that compute their scores themselves, nn.MultiheadAttention, and mixers of state-space models. Every
+rank gathers the tokens before one, computes with all of them, and goes on with its own: the rest of the block is
+shared out, these modules are not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.context.messages import gather, gradient_shared, split
+from samestep.parallel.moment import Now, Portion
+
+# Functions in which tokens may meet outside of attention.
+MIXES_TOKENS = (
+    "multi_head_attention_forward",
+    "conv1d",
+    "conv2d",
+    "cumsum",
+    "flip",
+    "gru",
+    "lstm",
+    "pad",
+    "roll",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """A module that gets all tokens: which leaves of its arguments and of its output carry some."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def mixing(call: Call, tokens: int) -> str | None:
+    """A function called in a module in which its tokens may meet; None where there is none."""
+    names = (*MIXES_TOKENS, f"softmax over {tokens}")
+    return next((name for name in names if call.functions.get(name)), None)
+
+
+def find_gathered(
+    block: Call, trace: Trace, tokens: int, along: Sequence[Seen], *, attentions: bool
+) -> list[Gathered] | None:
+    """The modules directly in a block in which tokens meet; None where they meet in the block's own forward.
+
+    `along` are those of the block's arguments that have a row a token, of which a rank gets its own. `attentions`:
+    also those that PyTorch's attention is called in.
+    """
+    children = children_of(block, trace)
+    found = [each for each in children if mixing(each, tokens) or (attentions and _attends(each))]
+    inside = sum((mixing(each, tokens) is not None for each in children), start=0)
+    if mixing(block, tokens) and not inside:
+        return None
+    cut = {seen.identity for seen in along}
+    whole = {seen.identity for seen in block.inputs()} - cut
+    return [
+        Gathered(
+            name=call.name,
+            inputs=_carrying((call.arguments, dict(call.keywords)), tokens, cut, whole - _handed(block, tokens)),
+            outputs=_carrying(call.output, tokens, set(), set()),
+        )
+        for call in found
+    ]
+
+
+def children_of(call: Call, trace: Trace) -> list[Call]:
+    """The calls directly in a call, those of other modules' forwards left out."""
+    inside = [each for each in trace.calls if call.began < each.began and each.ended < call.ended]
+    found: list[Call] = []
+    for each in inside:  # in the order in which they began
+        if not found or each.began > found[-1].ended:
+            found.append(each)
+    return found
+
+
+def whole_and_used(call: Call, block: Call, trace: Trace, tokens: int) -> bool:
+    """Whether something else than tokens comes out of a module with a gradient, and is used in the block after it.
+
+    Every rank has all of it, and what a rank computes from it for its own tokens would give a part of its gradient.
+    """
+    others = [seen for seen in call.outputs() if seen.source is not None and not _has_tokens(seen, tokens)]
+    return any(call.ended < trace.last_uses.get(seen.identity, 0) < block.ended for seen in others)
+
+
+def _handed(block: Call, tokens: int) -> set[int]:
+    """The hidden state among a block's arguments, of which it has its own tokens as well."""
+    first = block.outputs()[0].shape if block.outputs() else ()
+    return {seen.identity for seen in block.inputs() if seen.shape == first and _has_tokens(seen, tokens)}
+
+
+def _attends(call: Call) -> bool:
+    return bool(call.functions.get("scaled_dot_product_attention"))
+
+
+def _carrying(nest: Any, tokens: int, cut: set[int], whole: set[int]) -> tuple[int, ...]:
+    """The leaves of a nest that have a row a token on this rank."""
+    leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
+    return tuple(
+        index
+        for index, seen in enumerate(leaves)
+        if isinstance(seen, Seen)
+        and (seen.identity in cut or (seen.identity not in whole and _has_tokens(seen, tokens)))
+    )
+
+
+def _has_tokens(seen: Seen, tokens: int) -> bool:
+    return len(seen.shape) == 3 and seen.shape[1] == tokens
+
+
+def give_all_tokens(
+    module: nn.Module, which: Gathered, group: dist.ProcessGroup, tokens: Callable[[], int], now: Now, pause: Any
+) -> None:
+    """Make a module work on all tokens. `tokens` tells how many; `pause` is a context without exchanges in attention.
+
+    Every rank computes the same in it, with the same gradients.
+    """
+    inner: Callable[..., Any] = module.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        total = tokens()
+        leaves, form = pytree.tree_flatten((arguments, keywords))
+        given: Mapping[int, Tensor] = {id(leaves[i]): leaves[i] for i in which.inputs}
+        taken = {identity: gather(tensor, group, total) for identity, tensor in given.items()}
+        for index, leaf in enumerate(leaves):
+            if index in which.inputs:
+                leaves[index] = taken[id(leaf)]
+            elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+                leaves[index] = gradient_shared(leaf, group)
+        arguments, keywords = pytree.tree_unflatten(leaves, form)
+        with now.holding(Portion()), pause():
+            output = inner(*arguments, **keywords)
+        results, form = pytree.tree_flatten(output)
+        for index in which.outputs:
+            results[index] = split(results[index], group)
+        return pytree.tree_unflatten(results, form)
+
+    module.forward = forward
+
+
+def parameters_in(model: nn.Module, gathered: Sequence[Gathered]) -> set[nn.Parameter]:
+    """The parameters of gathered modules, whose gradients every rank has all of."""
+    return {parameter for each in gathered for parameter in model.get_submodule(each.name).parameters()}
