@@ -1,8 +1,8 @@
 """Modules of a block that get all tokens, since in them tokens meet in other ways than PyTorch's attention.
 
-Such are attentions that compute their scores themselves, nn.MultiheadAttention, and mixers of state-space models. Every
-rank gathers the tokens before one, computes with all of them, and goes on with its own: the rest of the block is
-shared out, these modules are not.
+Such are attentions that compute their scores themselves, nn.MultiheadAttention, convolutions over tokens, and mixers of
+state-space models. Every rank gathers the tokens before one, computes with all of them, and goes on with its own: the
+rest of the block is shared out, these modules are not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from samestep.parallel.calls import Call, Seen, Trace
-from samestep.parallel.context.messages import gather, gradient_shared, split
+from samestep.parallel.context.messages import gather, gradient_shared, part_length, split
 from samestep.parallel.moment import Now, Portion
 
 # Functions in which tokens may meet outside of attention.
@@ -25,7 +25,9 @@ MIXES_TOKENS = (
     "conv2d",
     "cumsum",
     "flip",
+    "group_norm",
     "gru",
+    "instance_norm",
     "lstm",
     "pad",
     "roll",
@@ -34,17 +36,22 @@ MIXES_TOKENS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """A module that gets all tokens: which leaves of its arguments and of its output carry some."""
+    """A module that gets all tokens: which leaves of its arguments and of its output carry some, at which dimension."""
 
     name: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: Mapping[int, int]
+    outputs: Mapping[int, int]
 
 
 def mixing(call: Call, tokens: int) -> str | None:
     """A function called in a module in which its tokens may meet; None where there is none."""
     names = (*MIXES_TOKENS, f"softmax over {tokens}")
     return next((name for name in names if call.functions.get(name)), None)
+
+
+def _mixes(call: Call, tokens: int) -> bool:
+    """Whether tokens may meet in a module: by such a function, or since it takes them as features."""
+    return mixing(call, tokens) is not None or any(_token_dim(seen, tokens) == 2 for seen in call.inputs())
 
 
 def find_gathered(
@@ -56,9 +63,8 @@ def find_gathered(
     also those that PyTorch's attention is called in.
     """
     children = children_of(block, trace)
-    found = [each for each in children if mixing(each, tokens) or (attentions and _attends(each))]
-    inside = sum((mixing(each, tokens) is not None for each in children), start=0)
-    if mixing(block, tokens) and not inside:
+    found = [each for each in children if _mixes(each, tokens) or (attentions and _attends(each))]
+    if mixing(block, tokens) and not any(mixing(each, tokens) for each in children):
         return None
     cut = {seen.identity for seen in along}
     whole = {seen.identity for seen in block.inputs()} - cut
@@ -87,33 +93,37 @@ def whole_and_used(call: Call, block: Call, trace: Trace, tokens: int) -> bool:
 
     Every rank has all of it, and what a rank computes from it for its own tokens would give a part of its gradient.
     """
-    others = [seen for seen in call.outputs() if seen.source is not None and not _has_tokens(seen, tokens)]
+    others = [seen for seen in call.outputs() if seen.source is not None and _token_dim(seen, tokens) is None]
     return any(call.ended < trace.last_uses.get(seen.identity, 0) < block.ended for seen in others)
 
 
 def _handed(block: Call, tokens: int) -> set[int]:
     """The hidden state among a block's arguments, of which it has its own tokens as well."""
     first = block.outputs()[0].shape if block.outputs() else ()
-    return {seen.identity for seen in block.inputs() if seen.shape == first and _has_tokens(seen, tokens)}
+    return {seen.identity for seen in block.inputs() if seen.shape == first and _token_dim(seen, tokens) == 1}
 
 
 def _attends(call: Call) -> bool:
     return bool(call.functions.get("scaled_dot_product_attention"))
 
 
-def _carrying(nest: Any, tokens: int, cut: set[int], whole: set[int]) -> tuple[int, ...]:
-    """The leaves of a nest that have a row a token on this rank."""
+def _carrying(nest: Any, tokens: int, cut: set[int], whole: set[int]) -> dict[int, int]:
+    """The leaves of a nest that have tokens of this rank, and at which dimension."""
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
-    return tuple(
-        index
-        for index, seen in enumerate(leaves)
-        if isinstance(seen, Seen)
-        and (seen.identity in cut or (seen.identity not in whole and _has_tokens(seen, tokens)))
-    )
+    found: dict[int, int] = {}
+    for index, seen in enumerate(leaves):
+        if isinstance(seen, Seen) and seen.identity not in whole:
+            dim = 1 if seen.identity in cut else _token_dim(seen, tokens)
+            if dim is not None:
+                found[index] = dim
+    return found
 
 
-def _has_tokens(seen: Seen, tokens: int) -> bool:
-    return len(seen.shape) == 3 and seen.shape[1] == tokens
+def _token_dim(seen: Seen, tokens: int) -> int | None:
+    """Where the tokens are in [batch, tokens, features] or [batch, channels, tokens]; None for anything else."""
+    if len(seen.shape) != 3:
+        return None
+    return next((dim for dim in (1, 2) if seen.shape[dim] == tokens), None)
 
 
 def give_all_tokens(
@@ -128,10 +138,11 @@ def give_all_tokens(
     def forward(*arguments: Any, **keywords: Any) -> Any:
         total = tokens()
         leaves, form = pytree.tree_flatten((arguments, keywords))
-        given: Mapping[int, Tensor] = {id(leaves[i]): leaves[i] for i in which.inputs}
-        taken = {identity: gather(tensor, group, total) for identity, tensor in given.items()}
+        taken: dict[int, Tensor] = {}  # a tensor that is given twice is gathered once
         for index, leaf in enumerate(leaves):
             if index in which.inputs:
+                if id(leaf) not in taken:
+                    taken[id(leaf)] = _gathered(leaf, group, total, which.inputs[index])
                 leaves[index] = taken[id(leaf)]
             elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
                 leaves[index] = gradient_shared(leaf, group)
@@ -139,11 +150,18 @@ def give_all_tokens(
         with now.holding(Portion()), pause():
             output = inner(*arguments, **keywords)
         results, form = pytree.tree_flatten(output)
-        for index in which.outputs:
-            results[index] = split(results[index], group)
+        for index, dim in which.outputs.items():
+            results[index] = split(results[index], group, dim)
         return pytree.tree_unflatten(results, form)
 
     module.forward = forward
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup, total: int, dim: int) -> Tensor:
+    own = part_length(total, group.size())
+    if tensor.shape[dim] != own:  # something that every rank has whole
+        raise RuntimeError(f"a module that wants all tokens is given {list(tensor.shape)}, not a rank's {own} tokens")
+    return gather(tensor, group, total, dim)
 
 
 def parameters_in(model: nn.Module, gathered: Sequence[Gathered]) -> set[nn.Parameter]:
