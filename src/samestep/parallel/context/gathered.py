@@ -1,21 +1,20 @@
 """Modules of a block that get all tokens, since in them tokens meet in other ways than PyTorch's attention.
 
-Such are attentions that compute their scores themselves, nn.MultiheadAttention, convolutions over tokens, and mixers of
-state-space models. Every rank gathers the tokens before one, computes with all of them, and goes on with its own: the
-rest of the block is shared out, these modules are not.
+Such are attentions that compute their scores themselves, nn.MultiheadAttention, convolutions over tokens, and mixers
+of state-space models. Every rank gathers the tokens before one, computes with all of them, and goes on with its own:
+the rest of the block is shared out, these modules are not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from samestep.parallel.calls import Call, Seen, Trace
-from samestep.parallel.context.messages import gather, gradient_shared, part_length, split
 from samestep.parallel.moment import Now, Portion
 
 # Functions in which tokens may meet outside of attention.
@@ -36,11 +35,22 @@ MIXES_TOKENS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """A module that gets all tokens: which leaves of its arguments and of its output carry some, at which dimension."""
+    """A module that gets all tokens: which leaves of its arguments and output carry some, at which dimension."""
 
     name: str
     inputs: Mapping[int, int]
     outputs: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """How a layout puts tokens together and shares them out, in the block that runs."""
+
+    own: Callable[[], int]  # how many tokens this rank has
+    gather: Callable[[Tensor, int], Tensor]  # all tokens along a dimension, for what every rank computes alike
+    split: Callable[[Tensor, int], Tensor]  # this rank's
+    share: Callable[[Tensor], Tensor] = lambda whole: whole  # of what else has a gradient and every rank has whole
+    pause: Callable[[], AbstractContextManager[Any]] = nullcontext  # while a module has all tokens
 
 
 def mixing(call: Call, tokens: int) -> str | None:
@@ -126,42 +136,36 @@ def _token_dim(seen: Seen, tokens: int) -> int | None:
     return next((dim for dim in (1, 2) if seen.shape[dim] == tokens), None)
 
 
-def give_all_tokens(
-    module: nn.Module, which: Gathered, group: dist.ProcessGroup, tokens: Callable[[], int], now: Now, pause: Any
-) -> None:
-    """Make a module work on all tokens. `tokens` tells how many; `pause` is a context without exchanges in attention.
-
-    Every rank computes the same in it, with the same gradients.
-    """
+def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now: Now) -> None:
+    """Make a module work on all tokens. Every rank computes the same in it, with the same gradients."""
     inner: Callable[..., Any] = module.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
-        total = tokens()
         leaves, form = pytree.tree_flatten((arguments, keywords))
         taken: dict[int, Tensor] = {}  # a tensor that is given twice is gathered once
         for index, leaf in enumerate(leaves):
             if index in which.inputs:
                 if id(leaf) not in taken:
-                    taken[id(leaf)] = _gathered(leaf, group, total, which.inputs[index])
+                    taken[id(leaf)] = _gathered(leaf, messages, which.inputs[index])
                 leaves[index] = taken[id(leaf)]
             elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-                leaves[index] = gradient_shared(leaf, group)
+                leaves[index] = messages.share(leaf)
         arguments, keywords = pytree.tree_unflatten(leaves, form)
-        with now.holding(Portion()), pause():
+        with now.holding(Portion()), messages.pause():
             output = inner(*arguments, **keywords)
         results, form = pytree.tree_flatten(output)
         for index, dim in which.outputs.items():
-            results[index] = split(results[index], group, dim)
+            results[index] = messages.split(results[index], dim)
         return pytree.tree_unflatten(results, form)
 
     module.forward = forward
 
 
-def _gathered(tensor: Tensor, group: dist.ProcessGroup, total: int, dim: int) -> Tensor:
-    own = part_length(total, group.size())
+def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:
+    own = messages.own()
     if tensor.shape[dim] != own:  # something that every rank has whole
         raise RuntimeError(f"a module that wants all tokens is given {list(tensor.shape)}, not a rank's {own} tokens")
-    return gather(tensor, group, total, dim)
+    return messages.gather(tensor, dim)
 
 
 def parameters_in(model: nn.Module, gathered: Sequence[Gathered]) -> set[nn.Parameter]:

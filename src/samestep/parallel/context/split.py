@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
@@ -28,13 +29,22 @@ from samestep.parallel.blocks import with_forward
 from samestep.parallel.calls import Attention, Call, Seen, Trace, seen_in
 from samestep.parallel.context.gathered import (
     Gathered,
+    Messages,
     find_gathered,
     give_all_tokens,
     mixing,
     parameters_in,
     whole_and_used,
 )
-from samestep.parallel.context.messages import exchange, gather, gradient_summed, own_part, part_length, split
+from samestep.parallel.context.messages import (
+    exchange,
+    gather,
+    gradient_shared,
+    gradient_summed,
+    own_part,
+    part_length,
+    split,
+)
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts
 from samestep.parallel.tensor.compare import Output, alike_numbers, output_of
@@ -139,12 +149,21 @@ def _split_chain(model: nn.Module, chain: Sequence[Block], group: dist.ProcessGr
     length = Length()
     for block in chain:
         mode = _AttentionOverAll(group, length, now, block.crossing)
+        messages = _messages(group, length, mode)
         for each in block.gathered:
-            give_all_tokens(
-                model.get_submodule(each.name), each, group, lambda length=length: length.tokens, now, mode.paused
-            )
+            give_all_tokens(model.get_submodule(each.name), each, messages, now)
         block.module.forward = _on_own_tokens(block.module.forward, block, group, length, now, mode)
     _at_the_edges([block.module for block in chain], chain[0].hidden, group, length)
+
+
+def _messages(group: dist.ProcessGroup, length: Length, mode: "_AttentionOverAll") -> Messages:
+    return Messages(
+        own=lambda: part_length(length.tokens, group.size()),
+        gather=lambda part, dim: gather(part, group, length.tokens, dim),
+        split=lambda whole, dim: split(whole, group, dim),
+        share=lambda whole: gradient_shared(whole, group),
+        pause=mode.paused,
+    )
 
 
 def _hold(model: nn.Module, example: Any, expected: Output, group: dist.ProcessGroup, layout: Layout) -> None:
@@ -180,9 +199,8 @@ def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]
         if len(handed) > 1:
             hidden = [key for key in handed if dict(places)[key].shape == _first(call.output)]
             hands_more = True
-            handed = (
-                hidden if all(len(dict(places)[key].shape) != 3 for key in handed if key not in hidden) else handed
-            )
+            others = [key for key in handed if key not in hidden]
+            handed = handed if any(len(dict(places)[key].shape) == 3 for key in others) else hidden
         if before is None:
             handed = [key for key, seen in places if len(seen.shape) == 3 and seen.shape == _first(call.output)][:1]
         if before is not None and len(handed) != 1:
@@ -289,9 +307,9 @@ def _on_own_tokens(
 
     @wraps(forward)
     def on_own_tokens(*arguments: Any, **keywords: Any) -> Any:
-        whole = [key for key in (*range(len(arguments)), *keywords) if key not in cut]
-        changes = {**dict.fromkeys(which.along, mine), **dict.fromkeys(whole, partial(_summed, group=group))}
-        arguments, keywords = _with(arguments, keywords, changes)
+        arguments = tuple(v if key in cut else _summed(v, group) for key, v in enumerate(arguments))
+        keywords = {key: v if key in cut else _summed(v, group) for key, v in keywords.items()}
+        arguments, keywords = _with(arguments, keywords, dict.fromkeys(which.along, mine))
         first = group.rank() * part_length(length.tokens, group.size())
         with now.holding(Portion(activations={1: first})), mode:
             mode.begin()
@@ -301,10 +319,12 @@ def _on_own_tokens(
 
 
 def _summed(value: Any, group: dist.ProcessGroup) -> Any:
-    """What all ranks have whole, such as an encoder's output: its gradient is the sum of those of each one's tokens."""
-    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-        return gradient_summed(value, group)
-    return value
+    """What all ranks have whole, such as an encoder's output: its gradient sums up each one's tokens."""
+
+    def summed(tensor: Tensor) -> Tensor:
+        return gradient_summed(tensor, group) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+
+    return pytree.tree_map_only(Tensor, summed, value)
 
 
 def _own_tokens(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:

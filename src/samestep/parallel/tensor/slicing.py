@@ -57,6 +57,9 @@ def slice_tensors(
     while True:
         plan = make_plan(model, seen, repeated, layout.tensor, given=given, left_whole=whole, tokens_split=split)
         streams = find_streams(model, repeated, seen, group, str(layout)) if split else []
+        slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
+        for stream in streams:
+            stream.find_gathered(seen, [*slices, *plan.multiheads])
         vocabulary = Vocabulary(mesh.grid["tensor"])
         _Slicer(model, plan, seen, streams, group, now, vocabulary).slice(parts)
         departure = Comparison(model, layout, plan, seen, streams, group, given).hold(example, expected, vocabulary)
