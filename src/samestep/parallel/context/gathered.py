@@ -40,6 +40,7 @@ class Gathered:
     name: str
     inputs: Mapping[int, int]
     outputs: Mapping[int, int]
+    outside: frozenset[int]  # the leaves of its arguments that its block was given, whole on every rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,9 @@ class Messages:
     own: Callable[[], int]  # how many tokens this rank has
     gather: Callable[[Tensor, int], Tensor]  # all tokens along a dimension, for what every rank computes alike
     split: Callable[[Tensor, int], Tensor]  # this rank's
-    share: Callable[[Tensor], Tensor] = lambda whole: whole  # of what else has a gradient and every rank has whole
+    # Of what else has a gradient and every rank has whole: where gradients are summed over the ranks afterwards, each
+    # gives its share of one. True: the block was given it.
+    share: Callable[[Tensor, bool], Tensor]
     pause: Callable[[], AbstractContextManager[Any]] = nullcontext  # while a module has all tokens
 
 
@@ -83,6 +86,7 @@ def find_gathered(
             name=call.name,
             inputs=_carrying((call.arguments, dict(call.keywords)), tokens, cut, whole - _handed(block, tokens)),
             outputs=_carrying(call.output, tokens, set(), set()),
+            outside=_outside((call.arguments, dict(call.keywords)), {seen.identity for seen in block.inputs()}),
         )
         for call in found
     ]
@@ -129,6 +133,11 @@ def _carrying(nest: Any, tokens: int, cut: set[int], whole: set[int]) -> dict[in
     return found
 
 
+def _outside(nest: Any, given: set[int]) -> frozenset[int]:
+    leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
+    return frozenset(i for i, seen in enumerate(leaves) if isinstance(seen, Seen) and seen.identity in given)
+
+
 def _token_dim(seen: Seen, tokens: int) -> int | None:
     """Where the tokens are in [batch, tokens, features] or [batch, channels, tokens]; None for anything else."""
     if len(seen.shape) != 3:
@@ -149,7 +158,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
                     taken[id(leaf)] = _gathered(leaf, messages, which.inputs[index])
                 leaves[index] = taken[id(leaf)]
             elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-                leaves[index] = messages.share(leaf)
+                leaves[index] = messages.share(leaf, index in which.outside)
         arguments, keywords = pytree.tree_unflatten(leaves, form)
         with now.holding(Portion()), messages.pause():
             output = inner(*arguments, **keywords)

@@ -161,7 +161,7 @@ def _messages(group: dist.ProcessGroup, length: Length, mode: "_AttentionOverAll
         own=lambda: part_length(length.tokens, group.size()),
         gather=lambda part, dim: gather(part, group, length.tokens, dim),
         split=lambda whole, dim: split(whole, group, dim),
-        share=lambda whole: gradient_shared(whole, group),
+        share=lambda whole, _: gradient_shared(whole, group),
         pause=mode.paused,
     )
 

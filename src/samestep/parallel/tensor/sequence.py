@@ -17,6 +17,7 @@ from samestep.errors import LayoutError
 from samestep.parallel import tokens
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
+from samestep.parallel.context.messages import gradient_shared
 from samestep.parallel.moment import Now, Portion
 
 Key = int | str  # a position or a keyword
@@ -74,6 +75,8 @@ class Stream:
             own=self._own,
             gather=lambda part, dim: tokens.gather(part, self._group, self.total, dim),
             split=lambda whole, dim: tokens.split(whole, self._group, dim),
+            # The gradients of parameters in the block are summed, those of what it was given are not.
+            share=lambda whole, outside: whole if outside else gradient_shared(whole, self._group),
         )
         for each in self.gathered:
             give_all_tokens(model.get_submodule(each.name), each, messages, now)
