@@ -84,7 +84,8 @@ def spread(
         experts = _experts(model, layout, details)
     blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in experts])
     if seen is not None and layout.context > 1:
-        split_tokens(model, blocks, seen, mesh, parts, now)
+        with throughout():
+            split_tokens(model, blocks, seen, mesh, parts, now, example=details.example)
     vocabulary = None
     if seen is not None and layout.tensor > 1:
         with throughout():

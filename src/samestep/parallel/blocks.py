@@ -64,9 +64,3 @@ def caller_of(model: nn.Module, name: str) -> str:
     while name and not has_forward(model.get_submodule(name)):
         name = name.rpartition(".")[0]
     return name
-
-
-def expert_counts(module: nn.Module) -> set[int]:
-    """How many modules alike the lists in a module hold, and how many matrices its stacks."""
-    lists = {len(list(each.children())) for each in module.modules() if is_list_of_like(each)}
-    return lists | {parameter.shape[0] for parameter in module.parameters() if parameter.ndim == 3}

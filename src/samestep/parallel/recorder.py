@@ -140,9 +140,10 @@ def along(function: str, size: int) -> str:
 
 
 def _size_along(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """The size of the dimension along which a function is called."""
+    """The size of the dimension along which a function is called; a softmax that names none takes the last."""
     tensor = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dim = -1 if dim is None else dim
     return tensor.shape[dim] if isinstance(tensor, Tensor) and isinstance(dim, int) and tensor.ndim else None
 
 

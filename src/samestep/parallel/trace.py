@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from samestep.errors import UserError
+from samestep.parallel.attributes import Attributes, forget_results
 from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
@@ -161,22 +162,12 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
     A shared module's parameters are among them, which `functional_call` does not put back.
     """
-    before = [(module, dict(vars(module))) for module in dict.fromkeys(model.modules())]
-    contents = [
-        (value, value.copy())
-        for _, attributes in before
-        for value in attributes.values()
-        if isinstance(value, (dict, list, set))
-    ]
+    before = Attributes(model)
     try:
         yield
     finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for holder, content in contents:
-            holder.clear()
-            (holder.extend if isinstance(holder, list) else holder.update)(content)
+        before.restore()
+        forget_results(model)
 
 
 def imagine(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:

@@ -49,6 +49,43 @@ def all_parts(part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int = 1)
     return whole if whole.shape[dim] == tokens else whole.narrow(dim, 0, tokens).clone()
 
 
+def gradient_summed(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same tensor, for what each rank computes from it for its own tokens. Backward adds up the gradients."""
+    return _GradientSummed.apply(whole, group)  # pyright: ignore[reportReturnType]
+
+
+def gradient_shared(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same tensor, for what every rank computes alike where gradients are summed over the ranks afterwards.
+
+    Backward gives an equal share of the gradient to each rank.
+    """
+    return _GradientShared.apply(whole, group)  # pyright: ignore[reportReturnType]
+
+
+class _GradientSummed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        summed = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _GradientShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = group.size()
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.ranks, None
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

@@ -7,7 +7,10 @@ gathered instead.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -17,98 +20,196 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.blocks import expert_counts, with_forward
-from samestep.parallel.calls import Attention, Call, Seen, Trace
-from samestep.parallel.context.messages import exchange, gather, own_part, part_length, split
+from samestep.parallel.blocks import with_forward
+from samestep.parallel.calls import Attention, Call, Seen, Trace, seen_in
+from samestep.parallel.context.gathered import (
+    Gathered,
+    Messages,
+    find_gathered,
+    give_all_tokens,
+    mixing,
+    parameters_in,
+    whole_and_used,
+)
+from samestep.parallel.context.messages import (
+    exchange,
+    gather,
+    gradient_shared,
+    gradient_summed,
+    own_part,
+    part_length,
+    split,
+)
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts
-from samestep.parallel.recorder import along
+from samestep.parallel.tensor.compare import Output, alike_numbers, output_of
+from samestep.parallel.tensor.vocabulary import agree
+from samestep.parallel.trace import first_line
 
 Key = str | int  # of an argument: its name, or its position
 
-# Functions in which tokens may meet outside of attention.
-_MIXES_TOKENS = (
-    "softmax",
-    "multi_head_attention_forward",
-    "conv1d",
-    "conv2d",
-    "cumsum",
-    "flip",
-    "roll",
-    "lstm",
-    "gru",
-)
-
 
 class Length:
-    """How many tokens the running forward has in all. One object a model, shared by its blocks."""
+    """How many tokens the running forward has in all. One object for each list of blocks."""
 
     def __init__(self) -> None:
         self.tokens = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Which arguments of a block carry tokens."""
+class Block:
+    """How a block works on one rank's tokens."""
 
-    hidden: Key
+    module: nn.Module
+    hidden: Key  # the argument that is the hidden state
     along: tuple[Key, ...]  # others with a row a token, whole on every rank: positions, rotary tables
+    gathered: Sequence[Gathered]  # the modules in it that get all tokens
+    crossing: tuple[bool, ...]  # of each call of attention in its order: whether it attends to another sequence
 
 
 def split_tokens(
-    model: nn.Module, blocks: Sequence[nn.Module], trace: Trace, mesh: Mesh, parts: Parts, now: Now
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    trace: Trace,
+    mesh: Mesh,
+    parts: Parts,
+    now: Now,
+    *,
+    example: Any,
 ) -> None:
     """Make the blocks work on this rank's tokens. Raises LayoutError for blocks that carry no tokens.
 
-    Embeddings before the blocks, and what stands after them, see all tokens on every rank.
+    Embeddings before the blocks, and what stands after them, see all tokens on every rank. So do modules in the
+    blocks in which tokens meet otherwise than in PyTorch's attention; which ones is said on standard error.
     """
+    layout, group = parts.layout, mesh.group("context")
     blocks = with_forward(blocks)
     if not blocks:
-        raise _refused(parts.layout, type(model).__name__, "has no blocks between which it hands on hidden states")
+        raise _refused(layout, type(model).__name__, "has no blocks between which it hands on hidden states")
     names = {module: name for name, module in model.named_modules()}
-    calls = [_only_call(trace, names[block], parts.layout) for block in blocks]
-    group, length = mesh.group("context"), Length()
-    for block, call in zip(blocks, calls, strict=True):
-        tokens = {seen.shape[1] for _, seen in _places(call) if len(seen.shape) == 3}
-        _check_attention(call, trace, parts.layout, expert_counts(block) - tokens)
-    carried = find_hidden(calls, parts.layout)
-    used_outside = trace.used_outside(model, [call.name for call in calls])
-    if used_outside is not None:
-        raise _refused(parts.layout, used_outside, "is also used outside of its block, on all tokens")
-    for block, call, hidden in zip(blocks, calls, carried, strict=True):
-        arguments = Arguments(hidden=hidden, along=_along(block, call, hidden))
-        block.forward = _on_own_tokens(block.forward, arguments, group, length, now)
-    _at_the_edges(blocks, carried[0], group, length)
+    chains: dict[str, list[nn.Module]] = {}
     for block in blocks:
-        for name, _ in block.named_parameters(prefix=names[block]):
-            parts.add_sum(name, group)
+        chains.setdefault(names[block].rpartition(".")[0], []).append(block)
+    found = [_look(model, [names[block] for block in chain], trace, layout) for chain in chains.values()]
+    used_outside = trace.used_outside(model, [names[block] for block in blocks])
+    if used_outside is not None:
+        raise _refused(layout, used_outside, "is also used outside of its block, on all tokens")
+    gathered = [each for chain in found for block in chain for each in block.gathered]
+    expected = None
+    if gathered or len(found) > 1:
+        with torch.no_grad():
+            expected = output_of(model, example)
+    for chain in found:
+        _split_chain(model, chain, group, now)
+    of_all_tokens = parameters_in(model, gathered)
+    for block in blocks:
+        for name, parameter in block.named_parameters(prefix=names[block]):
+            if parameter not in of_all_tokens:
+                parts.add_sum(name, group)
+    if expected is not None:
+        _hold(model, example, expected, group, layout)
+    if gathered and dist.get_rank() == 0:
+        which = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", each.name) for each in gathered)
+        text = f"every rank computes all tokens of {', '.join(which)}, in which tokens meet"
+        print(f'samestep: layout "{layout}": {text}', file=sys.stderr, flush=True)
 
 
-def find_hidden(calls: Sequence[Call], layout: Layout) -> list[Key]:
+def _look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout) -> list[Block]:
+    """How each block of a list works on some tokens. Raises LayoutError where one can't."""
+    calls = [_only_call(trace, name, layout) for name in names]
+    carried, hands_more = find_hidden(calls, layout)
+    found: list[Block] = []
+    for call, hidden in zip(calls, carried, strict=True):
+        module = model.get_submodule(call.name)
+        along = _along(module, call, hidden)
+        tokens = dict(_places(call))[hidden].shape[1]
+        cut = [seen for key in along for seen in seen_in(dict(_all(call))[key])]
+        gathered = find_gathered(call, trace, tokens, cut, attentions=hands_more)
+        if gathered is None:
+            raise _refused(layout, call.name, f"calls {mixing(call, tokens)} itself, where tokens meet")
+        for each in gathered:
+            if whole_and_used(trace.of(each.name)[0], call, trace, tokens):
+                raise _refused(layout, each.name, "gives more than tokens, which its block goes on with")
+        inside = {each.name for each in gathered}
+        attentions = [each for each in trace.attentions if call.name in each.modules]
+        outside = [each for each in attentions if not inside & set(each.modules)]
+        if not gathered and not attentions:
+            raise _refused(layout, call.name, "does not call scaled_dot_product_attention")
+        crossing = tuple(not _attends_to_itself(each, call, trace) for each in outside)
+        found.append(Block(module=module, hidden=hidden, along=along, gathered=gathered, crossing=crossing))
+    return found
+
+
+def _split_chain(model: nn.Module, chain: Sequence[Block], group: dist.ProcessGroup, now: Now) -> None:
+    length = Length()
+    for block in chain:
+        mode = _AttentionOverAll(group, length, now, block.crossing)
+        messages = _messages(group, length, mode)
+        for each in block.gathered:
+            give_all_tokens(model.get_submodule(each.name), each, messages, now)
+        block.module.forward = _on_own_tokens(block.module.forward, block, group, length, now, mode)
+    _at_the_edges([block.module for block in chain], chain[0].hidden, group, length)
+
+
+def _messages(group: dist.ProcessGroup, length: Length, mode: "_AttentionOverAll") -> Messages:
+    return Messages(
+        own=lambda: part_length(length.tokens, group.size()),
+        gather=lambda part, dim: gather(part, group, length.tokens, dim),
+        split=lambda whole, dim: split(whole, group, dim),
+        share=lambda whole, _: gradient_shared(whole, group),
+        pause=mode.paused,
+    )
+
+
+def _hold(model: nn.Module, example: Any, expected: Output, group: dist.ProcessGroup, layout: Layout) -> None:
+    """Raise LayoutError where the model gives another output than before for the example, or fails."""
+    why = "gives another output"
+    try:
+        with torch.no_grad():
+            found = output_of(model, example)
+        alike = alike_numbers(found.numbers, expected.numbers)
+    except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
+        alike, why = False, f"fails ({type(error).__name__}: {first_line(error)})"
+    if not agree(alike, group, next(model.parameters()).device):
+        raise LayoutError(
+            f'layout "{layout}": {type(model).__name__} {why} where each rank has a part of the tokens; '
+            f"use dp{layout.size} or fsdp{layout.size}"
+        )
+
+
+def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]:
     """Which argument of each block is the hidden state [batch, tokens, hidden]: what the block before it gave.
 
-    Raises LayoutError where blocks hand on anything else, or more than that.
+    And whether blocks hand on more than that, such as relative positions, which no tokens are. Raises LayoutError
+    where they hand on anything else.
     """
     found: list[Key] = []
+    hands_more = False
     for before, call in zip([None, *calls], [*calls, None], strict=True):
         if call is None:
             break
         outputs = {seen.identity for seen in before.outputs()} if before else set()
         places = _places(call)
         handed = [key for key, seen in places if seen.identity in outputs]
+        if len(handed) > 1:
+            hidden = [key for key in handed if dict(places)[key].shape == _first(call.output)]
+            hands_more = True
+            others = [key for key in handed if key not in hidden]
+            handed = handed if any(len(dict(places)[key].shape) == 3 for key in others) else hidden
         if before is None:
-            handed = [key for key, seen in places if len(seen.shape) == 3 and seen.shape == _first(call.output)]
+            handed = [key for key, seen in places if len(seen.shape) == 3 and seen.shape == _first(call.output)][:1]
         if before is not None and len(handed) != 1:
             raise _refused(layout, call.name, "gets more from the block before it than one hidden state")
         if not handed or len(_first(call.output)) != 3:
             raise _refused(layout, call.name, _other_shapes(places, call))
         _check_same_tokens(call, dict(places)[handed[0]], layout)
         found.append(handed[0])
-    return found
+    return found, hands_more
 
 
 def _other_shapes(places: Sequence[tuple[Key, Seen]], call: Call) -> str:
@@ -140,30 +241,6 @@ def _only_call(trace: Trace, name: str, layout: Layout) -> Call:
     if len(calls) != 1:
         raise _refused(layout, name, f"is called {len(calls)} times in a forward")
     return calls[0]
-
-
-def _check_attention(call: Call, trace: Trace, layout: Layout, experts: Collection[int]) -> None:
-    """A layer's own tokens may meet in PyTorch's attention, where they are exchanged, and nowhere else.
-
-    `experts`: how many experts the layer has to choose among; along these no tokens stand.
-    """
-    if call.functions.get("multi_head_attention_forward"):
-        raise _refused(
-            layout, call.name, "attends by nn.MultiheadAttention, in which no rank can exchange tokens with others"
-        )
-    if not call.functions.get("scaled_dot_product_attention"):
-        raise _refused(layout, call.name, "does not call scaled_dot_product_attention")
-    for attention in trace.attentions:
-        if call.name in attention.modules and not _attends_to_itself(attention, call, trace):
-            raise _refused(
-                layout,
-                attention.modules[-1],
-                "attends to another sequence than its queries come from (cross-attention)",
-            )
-    of_experts = {name: sum(call.functions.get(along(name, n), 0) for n in experts) for name in _MIXES_TOKENS}
-    mixing = [name for name in _MIXES_TOKENS if call.functions.get(name, 0) > of_experts[name]]
-    if mixing:
-        raise _refused(layout, call.name, f"also calls {mixing[0]}, where tokens may meet that are on other ranks")
 
 
 def _attends_to_itself(attention: Attention, call: Call, trace: Trace) -> bool:
@@ -217,20 +294,37 @@ def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessG
 
 
 def _on_own_tokens(
-    forward: Callable[..., Any], which: Arguments, group: dist.ProcessGroup, length: Length, now: Now
+    forward: Callable[..., Any],
+    which: Block,
+    group: dist.ProcessGroup,
+    length: Length,
+    now: Now,
+    mode: "_AttentionOverAll",
 ) -> Callable[..., Any]:
     """A block's forward with its further arguments cut to this rank's tokens, and attention over all tokens."""
-    mode = _AttentionOverAll(group, length, now)
     mine = partial(_own_tokens, group=group)
+    cut = {which.hidden, *which.along}
 
     @wraps(forward)
     def on_own_tokens(*arguments: Any, **keywords: Any) -> Any:
+        arguments = tuple(v if key in cut else _summed(v, group) for key, v in enumerate(arguments))
+        keywords = {key: v if key in cut else _summed(v, group) for key, v in keywords.items()}
         arguments, keywords = _with(arguments, keywords, dict.fromkeys(which.along, mine))
         first = group.rank() * part_length(length.tokens, group.size())
         with now.holding(Portion(activations={1: first})), mode:
+            mode.begin()
             return forward(*arguments, **keywords)
 
     return on_own_tokens
+
+
+def _summed(value: Any, group: dist.ProcessGroup) -> Any:
+    """What all ranks have whole, such as an encoder's output: its gradient sums up each one's tokens."""
+
+    def summed(tensor: Tensor) -> Tensor:
+        return gradient_summed(tensor, group) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+
+    return pytree.tree_map_only(Tensor, summed, value)
 
 
 def _own_tokens(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -257,8 +351,12 @@ def _with(
 class _AttentionOverAll(TorchFunctionMode):
     """Gives attention all tokens: of some heads where heads can be shared out, else of all keys and values."""
 
-    def __init__(self, group: dist.ProcessGroup, length: Length, now: Now) -> None:
+    def __init__(self, group: dist.ProcessGroup, length: Length, now: Now, crossing: Sequence[bool]) -> None:
+        """`crossing` tells of each call in its order whether keys are of another sequence, whole on every rank."""
         super().__init__()
+        self._crossing = crossing
+        self._calls = 0
+        self._paused = False
         self._now = now
         self._group = group
         self._length = length
@@ -266,9 +364,33 @@ class _AttentionOverAll(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not self._paused:
+            self._calls += 1
+            if self._calls <= len(self._crossing) and self._crossing[self._calls - 1]:
+                return self._to_another(*args, **(kwargs or {}))
             return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def begin(self) -> None:
+        """A block's forward begins, whose calls of attention are counted."""
+        self._calls = 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Code that has all tokens."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _to_another(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+    ) -> Tensor:
+        """This rank's queries over all of another sequence's keys."""
+        mask = _own_rows(attn_mask, self._length.tokens, False, self._group, query)
+        with self._now.holding(Portion(attention={2: self._group.rank() * query.shape[2]})):
+            return F.scaled_dot_product_attention(query, key, value, mask, *rest, **options)
 
     def _attention(
         self,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from samestep.data.order import bounds
-from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
@@ -39,6 +39,16 @@ class Output:
     numbers: Sequence[Tensor]
     marks: Sequence[Mark]
     in_nests: bool  # whether PyTorch's walkers of nests find the numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """A sliced model that gives another output than the whole one, or fails."""
+
+    sentence: str  # for a user whose plan it was
+    why: str  # what the module does that is at fault: "gives another output than whole"
+    to_leave_whole: Sequence[str]  # modules; empty where this rank can't tell
+    of_ours: bool  # whether none of them has a role that the user gave
 
 
 def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -> Output:
@@ -82,8 +92,8 @@ class Comparison:
         self._streams = streams
         self._group = group
 
-    def hold(self, example: Any, expected: Output, vocabulary: Vocabulary) -> None:
-        """Raise LayoutError where the outputs differ, and find out whether logits can stay in slices."""
+    def hold(self, example: Any, expected: Output, vocabulary: Vocabulary) -> Departure | None:
+        """Where the outputs differ, how; else find out whether logits can stay in slices."""
         marks: list[Mark] = []
         failed: Exception | None = None
         try:
@@ -91,19 +101,20 @@ class Comparison:
                 found = output_of(self._model, example, marks)
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
             failed, found = error, Output(numbers=[], marks=marks, in_nests=False)
-        alike = failed is None and _alike(found.numbers, expected.numbers)
+        alike = failed is None and alike_numbers(found.numbers, expected.numbers)
         if not agree(alike, self._group, next(self._model.parameters()).device):
-            raise LayoutError(self._sentence(expected, found, failed))
+            return self._departure(expected, found, failed)
         vocabulary.able = (
             expected.in_nests and not self._weights_after_logits() and self._able(example, expected, vocabulary)
         )
+        return None
 
     def _able(self, example: Any, expected: Output, vocabulary: Vocabulary) -> bool:
         vocabulary.slices = True  # for this one look
         try:
             with torch.enable_grad():
                 found = [leaf.detach() for leaf in output_of(self._model, example).numbers]
-            return _alike(
+            return alike_numbers(
                 [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in found], expected.numbers
             )
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError, AttributeError):
@@ -117,7 +128,7 @@ class Comparison:
         whole = [seen for each in self._trace.of("") for seen in each.outputs()]
         return bool(logits) and bool(self._trace.behind(whole, up_to=logits))
 
-    def _sentence(self, expected: Output, found: Output, failed: Exception | None) -> str:
+    def _departure(self, expected: Output, found: Output, failed: Exception | None) -> Departure:
         departed = self._first_departure(expected, found)
         where = departed if failed is None else self._failing(failed)
         module = self._model.get_submodule(where) if where else self._model
@@ -127,12 +138,18 @@ class Comparison:
             line = foreign_line(failed)
             verb = f"fails ({type(failed).__name__}: {first_line(failed)}{f', {line}' if line else ''})"
         ranks = self._layout.tensor
-        left = dict.fromkeys(self._to_leave_whole(where) or self._to_leave_whole(departed), "whole")
-        plan = ", ".join(f'"{name}": {role}' for name, role in {**self._given, **left}.items())
-        fix = f"run.tensor_plan: {{{plan}}}" if left else f"dp{ranks} or fsdp{ranks}"
+        leave = self._to_leave_whole(where) or self._to_leave_whole(departed)
+        patterns = dict.fromkeys(map(pattern_of, leave), "whole")
+        plan = ", ".join(f'"{name}": {role}' for name, role in {**self._given, **patterns}.items())
+        fix = f"run.tensor_plan: {{{plan}}}" if leave else f"dp{ranks} or fsdp{ranks}"
         if self._streams and where not in self._plan.roles():
             fix = f"tp{ranks}, which shows whether the slices or the split tokens are at fault"
-        return f'layout "{self._layout}": sliced, {what} {verb}; use {fix}'
+        return Departure(
+            sentence=f'layout "{self._layout}": sliced, {what} {verb}; use {fix}',
+            why=f"{verb} when it is sliced",
+            to_leave_whole=leave,
+            of_ours=not any(fnmatchcase(name, each) for name in leave for each in self._given),
+        )
 
     def _failing(self, error: Exception) -> str:
         """The module whose own code failed, such as an attention that reshapes what its linears give."""
@@ -168,18 +185,23 @@ class Comparison:
         return True
 
     def _to_leave_whole(self, where: str) -> list[str]:
-        """The sliced layers in a module, or the last before its end: with patterns for those in repeated layers."""
-        roles = self._plan.roles()
-        inside = [name for name in roles if name == where or name.startswith(f"{where}.")]
+        """The sliced layers in a module, or the last before its end, and their likes in repeated layers."""
+        sliced = [*self._plan.roles(), *self._plan.gathered]
+        inside = [name for name in sliced if name == where or name.startswith(f"{where}.")]
         inside += [n for unit in self._plan.units if where in unit.members for n in unit.members]
         if where and not inside:
             ends = [each.ended for each in self._trace.of(where)]
-            before = [each for each in self._trace.calls if each.name in roles and ends and each.ended < ends[0]]
+            before = [each for each in self._trace.calls if each.name in sliced and ends and each.ended < ends[0]]
             last = max(before, key=lambda each: each.ended, default=None)
             inside = [] if last is None else [last.name]
             inside += [n for unit in self._plan.units if last and last.name in unit.members for n in unit.members]
-        order = sorted(set(inside), key=list(roles).index)
-        return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in order))
+        patterns = {pattern_of(name) for name in inside}
+        return [name for name in sliced if pattern_of(name) in patterns]
+
+
+def pattern_of(name: str) -> str:
+    """A module's name with a star for the number of the layer that it is in."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _marker(name: str, marks: list[Mark]) -> Any:
@@ -213,7 +235,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return found
 
 
-def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def alike_numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return len(found) == len(expected) and all(
         mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
     )

@@ -1,17 +1,15 @@
 """The heads of an attention module, found by the names under which modules keep them."""
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from samestep.errors import LayoutError
-
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep")  # query heads of one key-value head
 # What forwards reshape and split by: the width of all heads together.
 _WIDTHS = ("all_head_size", "inner_dim", "split_size")
 
@@ -38,16 +36,25 @@ class Heads:
         whole = len(pieces) == len(columns) and sum(map(sum, pieces)) == self.queries + 2 * self.keys
         return pieces if whole else None
 
-    def check(self, name: str, parts: int) -> None:
-        """Raise LayoutError where a rank would get a part of a head."""
-        divisor = math.gcd(self.queries, self.keys)
-        if divisor % parts:
-            fits = [n for n in range(1, divisor + 1) if divisor % n == 0]
-            what = f"{self.queries} heads" + (f" and {self.keys} key-value heads" * (self.keys != self.queries))
-            raise LayoutError(
-                f'layout "tp{parts}": {name} has {what}, which are not divisible by {parts}; '
-                f"{' or '.join(f'tp{n}' for n in fits)} would do"
-            )
+    def why_whole(self, parts: int) -> str | None:
+        """Why ranks can't have heads of their own; None where they can, perhaps with keys and values in common."""
+        if self.queries % parts == 0 and (self.keys % parts == 0 or self.queries % self.keys == 0):
+            return None
+        what = f"{self.queries} heads" + (f" and {self.keys} key-value heads" * (self.keys != self.queries))
+        return f"has {what}, which {parts} ranks can't share out"
+
+    def shares_keys(self, parts: int) -> bool:
+        """Whether ranks need the same key-value heads, since there are too few of them to share out."""
+        return self.keys % parts != 0
+
+    def keys_of(self, rank: int, parts: int) -> list[int]:
+        """The key-value heads that a rank's queries attend to, one for as many consecutive queries each."""
+        mine = self.queries // parts
+        needed = [query * self.keys // self.queries for query in range(rank * mine, (rank + 1) * mine)]
+        each = list(dict.fromkeys(needed))
+        # Where queries of one head are on two ranks, some heads have fewer queries here; then each query has its own.
+        even = mine % len(each) == 0 and [head for head in each for _ in range(mine // len(each))] == needed
+        return each if even else needed
 
 
 def heads_of(module: nn.Module) -> Heads | None:
@@ -63,23 +70,27 @@ def heads_of(module: nn.Module) -> Heads | None:
     return Heads(queries=queries, keys=keys)
 
 
-def divide(module: nn.Module, heads: Heads, width: int, parts: int) -> None:
+def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -> None:
     """Make an attention module know that it has one rank's heads; `width` is that of all ranks' together."""
-    expected = {
-        **dict.fromkeys(_HEADS, heads.queries),
-        **dict.fromkeys(_KEY_VALUE_HEADS, heads.keys),
-        **dict.fromkeys(_WIDTHS, width),
+    queries = heads.queries // parts
+    keys = len(heads.keys_of(rank, parts)) if heads.shares_keys(parts) else heads.keys // parts
+    local = {
+        **dict.fromkeys(_HEADS, (heads.queries, queries)),
+        **dict.fromkeys(_KEY_VALUE_HEADS, (heads.keys, keys)),
+        **dict.fromkeys(_GROUPS, (heads.queries // heads.keys, queries // keys)),
+        **dict.fromkeys(_WIDTHS, (width, width // parts)),
     }
-    for name, value in expected.items():
-        if vars(module).get(name) == value:
-            setattr(module, name, value // parts)
+    for name, (whole, mine) in local.items():
+        if vars(module).get(name) == whole:
+            setattr(module, name, mine)
     config = vars(module).get("config")
     if config is not None:
         # Some forwards ask the configuration, which other modules share.
         config = copy.copy(config)
-        for name, value in ((_HEADS[0], heads.queries), (_KEY_VALUE_HEADS[0], heads.keys)):
-            if getattr(config, name, None) == value:
-                setattr(config, name, value // parts)
+        for name in (_HEADS[0], _KEY_VALUE_HEADS[0]):
+            whole, mine = local[name]
+            if getattr(config, name, None) == whole:
+                setattr(config, name, mine)
         vars(module)["config"] = config
 
 

@@ -51,6 +51,45 @@ def computes_weight(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding)) and not _holds(module, "weight")
 
 
+def gathered_dims(module: nn.Module) -> dict[str, int] | None:
+    """Of a layer whose outputs can be computed in slices: each parameter's name, and the dimension of its outputs.
+
+    Of a parametrized layer (weight_norm) the originals, where each has a row an output: whether its weight is
+    computed row by row is for a look at the output to tell. None for any other module.
+    """
+    if isinstance(module, _TRANSPOSED):
+        plain, dim = _is_plain(module, _TRANSPOSED), 1
+    else:
+        plain, dim = _is_plain(module, (nn.Linear, *_CONVOLUTIONS)), 0
+    if not plain or getattr(module, "groups", 1) != 1:
+        return None
+    outputs = outputs_of(module)
+    dims = {name: dim if name == "weight" else 0 for name, _ in module.named_parameters()}
+    fits = all(
+        not parameter.is_complex() and parameter.ndim > dims[name] and parameter.shape[dims[name]] == outputs
+        for name, parameter in module.named_parameters()
+    )
+    return dims if fits and dims else None
+
+
+def outputs_of(module: nn.Module) -> int:
+    """The output features of a linear layer, or the output channels of a convolution."""
+    return getattr(module, "out_features", None) or module.out_channels  # pyright: ignore
+
+
+def outputs_dim(module: nn.Module) -> int:
+    """The dimension of the outputs in what such a layer gives, from the end: convolutions have places behind it."""
+    return -1 if isinstance(module, nn.Linear) else -1 - len(module.kernel_size)  # pyright: ignore
+
+
+def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 def in_features(linear: nn.Module) -> int:
     return _weight_shape(linear)[in_dim(linear)]
 

@@ -65,6 +65,29 @@ def column(linear: nn.Module, entry: Message, region: Region | None) -> None:
     linear.forward = forward
 
 
+def shared_column(linear: nn.Module, entry: Message, region: Region | None, features: Tensor) -> None:
+    """Make a whole linear hand on the features [n] that this rank needs, of heads that other ranks need as well."""
+    product = product_of(linear)
+
+    def forward(x: Tensor) -> Tensor:
+        x = entry(x)
+        if region is not None:
+            region.begin(linear.training)
+        return with_bias(product(x), linear).index_select(-1, features.to(x.device))
+
+    linear.forward = forward
+
+
+def gathered(module: nn.Module, enter: Message, gather: Message) -> None:
+    """Make a layer compute its slice of the outputs, and hand on those of all ranks."""
+    inner: Callable[..., Tensor] = module.forward
+
+    def forward(input: Tensor, *arguments: object) -> Tensor:  # the name that PyTorch's layers give it
+        return gather(inner(enter(input), *arguments))
+
+    module.forward = forward
+
+
 def row(linear: nn.Module, region: Region) -> None:
     """Make a linear compute with its slice of the inputs; the bias is added once, to the sum over the ranks."""
     product = product_of(linear)

@@ -1,7 +1,8 @@
 """The plan: what of a model is sliced over how many ranks, and how; found from the model, or as somebody says."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from samestep.parallel.tensor import roles
 from samestep.parallel.tensor.heads import Heads
 from samestep.parallel.tensor.kinds import (
     computes_weight,
+    gathered_dims,
     in_dim,
     in_features,
     is_embedding,
@@ -20,6 +22,7 @@ from samestep.parallel.tensor.kinds import (
     is_multihead,
     out_dim,
     out_features,
+    outputs_of,
 )
 from samestep.parallel.tensor.roles import Role
 from samestep.parallel.tensor.units import Unit, UnitFinder
@@ -36,6 +39,8 @@ class Plan:
     multiheads: tuple[str, ...]  # nn.MultiheadAttention, a unit in itself
     tables: tuple[str, ...]  # embeddings sliced by the vocabulary
     outputs: tuple[str, ...]  # output layers sliced by the vocabulary
+    gathered: tuple[str, ...] = ()  # layers of which each rank computes some outputs, which are put together at once
+    left_whole: Mapping[str, str] = field(default_factory=dict)  # what could not be sliced -> why
 
     def roles(self) -> dict[str, Role]:
         """The role of every module that is sliced."""
@@ -52,6 +57,10 @@ class Plan:
             module = model.get_submodule(name)
             for own, parameter in module.named_parameters(recurse=False):
                 cuts[f"{name}.{own}"] = (0, vocabulary_ranges(parameter.shape[0], self.parts))
+        for name in self.gathered:
+            module = model.get_submodule(name)
+            ranges = even_ranges([outputs_of(module)], self.parts)
+            cuts |= {f"{name}.{own}": (dim, ranges) for own, dim in (gathered_dims(module) or {}).items()}
         for unit in self.units:
             cuts |= dict(self._cuts_of_unit(model, unit))
         for name in self.multiheads:
@@ -60,7 +69,10 @@ class Plan:
 
     def _cuts_of_unit(self, model: nn.Module, unit: Unit) -> Iterator[tuple[str, Cut]]:
         step = unit.width // unit.heads.queries if unit.heads is not None else 1
+        shared = unit.shared_columns(self.parts)
         for name, pieces in zip(unit.columns, unit.pieces, strict=True):
+            if name in shared:
+                continue
             linear = model.get_submodule(name)
             ranges = even_ranges(pieces, self.parts, step)
             yield f"{name}.weight", (out_dim(linear), ranges)
@@ -92,34 +104,44 @@ def make_plan(
     parts: int,
     *,
     given: Mapping[str, str] | None = None,
+    left_whole: Mapping[str, str] | None = None,
     tokens_split: bool = False,
 ) -> Plan:
     """Find what can be sliced over `parts` ranks.
 
     `blocks` are the names of the repeated layers. What `given` says (name or pattern -> role) goes before the plan
-    that a transformers model brings, and that before what is found. Raises LayoutError for a wrong `given`, for
-    heads that don't divide, and where nothing can be sliced. With `tokens_split` layers that take the tokens of
-    all samples in one row, [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
+    that a transformers model brings, and that before what is found. What `left_whole` names (module -> why) stays
+    whole, and so does an attention whose heads the ranks can't share out. Where there is neither an attention nor a
+    pair of layers to slice, each layer's outputs are computed in slices. Raises LayoutError for a wrong `given`, and
+    where nothing can be sliced. With `tokens_split` layers that take the tokens of all samples in one row,
+    [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
     """
     said = roles.named(model, given or {})
     vocabulary = _vocabulary(model, trace)
     elsewhere: dict[str, Role] = dict.fromkeys(_used_elsewhere(model, trace), "whole")
-    forced: dict[str, Role] = {**roles.of_transformers(model, vocabulary), **elsewhere, **said}
+    left = dict(left_whole or {})
+    tried: dict[str, Role] = dict.fromkeys(left, "whole")
+    forced: dict[str, Role] = {**roles.of_transformers(model, vocabulary), **elsewhere, **tried, **said}
     finder = UnitFinder(model, trace, blocks, forced)
     units = [unit for unit in finder.find() if unit.heads is not None or unit.width >= parts]
     candidates = [unit for unit in units if tokens_split and unit.heads is None]
     flat = [(unit, found) for unit in candidates if (found := finder.flat_input(unit)) is not None]
     units = [unit for unit in units if all(unit is not other for other, _ in flat)]
-    for unit in units:
-        if unit.heads is not None:
-            unit.heads.check(unit.owner or unit.row, parts)
-    multiheads = [
-        name for name, module in model.named_modules() if _can_slice(module) and forced.get(name) != "whole"
-    ]
-    for name in multiheads:
-        attention = model.get_submodule(name)
-        assert isinstance(attention, nn.MultiheadAttention)
-        Heads(queries=attention.num_heads, keys=attention.num_heads).check(name, parts)
+    left |= {
+        unit.owner or unit.row: why
+        for unit in units
+        if unit.heads is not None and (why := unit.heads.why_whole(parts)) is not None
+    }
+    units = [unit for unit in units if (unit.owner or unit.row) not in left]
+    multiheads: list[str] = []
+    for name, module in model.named_modules():
+        if _can_slice(module) and forced.get(name) != "whole":
+            assert isinstance(module, nn.MultiheadAttention)
+            why = Heads(queries=module.num_heads, keys=module.num_heads).why_whole(parts)
+            if why is None:
+                multiheads.append(name)
+            else:
+                left[name] = why
     in_units = {name for unit in units for name in (*unit.members, *unit.head_tables)}
     large = [
         name
@@ -130,12 +152,16 @@ def make_plan(
         and (name in forced or (_rows(module) == vocabulary and finder.block_of(name) is None))
     ]
     large = _tied_alike(model, large, {call.name for call in trace.calls})
+    alone = not (units or multiheads or tokens_split)
+    gathered = tuple(_gathered(model, trace, parts, forced, large)) if alone else ()
     plan = Plan(
         parts=parts,
         units=tuple(units),
         multiheads=tuple(multiheads),
         tables=tuple(name for name in large if is_embedding(model.get_submodule(name))),
         outputs=tuple(name for name in large if is_linear(model.get_submodule(name))),
+        gathered=gathered,
+        left_whole=left,
     )
     _check(plan, model, said, [found for _, found in flat])
     return plan
@@ -195,6 +221,20 @@ def _can_slice(module: nn.Module) -> bool:
     )
 
 
+def _gathered(
+    model: nn.Module, trace: Trace, parts: int, forced: Mapping[str, Role], others: Collection[str]
+) -> Iterator[str]:
+    """Layers that can compute their outputs in slices, and whose parameters no other module has."""
+    called = {call.name for call in trace.calls}
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    for name, module in model.named_modules():
+        whole = name in others or forced.get(name) == "whole"
+        if whole or name not in called or gathered_dims(module) is None:
+            continue
+        if outputs_of(module) >= parts and all(holders[id(p)] == 1 for p in module.parameters()):
+            yield name
+
+
 def _tied_alike(model: nn.Module, names: Sequence[str], called: set[str]) -> list[str]:
     """Those of the modules that are called, and whose weight no other has that is not sliced alike."""
     holders: dict[int, list[str]] = {}
@@ -241,13 +281,13 @@ def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequenc
             raise LayoutError(
                 f'run.tensor_plan: {name} can\'t be "{role}": {_why_not(model.get_submodule(name), role)}'
             )
-    if not found and flat:
+    if not (found or plan.gathered) and flat:
         first, shape = flat[0]
         raise LayoutError(
             f'layout "tp{plan.parts} sequence=split": {first} takes {list(shape)}, which is not [samples, tokens, '
             f"features], so there is no dimension of tokens to split; use tp{plan.parts}, which slices it"
         )
-    if not found:
+    if not (found or plan.gathered):
         computed = next((name for name, module in model.named_modules() if computes_weight(module)), None)
         but = (
             ""

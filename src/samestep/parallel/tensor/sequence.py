@@ -16,6 +16,8 @@ from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel import tokens
 from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
+from samestep.parallel.context.messages import gradient_shared
 from samestep.parallel.moment import Now, Portion
 
 Key = int | str  # a position or a keyword
@@ -28,6 +30,7 @@ class Stream:
         self.names = names
         self.dim = dim  # of the tokens in the hidden states
         self.total = 0  # tokens over all ranks, in the block that runs
+        self.gathered: list[Gathered] = []  # modules of the blocks that get all tokens
         self._group = group
         self._calls = [_only_call(name, trace, layout) for name in names]
         self._key, self._leaf = _find_hidden(self._calls, layout)
@@ -37,7 +40,18 @@ class Stream:
         }
 
     def holds(self, name: str) -> bool:
-        return self._block_of(name) is not None
+        """Whether a module works on this rank's tokens."""
+        everything = any(f"{name}.".startswith(f"{each.name}.") for each in self.gathered)
+        return self._block_of(name) is not None and not everything
+
+    def find_gathered(self, trace: Trace, slices: Sequence[str]) -> None:
+        """Find the modules in which tokens meet: but attentions that are in slices, which gather them themselves."""
+        if self.dim != 1:
+            return
+        for block in self._calls:
+            tokens = _given(block, self._key).shape[self.dim]
+            found = find_gathered(block, trace, tokens, (), attentions=True) or []
+            self.gathered += [each for each in found if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)]
 
     def is_outside(self, name: str, identity: int | None) -> bool:
         """Whether what a module in a block is given came into the block whole (a mask, an encoder's output)."""
@@ -57,6 +71,15 @@ class Stream:
         for block in blocks:
             block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
             self._wrap(block, now)
+        messages = Messages(
+            own=self._own,
+            gather=lambda part, dim: tokens.gather(part, self._group, self.total, dim),
+            split=lambda whole, dim: tokens.split(whole, self._group, dim),
+            # The gradients of parameters in the block are summed, those of what it was given are not.
+            share=lambda whole, outside: whole if outside else gradient_shared(whole, self._group),
+        )
+        for each in self.gathered:
+            give_all_tokens(model.get_submodule(each.name), each, messages, now)
         # First of the hooks, as the split is the last: what others split at the first block they gather after it.
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
@@ -74,6 +97,10 @@ class Stream:
                 return inner(*arguments, **keywords)
 
         block.forward = forward
+
+    def _own(self) -> int:
+        first, last = bounds(self.total, dist.get_rank(self._group), dist.get_world_size(self._group))
+        return last - first
 
     def _split(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         given = keywords if isinstance(self._key, str) else arguments

@@ -1,5 +1,6 @@
 """Tensor parallel applied to a model: parameters cut, layers made to compute with the cuts, output compared."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 
 from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
+from samestep.errors import LayoutError
+from samestep.parallel.attributes import Attributes
 from samestep.parallel.calls import Trace, seen_in
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts, Slice
 from samestep.parallel.tensor import collectives, layers, sequence
-from samestep.parallel.tensor.compare import Comparison, output_of
+from samestep.parallel.tensor.compare import Comparison, Departure, output_of, pattern_of
 from samestep.parallel.tensor.heads import divide
+from samestep.parallel.tensor.kinds import outputs_dim, outputs_of
 from samestep.parallel.tensor.layers import Entry, Message, Region
 from samestep.parallel.tensor.multihead import multihead
 from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
@@ -38,21 +42,58 @@ def slice_tensors(
     """Slice a model in place over the tensor dimension, and write down in `parts` how.
 
     `seen` is what its forward of the example does. `given` is a user's plan: name or pattern of modules -> role.
-    Raises LayoutError where the model can't be sliced, and where the sliced model gives another output for the
-    example than the whole one.
+    The sliced model's output for the example is held against the whole one's. Where a module goes wrong, it is left
+    whole and the rest is sliced anew, which is said on standard error. Raises LayoutError where nothing is left to
+    slice, and where what `given` says goes wrong.
     """
     layout = parts.layout
     repeated = _repeated(model, blocks)
     split = layout.sequence == "split"
-    plan = make_plan(model, seen, repeated, layout.tensor, given=given, tokens_split=split)
     group = mesh.group("tensor")
-    streams = find_streams(model, repeated, seen, group, str(layout)) if split else []
     with torch.no_grad():
         expected = output_of(model, example)
-    vocabulary = Vocabulary(mesh.grid["tensor"])
-    _Slicer(model, plan, seen, streams, group, now, vocabulary).slice(parts)
-    Comparison(model, layout, plan, seen, streams, group, given).hold(example, expected, vocabulary)
+    before, table = Attributes(model), dict(parts.table)
+    whole: dict[str, str] = {}
+    while True:
+        plan = make_plan(model, seen, repeated, layout.tensor, given=given, left_whole=whole, tokens_split=split)
+        streams = find_streams(model, repeated, seen, group, str(layout)) if split else []
+        slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
+        for stream in streams:
+            stream.find_gathered(seen, [*slices, *plan.multiheads])
+        vocabulary = Vocabulary(mesh.grid["tensor"])
+        _Slicer(model, plan, seen, streams, group, now, vocabulary).slice(parts)
+        departure = Comparison(model, layout, plan, seen, streams, group, given).hold(example, expected, vocabulary)
+        if departure is None:
+            break
+        more = {name: departure.why for name in _leave_whole(departure, plan, group) if name not in whole}
+        if not more or (given and not departure.of_ours):
+            raise LayoutError(departure.sentence)
+        whole |= more
+        before.restore()
+        parts.table.clear()
+        parts.table.update(table)
+    if plan.left_whole and dist.get_rank() == 0:
+        print(f'samestep: layout "{layout}": {_said(plan.left_whole)}', file=sys.stderr, flush=True)
     return vocabulary
+
+
+def _leave_whole(departure: Departure, plan: Plan, group: dist.ProcessGroup) -> list[str]:
+    """What any rank of the group would leave whole; where none knows, all of the attentions and pairs."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, departure.to_leave_whole, group=group)
+    found = list(dict.fromkeys(name for names in everyone for name in names))
+    return found or [*plan.multiheads, *(name for unit in plan.units for name in unit.members), *plan.gathered]
+
+
+def _said(left_whole: Mapping[str, str]) -> str:
+    """Which modules every rank has whole, those of repeated layers together, and why."""
+    whys: dict[str, list[str]] = {}
+    for name, why in left_whole.items():
+        names = whys.setdefault(why, [])
+        pattern = pattern_of(name)
+        if pattern not in names:
+            names.append(pattern)
+    return "; ".join(f"every rank has all of {', '.join(names)}, since it {why}" for why, names in whys.items())
 
 
 class _Slicer:
@@ -79,7 +120,8 @@ class _Slicer:
     def slice(self, parts: Parts) -> None:
         for unit in self._plan.units:
             if unit.heads is not None and unit.owner is not None:
-                divide(self._model.get_submodule(unit.owner), unit.heads, unit.width, self._plan.parts)
+                rank = dist.get_rank(self._group)
+                divide(self._model.get_submodule(unit.owner), unit.heads, unit.width, rank, self._plan.parts)
         self._cut(parts)
         layers.no_fast_path(self._model)
         for unit in self._plan.units:
@@ -92,6 +134,8 @@ class _Slicer:
             rows = parts.state[f"{name}.weight"].shape[0]
             lengths = [last - first for ((first, last),) in vocabulary_ranges(rows, self._plan.parts)]
             self._vocabulary.output(self._model.get_submodule(name), lengths)
+        for name in self._plan.gathered:
+            self._gather_outputs(name)
         for stream in self._streams:
             stream.attach(self._model, self._now)
 
@@ -118,7 +162,12 @@ class _Slicer:
 
     def _gradient_is_in_parts(self, module: str) -> bool:
         """Whether the whole parameters of a module work on this rank's heads or tokens alone."""
-        return any(module in unit.partial for unit in self._plan.units) or self._stream_of(module) is not None
+        shares = (each for unit in self._plan.units for each in unit.shared_columns(self._plan.parts))
+        return (
+            any(module in unit.partial for unit in self._plan.units)
+            or module in shares
+            or self._stream_of(module) is not None
+        )
 
     def _stream_of(self, name: str) -> Stream | None:
         return next((stream for stream in self._streams if stream.holds(name)), None)
@@ -133,8 +182,38 @@ class _Slicer:
                 message = _as_it_is if identity in gathered else self._enter(name, identity)
                 entries[identity] = Entry(message, identities.count(identity))
             first = region if name == unit.columns[0] else None
-            layers.column(self._model.get_submodule(name), entries[identity], first)
+            linear, entry = self._model.get_submodule(name), entries[identity]
+            if name in unit.shared_columns(self._plan.parts):
+                layers.shared_column(linear, entry, first, self._features(unit, name))
+            else:
+                layers.column(linear, entry, first)
         layers.row(self._model.get_submodule(unit.row), region)
+
+    def _features(self, unit: Unit, name: str) -> Tensor:
+        """Which outputs of a column this rank needs, of the queries, keys and values that it fuses. [n]"""
+        assert unit.heads is not None
+        rank, ranks = dist.get_rank(self._group), self._plan.parts
+        queries = range(*bounds(unit.heads.queries, rank, ranks))
+        keys = unit.heads.keys_of(rank, ranks)
+        width = unit.width // unit.heads.queries  # of a head
+        found: list[int] = []
+        start = 0
+        pieces = unit.pieces[unit.columns.index(name)]
+        for number, heads in enumerate(pieces):
+            mine = queries if len(pieces) == 3 and number == 0 else keys
+            found += [start + head * width + feature for head in mine for feature in range(width)]
+            start += heads * width
+        return torch.tensor(found)
+
+    def _gather_outputs(self, name: str) -> None:
+        module, group = self._model.get_submodule(name), self._group
+        ranks = self._plan.parts
+        every = [bounds(outputs_of(module), rank, ranks) for rank in range(ranks)]
+        lengths = [last - first for first, last in every]
+        dim = outputs_dim(module)
+        layers.gathered(
+            module, lambda x: collectives.copy(x, group), lambda x: collectives.gather(x, group, lengths, dim)
+        )
 
     def _slice_multihead(self, name: str) -> None:
         attention = self._model.get_submodule(name)

@@ -27,6 +27,13 @@ class Unit:
     partial: tuple[str, ...] = ()  # modules in between that stay whole, and whose gradients are then in parts
     head_tables: tuple[str, ...] = ()  # embeddings of one number a head
 
+    def shared_columns(self, parts: int) -> tuple[str, ...]:
+        """Columns that stay whole, since ranks need the same key-value heads of them; each takes what it needs."""
+        if self.heads is None or not self.heads.shares_keys(parts):
+            return ()
+        alone = (self.heads.queries,)
+        return tuple(name for name, each in zip(self.columns, self.pieces, strict=True) if each != alone)
+
     @property
     def members(self) -> tuple[str, ...]:
         return (*self.columns, self.row)

@@ -1,0 +1,52 @@
+"""Attributes of a model's modules as they were, so that what a look or a try has changed can be taken back."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+class Attributes:
+    """What the modules of a model keep: their attributes, and the contents of their dictionaries, lists and sets.
+
+    Parameters, buffers, hooks and replaced forwards are among them. Tensors are kept by reference, not copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [(module, dict(vars(module))) for module in dict.fromkeys(model.modules())]
+        self._contents = [
+            (value, value.copy())
+            for _, attributes in self._before
+            for value in attributes.values()
+            if isinstance(value, (dict, list, set))
+        ]
+
+    def restore(self) -> None:
+        for module, attributes in self._before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for holder, content in self._contents:
+            holder.clear()
+            (holder.extend if isinstance(holder, list) else holder.update)(content)
+
+
+def forget_results(model: nn.Module) -> None:
+    """Clear the caches of methods (functools.lru_cache): of a look, they hold tensors without values."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    for kind in kinds:
+        for method in vars(kind).values():
+            for function in _inside(method):
+                clear = getattr(function, "cache_clear", None)
+                if callable(clear):
+                    clear()
+
+
+def _inside(method: Any) -> Iterator[Any]:
+    """A method, and the functions that a decorator keeps for it."""
+    method = getattr(method, "__func__", method)  # of a static or class method
+    yield method
+    for cell in getattr(method, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            continue

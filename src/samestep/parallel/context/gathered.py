@@ -1,0 +1,182 @@
+"""Modules of a block that get all tokens, since in them tokens meet in other ways than PyTorch's attention.
+
+Such are attentions that compute their scores themselves, nn.MultiheadAttention, convolutions over tokens, and mixers
+of state-space models. Every rank gathers the tokens before one, computes with all of them, and goes on with its own:
+the rest of the block is shared out, these modules are not.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.moment import Now, Portion
+from samestep.parallel.recorder import along
+
+# Functions in which tokens may meet outside of attention.
+MIXES_TOKENS = (
+    "multi_head_attention_forward",
+    "conv1d",
+    "conv2d",
+    "flip",
+    "group_norm",
+    "gru",
+    "instance_norm",
+    "lstm",
+    "pad",
+    "roll",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """A module that gets all tokens: which leaves of its arguments and output carry some, at which dimension."""
+
+    name: str
+    inputs: Mapping[int, int]
+    outputs: Mapping[int, int]
+    outside: frozenset[int]  # the leaves of its arguments that its block was given, whole on every rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """How a layout puts tokens together and shares them out, in the block that runs."""
+
+    own: Callable[[], int]  # how many tokens this rank has
+    gather: Callable[[Tensor, int], Tensor]  # all tokens along a dimension, for what every rank computes alike
+    split: Callable[[Tensor, int], Tensor]  # this rank's
+    # Of what else has a gradient and every rank has whole: where gradients are summed over the ranks afterwards, each
+    # gives its share of one. True: the block was given it.
+    share: Callable[[Tensor, bool], Tensor]
+    pause: Callable[[], AbstractContextManager[Any]] = nullcontext  # while a module has all tokens
+
+
+def mixing(call: Call, tokens: int) -> str | None:
+    """A function called in a module in which its tokens may meet; None where there is none."""
+    names = (*MIXES_TOKENS, along("softmax", tokens), along("cumsum", tokens))
+    return next((name for name in names if call.functions.get(name)), None)
+
+
+def _mixes(call: Call, tokens: int) -> bool:
+    """Whether tokens may meet in a module: by such a function, or since it takes them as features."""
+    return mixing(call, tokens) is not None or any(_token_dim(seen, tokens) == 2 for seen in call.inputs())
+
+
+def find_gathered(
+    block: Call, trace: Trace, tokens: int, along: Sequence[Seen], *, attentions: bool
+) -> list[Gathered] | None:
+    """The modules directly in a block in which tokens meet; None where they meet in the block's own forward.
+
+    `along` are those of the block's arguments that have a row a token, of which a rank gets its own. `attentions`:
+    also those that PyTorch's attention is called in.
+    """
+    children = children_of(block, trace)
+    found = [each for each in children if _mixes(each, tokens) or (attentions and _attends(each))]
+    if mixing(block, tokens) and not any(mixing(each, tokens) for each in children):
+        return None
+    cut = {seen.identity for seen in along}
+    whole = {seen.identity for seen in block.inputs()} - cut
+    return [
+        Gathered(
+            name=call.name,
+            inputs=_carrying((call.arguments, dict(call.keywords)), tokens, cut, whole - _handed(block, tokens)),
+            outputs=_carrying(call.output, tokens, set(), set()),
+            outside=_outside((call.arguments, dict(call.keywords)), {seen.identity for seen in block.inputs()}),
+        )
+        for call in found
+    ]
+
+
+def children_of(call: Call, trace: Trace) -> list[Call]:
+    """The calls directly in a call, those of other modules' forwards left out."""
+    inside = [each for each in trace.calls if call.began < each.began and each.ended < call.ended]
+    found: list[Call] = []
+    for each in inside:  # in the order in which they began
+        if not found or each.began > found[-1].ended:
+            found.append(each)
+    return found
+
+
+def whole_and_used(call: Call, block: Call, trace: Trace, tokens: int) -> bool:
+    """Whether something else than tokens comes out of a module with a gradient, and is used in the block after it.
+
+    Every rank has all of it, and what a rank computes from it for its own tokens would give a part of its gradient.
+    """
+    others = [seen for seen in call.outputs() if seen.source is not None and _token_dim(seen, tokens) is None]
+    return any(call.ended < trace.last_uses.get(seen.identity, 0) < block.ended for seen in others)
+
+
+def _handed(block: Call, tokens: int) -> set[int]:
+    """The hidden state among a block's arguments, of which it has its own tokens as well."""
+    first = block.outputs()[0].shape if block.outputs() else ()
+    return {seen.identity for seen in block.inputs() if seen.shape == first and _token_dim(seen, tokens) == 1}
+
+
+def _attends(call: Call) -> bool:
+    return bool(call.functions.get("scaled_dot_product_attention"))
+
+
+def _carrying(nest: Any, tokens: int, cut: set[int], whole: set[int]) -> dict[int, int]:
+    """The leaves of a nest that have tokens of this rank, and at which dimension."""
+    leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
+    found: dict[int, int] = {}
+    for index, seen in enumerate(leaves):
+        if isinstance(seen, Seen) and seen.identity not in whole:
+            dim = 1 if seen.identity in cut else _token_dim(seen, tokens)
+            if dim is not None:
+                found[index] = dim
+    return found
+
+
+def _outside(nest: Any, given: set[int]) -> frozenset[int]:
+    leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
+    return frozenset(i for i, seen in enumerate(leaves) if isinstance(seen, Seen) and seen.identity in given)
+
+
+def _token_dim(seen: Seen, tokens: int) -> int | None:
+    """Where the tokens are in [batch, tokens, features] or [batch, channels, tokens]; None for anything else."""
+    if len(seen.shape) != 3:
+        return None
+    return next((dim for dim in (1, 2) if seen.shape[dim] == tokens), None)
+
+
+def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now: Now) -> None:
+    """Make a module work on all tokens. Every rank computes the same in it, with the same gradients."""
+    inner: Callable[..., Any] = module.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        leaves, form = pytree.tree_flatten((arguments, keywords))
+        taken: dict[int, Tensor] = {}  # a tensor that is given twice is gathered once
+        for index, leaf in enumerate(leaves):
+            if index in which.inputs:
+                if id(leaf) not in taken:
+                    taken[id(leaf)] = _gathered(leaf, messages, which.inputs[index])
+                leaves[index] = taken[id(leaf)]
+            elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+                leaves[index] = messages.share(leaf, index in which.outside)
+        arguments, keywords = pytree.tree_unflatten(leaves, form)
+        with now.holding(Portion()), messages.pause():
+            output = inner(*arguments, **keywords)
+        results, form = pytree.tree_flatten(output)
+        for index, dim in which.outputs.items():
+            results[index] = messages.split(results[index], dim)
+        return pytree.tree_unflatten(results, form)
+
+    module.forward = forward
+
+
+def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:
+    own = messages.own()
+    if tensor.shape[dim] != own:  # something that every rank has whole
+        raise RuntimeError(f"a module that wants all tokens is given {list(tensor.shape)}, not a rank's {own} tokens")
+    return messages.gather(tensor, dim)
+
+
+def parameters_in(model: nn.Module, gathered: Sequence[Gathered]) -> set[nn.Parameter]:
+    """The parameters of gathered modules, whose gradients every rank has all of."""
+    return {parameter for each in gathered for parameter in model.get_submodule(each.name).parameters()}

@@ -1,0 +1,89 @@
+"""Entry: one model of the table, its made data, and what no layout of it could be."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.tasks import HuggingFace
+from samestep.tasks.metric import Metric, Share
+
+Row = Mapping[str, Any]
+Loss = Callable[[Any, Any], tuple[Tensor, int]]
+
+SAMPLES, HELD_OUT = 18, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A model, built tiny from a configuration or by code of the table, and rows of data made by formula."""
+
+    name: str
+    kind: str  # decoder, encoder, encoder-decoder, vision, speech, or what one's own model is
+    model: Callable[[], nn.Module]
+    row: Callable[[int], Row]  # sample number -> its tensors; of one's own models with a key "target"
+    collate: Callable[[list[Row]], Mapping[str, Any]]
+    loss: Loss | None = None  # (output, targets) -> sum and count; None: the model's own, through HuggingFace
+    stages: int = 4  # how many parts stand one behind the other, which is the most stages it can have
+    impossible: Mapping[str, str] = field(default_factory=dict)  # axis (tp, pp, cp, tokens) -> why none can exist
+
+
+class OwnTask(samestep.Task):
+    """Trains an entry that brings a loss of its own."""
+
+    def __init__(self, entry: Entry) -> None:
+        assert entry.loss is not None
+        self._entry = entry
+        self._loss: Loss = entry.loss
+
+    def model(self) -> nn.Module:
+        return self._entry.model()
+
+    def train_set(self) -> samestep.Samples:
+        return [self._entry.row(index) for index in range(SAMPLES)]
+
+    def eval_set(self) -> samestep.Samples | None:
+        return [self._entry.row(index) for index in range(SAMPLES, SAMPLES + HELD_OUT)]
+
+    def collate(self, samples: Sequence[Row]) -> samestep.Batch:
+        collated = dict(self._entry.collate(list(samples)))
+        targets = collated.pop("target")
+        return samestep.Batch(collated, targets)
+
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, int]:
+        return self._loss(output, batch.targets)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """The mean loss of a term."""
+        return {"loss": Share(0)}
+
+    def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        total, count = self.loss(output, batch)
+        return total.detach().double().reshape(1, 1), torch.tensor([[count]])
+
+
+def task_of(entry: Entry) -> samestep.Task:
+    """The entry as what samestep trains."""
+    if entry.loss is not None:
+        return OwnTask(entry)
+    rows = [entry.row(index) for index in range(SAMPLES + HELD_OUT)]
+    return HuggingFace(model=entry.model, data=rows[:SAMPLES], eval_data=rows[SAMPLES:], collator=entry.collate)
+
+
+def numbers(index: int, *shape: int) -> Tensor:
+    """Normally distributed numbers of a sample. float32"""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(index + 1))
+
+
+def words(index: int, length: int, vocabulary: int, first: int = 1) -> Tensor:
+    """Token ids from `first` to `vocabulary - 1`. [length]"""
+    generator = torch.Generator().manual_seed(1000 + index)
+    return torch.randint(first, vocabulary, (length,), generator=generator)
+
+
+def stacked(rows: list[Row]) -> Mapping[str, Any]:
+    """Rows of one shape, stacked."""
+    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}

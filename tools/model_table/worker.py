@@ -1,0 +1,119 @@
+"""What the processes of the table do: one takes a model's reference steps, and ranks hold layouts against them."""
+
+import os
+import pickle
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+from model_table.entry import HELD_OUT, task_of
+from model_table.zoo import entries
+from samestep import AdamW, Recipe, environment
+from samestep.api import check_job
+from samestep.cluster.start.parent import end_with_starter
+from samestep.cluster.world import join
+from samestep.contract.check import check_contract
+from samestep.errors import LayoutError, UserError
+from samestep.job import Job, Run
+from samestep.layout import Layout
+from samestep.proof import Reference, hold_against, proof_job, reference
+from samestep.tasks.base import Task
+
+KNOWN = "known.pickle"
+BATCH = 6  # which neither 4 nor 8 ranks divide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A model's job as it is proved, and what one process did."""
+
+    job: Job
+    reference: Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rank, or the process of the reference, came to."""
+
+    kind: Literal["known", "same", "different", "refused", "crash"]
+    text: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)  # layouts refused before any rank starts, and why
+    difference: float | None = None
+    alike: bool = True  # whether every rank answers so by itself
+
+
+def take_reference(name: str, layouts: Sequence[str], steps: int, folder: Path, output: Path, to: Connection) -> None:
+    """Take a model's steps in one process, and look at which layouts are refused at once."""
+    _begin(output)
+    try:
+        task = task_of(entries()[name])
+        job = _job(task)
+        check_job(job)
+        job = proof_job(job)
+        check_contract(job, task)
+        refused: dict[str, str] = {}
+        for layout in layouts:
+            try:
+                check_job(replace(job, run=replace(job.run, layout=layout)), task)
+            except UserError as error:
+                refused[layout] = str(error)
+        known = reference(job, task, steps, folder, held_out=HELD_OUT)
+        # By a file: the pipes of multiprocessing send tensors as shared memory of a process that soon ends.
+        (folder / KNOWN).write_bytes(pickle.dumps(Known(job=job, reference=known)))
+        answer = Answer(kind="known", refused=refused)
+    except UserError as error:
+        answer = Answer(kind="refused", text=str(error))
+    except BaseException:
+        answer = Answer(kind="crash", text=traceback.format_exc())
+    to.send(answer)
+
+
+def hold(
+    variables: Mapping[str, str], layouts: Sequence[str], steps: int, folder: Path, output: Path, to: Connection
+) -> None:
+    """Hold layouts against the reference on one rank, one after the other; ends at the first that crashes."""
+    _begin(output)
+    os.environ.update(variables)
+    known: Known = pickle.loads((folder / KNOWN).read_bytes())
+    task = known.job.recipe.task
+    assert isinstance(task, Task)
+    try:
+        with join(device="cpu", threads=1, transport="auto") as world:
+            mine = known.reference if world.rank == 0 else None
+            for layout in layouts:
+                to.send("began")
+                try:
+                    proof = hold_against(known.job, task, world, Layout.parse(layout), steps, mine)
+                except UserError as error:
+                    alike = not isinstance(error, LayoutError) or error.alike
+                    to.send(Answer(kind="refused", text=str(error), alike=alike))
+                    continue
+                most = proof.max_relative_difference
+                to.send(
+                    Answer(
+                        kind="same" if proof.same_step else "different",
+                        text=f"{', '.join(proof.words())} {dict(most)} {proof.worst_parameter}",
+                        difference=max(most.values()),
+                    )
+                )
+    except BaseException:
+        to.send(Answer(kind="crash", text=traceback.format_exc()))
+        os._exit(1)
+
+
+def _begin(output: Path) -> None:
+    """One thread, no messages on the terminal, and an end with the process that started this one."""
+    end_with_starter()
+    number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(number, 1)
+    os.dup2(number, 2)
+    os.close(number)
+    environment.adopt(environment.snapshot())
+
+
+def _job(task: Task) -> Job:
+    recipe = Recipe(task=task, batch=BATCH, epochs=1, clip=0.5, optimizer=AdamW(lr=1e-3))
+    return Job(recipe=recipe, run=Run(device="cpu", threads=1))

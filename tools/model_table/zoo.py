@@ -1,0 +1,14 @@
+"""All entries of the table, by name, in its order."""
+
+from functools import cache
+from importlib import import_module
+
+from model_table.entry import Entry
+
+_FILES = ("decoders", "encoders", "vision", "own_sequences", "own_images", "own_others")
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    found = [entry for file in _FILES for entry in import_module(f"model_table.{file}").entries()]
+    return {entry.name: entry for entry in found}

@@ -1,0 +1,88 @@
+"""Many kinds of models under many layouts, each held against one process in float64: the table of docs/models.md.
+
+    python tools/models.py [--kinds K ...] [--models M ...] [--layouts "dp2, tp2"] [--json FILE] [--resume] [--docs]
+
+40 types of transformers, built tiny from a configuration, and models of other kinds. What has been measured is kept
+in the file as it comes; --resume goes on from it, and --again measures anew what came to some verdicts.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from model_table import measure, page, result
+from model_table.declared import LAYOUTS
+from model_table.entry import Entry
+from model_table.result import Result, Verdict
+from model_table.zoo import entries
+from rich.console import Console
+from rich.progress import Progress
+
+from samestep.matrix import layouts_of
+
+
+def main() -> None:
+    options = _options()
+    layouts = LAYOUTS if options.layouts is None else layouts_of(options.layouts)
+    chosen = [
+        entry
+        for entry in entries().values()
+        if (not options.models or entry.name in options.models) and (not options.kinds or entry.kind in options.kinds)
+    ]
+    known = result.read(options.json) if options.resume and options.json is not None else {}
+    known = {pair: each for pair, each in known.items() if each.verdict not in options.again}
+    _measure(chosen, layouts, known, options)
+    of_interest = [known[entry.name, layout] for entry in chosen for layout in layouts]
+    print(page.summary(of_interest))
+    if options.docs:
+        page.write(list(_in_order(known)))
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=list(entries()), default=[], metavar="MODEL")
+    parser.add_argument("--kinds", nargs="*", choices=sorted({e.kind for e in entries().values()}), default=[])
+    parser.add_argument("--layouts", help='a list, such as "dp2, fsdp2 tp2" (default: those of the table)')
+    parser.add_argument("--steps", type=int, default=3, help="steps that are compared (default: 3)")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds that a pair may take (default: 90)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where results are kept as they come")
+    parser.add_argument("--resume", action="store_true", help="measure only what FILE does not have")
+    parser.add_argument(
+        "--again", nargs="*", choices=get_args(Verdict), default=[], help="with --resume: these verdicts anew"
+    )
+    parser.add_argument("--docs", action="store_true", help="write docs/models.md and docs/zh/models.md")
+    return parser.parse_args()
+
+
+def _measure(
+    chosen: Sequence[Entry], layouts: Sequence[str], known: dict[tuple[str, str], Result], options: Any
+) -> None:
+    """Measure what is not known yet, and write it down."""
+    measure.prepare()
+    total = len(chosen) * len(layouts)
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("models", total=total)
+        for entry in chosen:
+            left = [layout for layout in layouts if (entry.name, layout) not in known]
+            progress.update(bar, description=entry.name, advance=len(layouts) - len(left))
+            for each in measure.measure(entry, left, steps=options.steps, limit=options.limit) if left else ():
+                known[each.pair] = each
+                progress.advance(bar)
+                if options.json is not None:
+                    result.write(options.json, _in_order(known))
+
+
+def _in_order(known: dict[tuple[str, str], Result]) -> list[Result]:
+    """Models in the order of the table, and each one's layouts in theirs."""
+    models, layouts = list(entries()), list(LAYOUTS)
+
+    def place(each: Result) -> tuple[int, int, str]:
+        layout = layouts.index(each.layout) if each.layout in layouts else len(layouts)
+        return models.index(each.model), layout, each.layout
+
+    return sorted((each for each in known.values() if each.model in models), key=place)
+
+
+if __name__ == "__main__":
+    main()
