@@ -89,7 +89,7 @@ def spread(
             )
     of_pipeline = None
     if seen is not None and layout.pipeline > 1:
-        of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at, device)
+        of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at, device, now)
         blocks = of_pipeline.blocks
     blocks = with_forward(blocks)
     if details.compile:
@@ -131,7 +131,6 @@ def spread(
     if of_pipeline is not None:
         if details.initial is not None and layout.zero < 2:
             details.initial.fill(model, device)
-        of_pipeline.end_stages()
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
     if exchange is not None and exchange.hook is None:
         return WholeModel(module=model, accumulating=nullcontext, used=exchange.used(model), **common)

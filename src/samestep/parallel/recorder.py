@@ -2,19 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from samestep.parallel.calls import Attention, Call, Seen, seen_in, seen_of
+from samestep.parallel.dataflow import DataflowRecorder
 from samestep.parallel.exact.grouped_product import call_followed
 
 # Attributes and methods of a tensor that tell its form, and need none of its numbers.
@@ -56,6 +57,7 @@ class _Open:
     counts: Counter[str]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
+    sources: Mapping[int, tuple[int, ...]]  # of its arguments, as the dataflow knows them
 
 
 class _Functions(TorchFunctionMode):
@@ -149,6 +151,7 @@ class Recorder:
         self._clock = _Clock()
         self.functions = _Functions(self._open, self._clock)
         self.flops = _Flops()
+        self.dataflow = DataflowRecorder()
         self._kept: list[Any] = []  # alive, so that no two tensors share an identity
 
     def attach(self, model: nn.Module) -> Iterator[Any]:
@@ -162,6 +165,8 @@ class Recorder:
 
     def _begin(self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._clock.time += 1
+        with self._paused():
+            sources = self.dataflow.begin((arguments, keywords))
         self._open.append(
             _Open(
                 name=name,
@@ -170,6 +175,7 @@ class Recorder:
                 counts=self.functions.counts.copy(),
                 arguments=self._see(arguments),
                 keywords=self._see(keywords),
+                sources=sources,
             )
         )
 
@@ -177,6 +183,8 @@ class Recorder:
         def end(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
             self._clock.time += 1
             begun = self._open.pop()
+            with self._paused():
+                self.dataflow.end(begun.began, begun.sources, output, whole=not name)
             seen = self._see(output)
             self.functions.outputs.update(each.identity for each in seen_in(seen))
             self.calls.append(
@@ -197,14 +205,18 @@ class Recorder:
 
     def _see(self, nest: Any) -> Any:
         self._kept.append(nest)
+        with self._paused():
+            return pytree.tree_map_only(Tensor, self._seen, _opened(nest))
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
         self.functions.paused = True
         try:
-            return pytree.tree_map_only(Tensor, self._seen, _opened(nest))
+            yield
         finally:
             self.functions.paused = False
 
     def _seen(self, tensor: Tensor) -> Seen:
-        assert isinstance(tensor, FakeTensor) or tensor.numel() < 1024  # a constant of the model's own
         return seen_of(tensor)
 
 

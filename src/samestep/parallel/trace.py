@@ -1,8 +1,9 @@
 """Trace: follows a model's forward on tensors that have a shape and no values, so without computing."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 from samestep.errors import UserError
 from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
+from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.recorder import Recorder
 
 
@@ -34,7 +36,20 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
 
 
 def follow(model: nn.Module, inputs: Any) -> Trace:
-    """Follow a forward as `trace` does, as far as that goes."""
+    """Follow a forward as `trace` does, as far as that goes.
+
+    Where the forward asks for a value, it is followed again with the values of the inputs and of what is computed
+    from them alone, such as whether a mask is causal; parameters, and what is computed from them, have none.
+    """
+    found = _follow(model, inputs, valued=False)
+    if found.stop is None:
+        return found
+    with torch.random.fork_rng(devices=[]):
+        further = _follow(model, inputs, valued=True)
+    return found if further.stop is not None else further
+
+
+def _follow(model: nn.Module, inputs: Any, *, valued: bool) -> Trace:
     recorder = Recorder()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parameters: dict[Node, str] = {}
@@ -47,14 +62,20 @@ def follow(model: nn.Module, inputs: Any) -> Trace:
                 for handle in recorder.attach(model):
                     stack.callback(handle.remove)
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(mode)
-                state = {name: _unreal(tensor) for name, tensor in _named_tensors(model)}
+                with mode:
+                    state = {name: _unreal(tensor) for name, tensor in _named_tensors(model)}
+                    arguments, keywords = _as_call(pytree.tree_map_only(Tensor, _unreal, _plain(inputs)))
+                if valued:  # a tensor without values brings its mode along
+                    arguments, keywords = _as_call(pytree.tree_map_only(Tensor, _on_the_cpu, _plain(inputs)))
+                else:
+                    stack.enter_context(mode)
                 leaves = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
                 parameters = {get_gradient_edge(leaf).node: name for name, leaf in leaves.items()}
                 recorder.functions.watch(state)
+                recorder.dataflow.watch(leaves)
                 stack.enter_context(recorder.functions)
                 stack.enter_context(recorder.flops)
-                arguments, keywords = _as_call(pytree.tree_map_only(Tensor, _unreal, _plain(inputs)))
+                stack.enter_context(recorder.dataflow)
                 functional_call(model, state, arguments, keywords, tie_weights=True)
         except Exception as error:  # whatever a model's own code raises where it finds no values
             stop = Stop(modules=recorder.running(), reason=f"{type(error).__name__}: {first_line(error)}")
@@ -65,6 +86,7 @@ def follow(model: nn.Module, inputs: Any) -> Trace:
         uses=recorder.functions.uses,
         last_uses=recorder.functions.last_uses,
         attentions=recorder.functions.attentions,
+        dataflow=recorder.dataflow.found(),
         stop=stop,
     )
 
@@ -114,13 +136,35 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
             (holder.extend if isinstance(holder, list) else holder.update)(content)
 
 
-def imagine(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """What a module would give for these arguments: a nest in which every tensor is a `Seen`."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), Followed(), _without_log():
-        state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
-        arguments, keywords = pytree.tree_map_only(Tensor, _unreal, (arguments, dict(keywords)))
-        output = functional_call(module, state, arguments, dict(keywords), tie_weights=True)
-        return pytree.tree_map_only(Tensor, seen_of, output)
+def imagine(
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    valued: Callable[[Tensor], bool] | None = None,
+) -> Any:
+    """What a module would give for these arguments: a nest in which every tensor is a `Seen`.
+
+    The identity of one that is an argument as it was is the argument's number among all tensors, and else -1.
+    `valued`: which arguments keep their values, since the forward asks for them; none.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        with mode:
+            state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
+            given = [
+                _on_the_cpu(tensor) if valued is not None and valued(tensor) else _unreal(tensor)
+                for tensor in tensors_in((arguments, keywords))
+            ]
+        if valued is None:
+            stack.enter_context(mode)
+        stack.enter_context(Followed())
+        stack.enter_context(_without_log())
+        taken = iter(given)
+        args, named = map_tensors(lambda _: next(taken), (tuple(arguments), dict(keywords)))
+        output = functional_call(module, state, args, named, tie_weights=True)
+        numbers = {id(tensor): number for number, tensor in enumerate(given)}
+        return map_tensors(lambda tensor: replace(seen_of(tensor), identity=numbers.get(id(tensor), -1)), output)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -135,6 +179,11 @@ def _unreal(tensor: Tensor) -> Tensor:
     return unreal.requires_grad_(
         isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())
     )
+
+
+def _on_the_cpu(tensor: Tensor) -> Tensor:
+    """A tensor of the same values, which a forward may change."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _plain(inputs: Any) -> Any:
