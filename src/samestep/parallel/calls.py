@@ -82,6 +82,7 @@ class Trace:
     uses: Mapping[str, set[tuple[str, ...]]] = field(default_factory=dict)
     last_uses: Mapping[int, int] = field(default_factory=dict)  # a module's output, by identity -> position
     attentions: Sequence[Attention] = ()
+    draws: Sequence[tuple[int, str, int]] = ()  # of random tensors: position, module whose forward draws, how many
     dataflow: Dataflow = field(default_factory=Dataflow)
     stop: Stop | None = None  # None: the forward was followed to its end
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.parallel.calls import Attention, Call, Seen, seen_in, seen_of
 from samestep.parallel.dataflow import DataflowRecorder
+from samestep.parallel.dropout import draws_in
 from samestep.parallel.exact.grouped_product import call_followed
 
 # Attributes and methods of a tensor that tell its form, and need none of its numbers.
@@ -69,6 +70,7 @@ class _Functions(TorchFunctionMode):
         self.uses: dict[str, set[tuple[str, ...]]] = {}
         self.last_uses: dict[int, int] = {}
         self.attentions: list[Attention] = []
+        self.draws: list[tuple[int, str, int]] = []  # when, in which module's forward, how many
         self.paused = False  # while the recorder itself looks at tensors
         self.outputs: set[int] = set()  # identities of what modules gave
         self._parameters: dict[int, str] = {}
@@ -90,6 +92,9 @@ class _Functions(TorchFunctionMode):
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self._note(tensor, attribute)
+        draws = draws_in(func, args, kwargs or {})
+        if draws:
+            self.draws.append((self._clock.time, self._open[-1].name if self._open else "", draws))
         if name == "scaled_dot_product_attention":
             self._note_attention(*args, **(kwargs or {}))
         return _linked(func, attribute, args, kwargs)
@@ -139,6 +144,11 @@ class _Flops(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.count += formula(*args, **(kwargs or {}), out_val=output)
+        elif func is torch.ops.aten.mkldnn_rnn_layer.default:  # an LSTM on a CPU
+            steps, of_input, of_state = args[
+                :3
+            ]  # [tokens, samples, features], [4 hidden, features], [4 hidden, hidden]
+            self.count += 2 * steps.shape[0] * steps.shape[1] * (of_input.numel() + of_state.numel())
         return output
 
 

@@ -86,6 +86,7 @@ def _follow(model: nn.Module, inputs: Any, *, valued: bool) -> Trace:
         uses=recorder.functions.uses,
         last_uses=recorder.functions.last_uses,
         attentions=recorder.functions.attentions,
+        draws=recorder.functions.draws,
         dataflow=recorder.dataflow.found(),
         stop=stop,
     )

@@ -128,7 +128,7 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
         modules=by_module,
         parameters=by_parameter,
         computed_with=parameters,
-        draws={},
+        draws=_draws_of_shared(trace, calls, ends),
     )
 
 
@@ -212,6 +212,25 @@ def _of_stages(
             parameters[name] = parameters.get(name, frozenset()) | {stage}
         used.append(frozenset(given for need in wanted for given in need.given if given.caller < began))
     return used, parameters
+
+
+def _draws_of_shared(trace: Trace, calls: Sequence[UnitCall], ends: Sequence[int]) -> dict[int, dict[str, int]]:
+    """The random draws of each call of a unit that several stages call, by the module that draws.
+
+    A mask depends on how often its module has drawn in this forward, in all stages before.
+    """
+    stages: dict[str, set[int]] = {}
+    for number, each in enumerate(calls):
+        stages.setdefault(each.unit, set()).add(bisect_right(ends, number))
+    found: dict[int, dict[str, int]] = {}
+    for number, each in enumerate(calls):
+        if len(stages[each.unit]) == 1:
+            continue
+        of_call = found[number] = {}
+        for time, name, draws in trace.draws:
+            if each.call.began <= time < each.call.ended:
+                of_call[name] = of_call.get(name, 0) + draws
+    return found
 
 
 def _handed_on(used: Sequence[frozenset[Given]], ends: Sequence[int]) -> list[list[Given]]:
