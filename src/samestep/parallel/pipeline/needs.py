@@ -51,7 +51,8 @@ class Needs:
         self._of_output = {began: number for number, began in enumerate(self._began)}
         self._known: dict[int, Need] = {}
         self.of_calls = self._of_each_call()
-        self.of_output = self._all(trace.dataflow.results)
+        # What a unit keeps to itself and the model gives as it is, such as a cache, no loss is computed from.
+        self.of_output = self._all(number for number in trace.dataflow.results if not self._is_hidden(number))
 
     def _of_each_call(self) -> list[Need]:
         """Of every call of a unit. Parameters that it reads itself are among them."""
@@ -72,6 +73,13 @@ class Needs:
             return self._of_output[node.output[0]]
         at = bisect_right(self._began, node.time) - 1
         return at if at >= 0 and node.time < self._calls[at].call.ended and not node.parameter else None
+
+    def _is_hidden(self, number: int) -> bool:
+        node = self._nodes[number]
+        if node.output is not None and node.output[0] not in self._of_output and self._caller(number) is None:
+            return all(self._is_hidden(parent) for parent in node.parents)
+        answer = self._answer(number)
+        return answer is not None and bool(answer.hidden)
 
     def _all(self, numbers: Iterable[int]) -> Need:
         found = _NOTHING

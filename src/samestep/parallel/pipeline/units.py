@@ -40,9 +40,15 @@ def find_layers(model: nn.Module, trace: Trace, stages: int) -> list[str]:
 
 
 def _opened(model: nn.Module, calls: "_Calls", layers: Sequence[str]) -> list[str] | None:
-    """The layers with parts in place of the most expensive that has several; None where none has."""
+    """The layers with parts in place of the most expensive that has several; None where none has.
+
+    A repeated layer of a class of its own stays as it is: what its parts hand to each other is more than what it does.
+    """
     for name in sorted(layers, key=calls.flops, reverse=True):
         module = model.get_submodule(name)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)) and not isinstance(module, nn.Sequential):
+            continue
         parts = calls.called(with_forward([part for part in module.children() if _has_parameters(part)]))
         single = module
         while len(parts) == 1:  # a wrapper of one part
