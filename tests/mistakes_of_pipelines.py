@@ -35,9 +35,9 @@ class OtherSamples(Native):
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
-        def other(letter: Letter) -> Tensor:
-            tensor = receive(letter)
-            return tensor.flip(0) if letter.kind == "F" else tensor
+        def other(letter: Letter) -> list[Tensor]:
+            tensors = receive(letter)
+            return [tensor.flip(0) for tensor in tensors] if letter.kind == "F" else tensors
 
         pipeline.receive = other
         return trainer
@@ -51,11 +51,28 @@ class NothingHandedBack(Native):
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
-        def nothing(letter: Letter) -> Tensor:
-            tensor = receive(letter)
-            return torch.zeros_like(tensor) if letter.kind == "B" else tensor
+        def nothing(letter: Letter) -> list[Tensor]:
+            tensors = receive(letter)
+            return [torch.zeros_like(tensor) for tensor in tensors] if letter.kind == "B" else tensors
 
         pipeline.receive = nothing
+        return trainer
+
+
+class NotCarriedBack(Native):
+    """Of a tensor that a stage takes and carries along, the gradients of later stages are lost."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        pipeline = pipeline_of(trainer)
+        receive = pipeline.receive
+
+        def fewer(letter: Letter) -> list[Tensor]:
+            tensors = receive(letter)
+            first, *others = tensors
+            return [torch.zeros_like(first), *others] if letter.kind == "B" and others else tensors
+
+        pipeline.receive = fewer
         return trainer
 
 

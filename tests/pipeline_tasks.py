@@ -144,13 +144,33 @@ class Repeating(Points):
         return _Again(self.classes)
 
 
-class TiedLayers(Points):
-    """Two layers share a weight."""
+class _Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, points: Tensor) -> Tensor:
+        self.size = self.linear(points).square().sum(-1, keepdim=True)
+        return torch.tanh(points)
+
+
+class _Kept(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Keeping() for _ in range(4)])
+        self.last = nn.Linear(4, classes)
+
+    def forward(self, points: Tensor) -> Tensor:
+        for layer in self.layers:
+            points = layer(points)
+        return self.last(points * sum(layer.size for layer in self.layers))  # pyright: ignore
+
+
+class Keeping(Points):
+    """Layers keep a tensor in an attribute, which the model reads."""
 
     def model(self) -> nn.Module:
-        layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
-        layers[2][0].weight = layers[0][0].weight  # pyright: ignore
-        return nn.Sequential(*layers)
+        return _Kept(self.classes)
 
 
 class _IfPositive(nn.Linear):
@@ -162,7 +182,7 @@ class Deciding(Points):
     """What the forward does depends on values."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(_IfPositive(4, 4), nn.Linear(4, self.classes))
+        return nn.Sequential(nn.Linear(4, 4), _IfPositive(4, self.classes))
 
 
 class _ShorterLater(nn.Linear):
@@ -184,23 +204,3 @@ class Shortening(Points):
 
     def eval_set(self) -> None:
         return None
-
-
-class T5(Sentences):
-    """An encoder and a decoder, whose layers pass position biases on."""
-
-    def collate(self, samples: Any) -> samestep.Batch:
-        batch = super().collate(samples)
-        return samestep.Batch({**batch.inputs, "decoder_input_ids": batch.inputs["input_ids"]}, batch.targets)
-
-    def model(self) -> nn.Module:
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        sizes: dict[str, Any] = {"d_model": 24, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 4}
-        return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=WORDS))
-
-    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
-        return output.logits.sum(), len(batch.targets)
-
-    def eval_set(self) -> samestep.Samples:
-        return []

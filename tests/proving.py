@@ -18,13 +18,13 @@ STEPS = 3
 Case = tuple[samestep.Recipe, str, Mapping[str, Any]]  # what is trained, its layout, and the run's other settings
 
 
-def prove(cases: Mapping[str, Case], *, steps: int = STEPS) -> dict[str, Proof | str]:
+def prove(cases: Mapping[str, Case], *, steps: int = STEPS, dropout: bool = False) -> dict[str, Proof | str]:
     """By name of a case, its proof; or the message of the user error that came instead.
 
-    All layouts need the same number of ranks.
+    All layouts need the same number of ranks. `dropout`: as the models have it; else it is switched off.
     """
     jobs = {
-        name: proof_job(Job(recipe=recipe, run=Run(layout=layout, threads=1, **run)))
+        name: proof_job(Job(recipe=recipe, run=Run(layout=layout, threads=1, **run)), dropout=dropout)
         for name, (recipe, layout, run) in cases.items()
     }
     with TemporaryDirectory(prefix="samestep-references-") as folder:
@@ -59,11 +59,11 @@ def same(proofs: Mapping[str, Proof | str], names: Sequence[str]) -> dict[str, A
     return {name: proofs[name] for name in names if getattr(proofs[name], "same_step", False) is not True}
 
 
-def assert_same_steps(cases: Sequence[Case], *, steps: int) -> None:
+def assert_same_steps(cases: Sequence[Case], *, steps: int, dropout: bool = False) -> None:
     """Every case takes the steps of one process, in float64."""
     by_name = {
         f"{number}: {layout} {run}": (recipe, layout, run) for number, (recipe, layout, run) in enumerate(cases)
     }
-    proofs = prove(by_name, steps=steps)
+    proofs = prove(by_name, steps=steps, dropout=dropout)
     assert same(proofs, list(by_name)) == {}
     assert {proof.dtype for proof in proofs.values() if isinstance(proof, Proof)} == {"float64"}

@@ -21,6 +21,7 @@ from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 from samestep.layout import Layout
 from samestep.parallel.apply import spread
+from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.spread import Details
 from samestep.proof import TOLERANCE
 
@@ -269,6 +270,7 @@ class Alone:
         from samestep.parallel.trace import trace
 
         model = task.model()
+        keep_no_cache(model)
         inputs = samestep.Batch(*task.collate([task.train_set()[index] for index in range(2)])).inputs
         self.plan = make_plan(model, Layout.parse(layout), trace(model, inputs), cut_at)
 
@@ -285,15 +287,8 @@ class Alone:
         ),
         (NextWord(kind="llama"), "pp3", ("model.layers.1",), "1 name, which makes 2 stages; the layout has 3, so 2"),
         (NextWord(kind="llama"), "pp2", ("model.layers.0",), "the first layer of a stage but the first, in order"),
-        (
-            tasks.T5(),
-            "pp2",
-            ("encoder.block.1",),
-            "encoder.block.0 gives 2 tensors that layers after it take, and a stage hands on one",
-        ),
-        (tasks.Skipping(), "pp2", (), "layers of stage 1 take more that is computed from it than the hidden state"),
-        (tasks.Repeating(), "pp2", (), "layers.0 is called 2 times in one forward, and a pipeline passes each"),
-        (tasks.TiedLayers(), "pp2", (), "is needed by stage 1 too, since it is tied to 2.0.weight"),
+        (tasks.Keeping(), "pp2", (), "last takes a tensor that layers.0 computes and does not return"),
+        (tasks.Keeping(), "pp2", ("layers.1",), "last takes a tensor that layers.0 computes and does not return"),
         (tasks.Deciding(), "pp2", (), "Sequential: its forward can't be followed without values"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -307,8 +302,8 @@ def test_a_model_that_cannot_be_cut_so_is_refused_with_the_reason(
 
 
 def test_a_refusal_in_the_ranks_is_one_line() -> None:
-    assert message(tasks.T5(), "pp2", cut_at=["encoder.block.1"]).startswith(
-        'layout "pp2": encoder.block.0 gives 2 tensors'
+    assert message(tasks.Keeping(), "pp2").startswith(
+        'layout "pp2": the model can\'t be cut, since last takes a tensor that layers.0 computes'
     )
     assert "1 (BatchNorm1d) would take its statistics from one micro-batch's samples" in message(Normed(), "pp2")
 
@@ -319,8 +314,9 @@ def test_what_a_stage_needs_is_found_in_the_forward() -> None:
     assert plan.modules["transformer.wpe"] == {0}
     assert plan.modules["transformer.ln_f"] == {1}
     conditioned = Alone(tasks.Conditioned(), "pp2").plan
-    assert conditioned.modules["condition"] == {0, 1}
+    assert conditioned.modules["condition"] == {0}
     assert conditioned.parameters["position"] == {0}
+    assert [conditioned.calls[given.caller].unit for given in conditioned.handed_on[0]] == ["condition", "layers.1"]
 
 
 def test_the_hidden_state_must_have_a_shape_that_no_value_decides() -> None:

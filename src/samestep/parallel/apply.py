@@ -94,7 +94,7 @@ def spread(
             )
     of_pipeline = None
     if seen is not None and layout.pipeline > 1:
-        of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at, device)
+        of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at, device, now)
         blocks = of_pipeline.blocks
     with throughout():
         shared = share_experts(model, experts, parts, mesh, now, device)
@@ -137,7 +137,6 @@ def spread(
     if of_pipeline is not None:
         if details.initial is not None and layout.zero < 2:
             details.initial.fill(model, device)
-        of_pipeline.end_stages()
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
     watched = details.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
     common["repeatable"] = not watched and not layout.offloads("activations")

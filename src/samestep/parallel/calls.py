@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from samestep.parallel.dataflow import Dataflow
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
@@ -80,6 +82,8 @@ class Trace:
     uses: Mapping[str, set[tuple[str, ...]]] = field(default_factory=dict)
     last_uses: Mapping[int, int] = field(default_factory=dict)  # a module's output, by identity -> position
     attentions: Sequence[Attention] = ()
+    draws: Sequence[tuple[int, str, int]] = ()  # of random tensors: position, module whose forward draws, how many
+    dataflow: Dataflow = field(default_factory=Dataflow)
     stop: Stop | None = None  # None: the forward was followed to its end
     # Modules whose own forward asks for values, and by which function, where it was followed with some.
     asking: Mapping[str, str] = field(default_factory=dict)

@@ -275,6 +275,27 @@ class Dropout(TorchFunctionMode):
         return self._tables[key]
 
 
+def draws_in(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> int:
+    """How many random tensors, counted one by one in their module, `Dropout` answers a call of a function with."""
+    if func is F.multi_head_attention_forward:
+        given = _MULTI_HEAD.bind(*args, **keywords)
+        given.apply_defaults()
+        return int(bool(given.arguments["training"]) and given.arguments["dropout_p"] > 0)
+    if func is F.scaled_dot_product_attention:
+        probability = args[4] if len(args) > 4 else keywords.get("dropout_p", 0.0)
+        return int(0 < probability <= 1)
+    kind = _KINDS.get(func)
+    if kind is not None:
+        call = kind.signature.bind(*args, **keywords)
+        call.apply_defaults()
+        given, probability, training, *_ = call.arguments.values()
+        return int(bool(training) and 0 < probability <= 1 and given.numel() > 0)
+    if body_of(func) is not None:
+        return 1  # of the function's own body
+    drawn = draw_of(func, args, keywords)
+    return 0 if drawn is None or 0 in drawn.shape else drawn.streams
+
+
 def _within(parts: Mapping[int, Positions], shape: Sequence[int]) -> bool:
     """Whether a tensor of this shape has every dimension that is in parts."""
     return all(-len(shape) <= dim < len(shape) for dim in parts)
@@ -328,3 +349,4 @@ _KINDS: dict[Any, _Kind] = {
     torch.feature_alpha_dropout_: _Kind(_BARE, features=True, alpha=True, in_place=True),
 }
 _MULTI_HEAD_ATTENTION = without_override(F.multi_head_attention_forward)
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)

@@ -2,19 +2,21 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from samestep.parallel.calls import Attention, Call, Seen, seen_in, seen_of
+from samestep.parallel.dataflow import DataflowRecorder
+from samestep.parallel.dropout import draws_in
 from samestep.parallel.exact.grouped_product import call_followed
 
 # Attributes and methods of a tensor that tell its form, and need none of its numbers.
@@ -56,6 +58,7 @@ class _Open:
     counts: Counter[str]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
+    sources: Mapping[int, tuple[int, ...]]  # of its arguments, as the dataflow knows them
 
 
 class _Functions(TorchFunctionMode):
@@ -69,6 +72,7 @@ class _Functions(TorchFunctionMode):
         self.uses: dict[str, set[tuple[str, ...]]] = {}
         self.last_uses: dict[int, int] = {}
         self.attentions: list[Attention] = []
+        self.draws: list[tuple[int, str, int]] = []  # when, in which module's forward, how many
         self.paused = False  # while the recorder itself looks at tensors
         self.outputs: set[int] = set()  # identities of what modules gave
         self._parameters: dict[int, str] = {}
@@ -92,6 +96,9 @@ class _Functions(TorchFunctionMode):
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self._note(tensor, attribute)
+        draws = draws_in(func, args, kwargs or {})
+        if draws:
+            self.draws.append((self._clock.time, self._open[-1].name if self._open else "", draws))
         if name == "scaled_dot_product_attention":
             self._note_attention(*args, **(kwargs or {}))
         if self._values and _asks(name, args):
@@ -207,6 +214,11 @@ class _Flops(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.count += formula(*args, **(kwargs or {}), out_val=output)
+        elif func is torch.ops.aten.mkldnn_rnn_layer.default:  # an LSTM on a CPU
+            steps, of_input, of_state = args[
+                :3
+            ]  # [tokens, samples, features], [4 hidden, features], [4 hidden, hidden]
+            self.count += 2 * steps.shape[0] * steps.shape[1] * (of_input.numel() + of_state.numel())
         return output
 
 
@@ -221,6 +233,7 @@ class Recorder:
         self._clock = _Clock()
         self.functions = _Functions(self._open, self._clock, values=values)
         self.flops = _Flops()
+        self.dataflow = DataflowRecorder()
         self._kept: list[Any] = []  # alive, so that no two tensors share an identity
 
     def attach(self, model: nn.Module) -> Iterator[Any]:
@@ -234,6 +247,8 @@ class Recorder:
 
     def _begin(self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._clock.time += 1
+        with self._paused():
+            sources = self.dataflow.begin((arguments, keywords))
         self._open.append(
             _Open(
                 name=name,
@@ -242,6 +257,7 @@ class Recorder:
                 counts=self.functions.counts.copy(),
                 arguments=self._see(arguments),
                 keywords=self._see(keywords),
+                sources=sources,
             )
         )
 
@@ -249,6 +265,8 @@ class Recorder:
         def end(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
             self._clock.time += 1
             begun = self._open.pop()
+            with self._paused():
+                self.dataflow.end(begun.began, begun.sources, output, whole=not name)
             seen = self._see(output)
             self.functions.outputs.update(each.identity for each in seen_in(seen))
             self.calls.append(
@@ -269,15 +287,18 @@ class Recorder:
 
     def _see(self, nest: Any) -> Any:
         self._kept.append(nest)
+        with self._paused():
+            return pytree.tree_map_only(Tensor, self._seen, _opened(nest))
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
         self.functions.paused = True
         try:
-            return pytree.tree_map_only(Tensor, self._seen, _opened(nest))
+            yield
         finally:
             self.functions.paused = False
 
     def _seen(self, tensor: Tensor) -> Seen:
-        # Else a constant of the model's own.
-        assert self._values or isinstance(tensor, FakeTensor) or tensor.numel() < 1024
         return seen_of(tensor)
 
 

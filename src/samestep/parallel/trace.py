@@ -5,9 +5,10 @@ A forward that asks for values, as that of a mixture of experts does, is followe
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from samestep.parallel.attributes import Attributes, forget_results
 from samestep.parallel.blocks import caller_of, is_list_of_like
 from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
+from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.recorder import Recorder
 from samestep.parallel.used import depending
 
@@ -49,22 +51,27 @@ def follow_values(model: nn.Module, inputs: Any) -> Trace:
     that were not called are called as well, each with what another one was given.
     """
     with torch.random.fork_rng():
-        return _follow(model, inputs, Recorder(values=True), nullcontext(), _real)
+        return _follow(model, inputs, "everything")
 
 
 def follow(model: nn.Module, inputs: Any) -> Trace:
-    """Follow a forward without values, as far as that goes."""
-    return _follow(model, inputs, Recorder(), FakeTensorMode(allow_non_fake_inputs=True), _unreal)
+    """Follow a forward without values, as far as that goes.
+
+    Where the forward asks for a value, it is followed again with the values of the inputs and of what is computed
+    from them alone, such as whether a mask is causal; parameters, and what is computed from them, have none.
+    """
+    found = _follow(model, inputs, "nothing")
+    if found.stop is None:
+        return found
+    with torch.random.fork_rng(devices=[]):
+        further = _follow(model, inputs, "inputs")
+    return found if further.stop is not None else further
 
 
-def _follow(
-    model: nn.Module,
-    inputs: Any,
-    recorder: Recorder,
-    mode: AbstractContextManager[Any],
-    made: Callable[[Tensor], Tensor],
-) -> Trace:
-    """Follow a forward in a mode, of tensors as `made` makes them of the model's and the inputs."""
+def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", "everything"]) -> Trace:
+    """Follow a forward in which the inputs, or they and the parameters, have values, or nothing has."""
+    recorder = Recorder(values=valued == "everything")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     parameters: dict[Node, str] = {}
     stop: Stop | None = None
     with _attributes_kept(model), _without_log():
@@ -72,20 +79,26 @@ def _follow(
         model.train()
         try:
             with ExitStack() as stack:
-                if made is _real:
+                if valued == "everything":
                     for handle in _complete_lists(model):
                         stack.callback(handle.remove)
                 for handle in recorder.attach(model):
                     stack.callback(handle.remove)
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(mode)
-                state = {name: made(tensor) for name, tensor in _named_tensors(model)}
+                made = {"nothing": _unreal, "inputs": _on_the_cpu, "everything": _real}[valued]
+                with nullcontext() if valued == "everything" else mode:
+                    parameter = _real if valued == "everything" else _unreal
+                    state = {name: parameter(tensor) for name, tensor in _named_tensors(model)}
+                if valued == "nothing":  # else a tensor without values brings its mode along
+                    stack.enter_context(mode)
+                arguments, keywords = _as_call(pytree.tree_map_only(Tensor, made, _plain(inputs)))
                 leaves = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
                 parameters = {get_gradient_edge(leaf).node: name for name, leaf in leaves.items()}
                 recorder.functions.watch(state)
+                recorder.dataflow.watch(leaves)
                 stack.enter_context(recorder.functions)
                 stack.enter_context(recorder.flops)
-                arguments, keywords = _as_call(pytree.tree_map_only(Tensor, made, _plain(inputs)))
+                stack.enter_context(recorder.dataflow)
                 functional_call(model, state, arguments, keywords, tie_weights=True)
         except Exception as error:  # whatever a model's own code raises where it finds no values
             stop = Stop(modules=recorder.running(), reason=f"{type(error).__name__}: {first_line(error)}")
@@ -96,6 +109,8 @@ def _follow(
         uses=recorder.functions.uses,
         last_uses=recorder.functions.last_uses,
         attentions=recorder.functions.attentions,
+        draws=recorder.functions.draws,
+        dataflow=recorder.dataflow.found(),
         stop=stop,
         asking=dict(recorder.functions.asking),
     )
@@ -170,13 +185,35 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
         forget_results(model)
 
 
-def imagine(module: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """What a module would give for these arguments: a nest in which every tensor is a `Seen`."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), Followed(), _without_log():
-        state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
-        arguments, keywords = pytree.tree_map_only(Tensor, _unreal, (arguments, dict(keywords)))
-        output = functional_call(module, state, arguments, dict(keywords), tie_weights=True)
-        return pytree.tree_map_only(Tensor, seen_of, output)
+def imagine(
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    valued: Callable[[Tensor], bool] | None = None,
+) -> Any:
+    """What a module would give for these arguments: a nest in which every tensor is a `Seen`.
+
+    The identity of one that is an argument as it was is the argument's number among all tensors, and else -1.
+    `valued`: which arguments keep their values, since the forward asks for them; none.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        with mode:
+            state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
+            given = [
+                _on_the_cpu(tensor) if valued is not None and valued(tensor) else _unreal(tensor)
+                for tensor in tensors_in((arguments, keywords))
+            ]
+        if valued is None:
+            stack.enter_context(mode)
+        stack.enter_context(Followed())
+        stack.enter_context(_without_log())
+        taken = iter(given)
+        args, named = map_tensors(lambda _: next(taken), (tuple(arguments), dict(keywords)))
+        output = functional_call(module, state, args, named, tie_weights=True)
+        numbers = {id(tensor): number for number, tensor in enumerate(given)}
+        return map_tensors(lambda tensor: replace(seen_of(tensor), identity=numbers.get(id(tensor), -1)), output)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -202,6 +239,11 @@ def _real(tensor: Tensor) -> Tensor:
     else:
         values = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
     return values.requires_grad_(isinstance(tensor, nn.Parameter) and differs)
+
+
+def _on_the_cpu(tensor: Tensor) -> Tensor:
+    """A tensor of the same values, which a forward may change."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _plain(inputs: Any) -> Any:

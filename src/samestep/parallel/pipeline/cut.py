@@ -1,9 +1,8 @@
 """Cut: what is left of a model on one rank of a pipeline, and how its own forward runs one stage."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,82 +11,71 @@ from torch import Tensor, nn
 
 from samestep.comm.mesh import Mesh, new_group
 from samestep.layout import Layout
-from samestep.parallel.calls import Call, Trace
+from samestep.parallel.calls import Trace
+from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
-from samestep.parallel.pipeline.hollow import BlankOutput, Received, blank, hidden_of, hollow
-from samestep.parallel.pipeline.plan import Plan, Stages, make_plan, units_of
+from samestep.parallel.pipeline.hollow import BlankOutput, blank, hollow, stand_in, without_numbers
+from samestep.parallel.pipeline.plan import Plan, Stages, make_plan
 from samestep.parallel.pipeline.rules import owners
+from samestep.parallel.pipeline.run import StageDone, StageRun
+from samestep.parallel.pipeline.units import units_of
 from samestep.tasks.base import call
-
-
-class HandedOn(BaseException):
-    """Ends the model's forward at the last layer of a stage. No Exception, which a model may catch."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__("a pipeline stage is done")
-        self.hidden = hidden
 
 
 class Cut(nn.Module):
     """A model of which one rank holds some stages; a forward runs one of them.
 
-    The model's own forward runs on the micro-batch's own inputs, whichever the stage. Hollow modules stand for
-    what belongs to other stages: those before the stage give blanks, the one right before it gives the hidden
-    state that was received, and after the stage's last block the forward ends.
+    The model's own forward runs on the micro-batch's own inputs, whichever the stage, with every unit replaced by a
+    stand-in that asks the running stage what to do: compute, or give what was received and blanks for the rest.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, mine: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, mine: Sequence[int], device: torch.device, trace: Trace, now: Now
+    ) -> None:
         super().__init__()
         self.model = model
         self.plan = plan
         self.mine = mine
-        self._received: Tensor | None = None
-        self._places: dict[int, list[tuple[nn.Module, str, nn.Module]]] = {stage: [] for stage in mine}
-        self.blocks: list[nn.Module] = []
         self._device = device
-        units = units_of(model, [block.name for block in plan.blocks])
-        for name, unit in units.items():
-            self._place(name, unit)
-        for stage in mine:
-            own = (unit for name, unit in units.items() if plan.stage_of_block(name) == stage)
-            self.blocks += own
+        self._now = now
+        self._run: StageRun | None = None
+        self._places: list[tuple[nn.Module, str, nn.Module]] = []
+        units = units_of(model, trace, [block.name for block in plan.blocks])
+        names = {id(module): name for name, module in model.named_modules()}
+        layers = dict.fromkeys(block.name for block in plan.blocks if plan.stages_of(block.name) & set(mine))
+        self.blocks: list[nn.Module] = [model.get_submodule(name) for name in layers]
         self._drop_parameters(units)
+        standing: dict[str, nn.Module] = {}
+        for name, unit in units.items():
+            self._place(name, names[id(unit)], unit, standing)
 
-    def _place(self, name: str, unit: nn.Module) -> None:
-        """Put a hollow module where one isn't needed: for good, or while another of this rank's stages runs."""
+    def _place(self, name: str, unit_name: str, unit: nn.Module, standing: dict[str, nn.Module]) -> None:
+        """Make a stand-in for a unit, and where this rank has no stage that needs it leave nothing else of it."""
         parent_name, _, key = name.rpartition(".")
         parent = self.model.get_submodule(parent_name)
-        stages = self.plan.modules[name]
-        blank_output: BlankOutput | None = None
-        for stage in self.mine:
-            if stage in stages:
-                continue
-            forward = self._forward_of(name, stage)
-            if forward is None:
-                blank_output = blank_output or BlankOutput(unit, self._call_of(name), self._device)
-                forward = blank_output
-            self._places[stage].append((parent, key, hollow(unit, self._device, forward)))
-        if not stages & set(self.mine):
+        held = bool(self.plan.modules[name] & set(self.mine))
+        if unit_name not in standing:
+            standing[unit_name] = stand_in(unit, self._device, self._forward_of(unit_name, unit, held), held=held)
+        self._places.append((parent, key, standing[unit_name]))
+        if not held:
             parent._modules[key] = hollow(unit, self._device)
 
-    def _forward_of(self, name: str, stage: int) -> Received | None:
-        if stage and name == self.plan.last_block(stage - 1).name:
-            hidden = self.plan.hidden[stage - 1]
-            changed = hidden.identity in self.plan.changed
-            return Received(
-                self.plan.last_block(stage - 1), hidden.identity, self._hidden, self._device, changed=changed
-            )
-        return None
+    def _forward_of(self, name: str, unit: nn.Module, held: bool) -> Callable[..., Any]:
+        elsewhere = not self.plan.stages_of(name) <= set(self.mine)
+        call = next((each.call for each in self.plan.calls if each.unit == name), None)
+        several = len(self.mine) > 1
+        imagined = without_numbers(unit) if call is not None and (elsewhere or several) else None
+        module = unit if held else None
+        blanks = None if call is None or imagined is None else BlankOutput(imagined, call, self._device)
 
-    def _hidden(self) -> Tensor:
-        assert self._received is not None
-        return self._received
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            assert self._run is not None
+            return self._run.call(name, module, blanks, arguments, keywords)
 
-    def _call_of(self, name: str) -> Any:
-        return next((block for block in self.plan.blocks if block.name == name), None)
+        return forward
 
     def _drop_parameters(self, units: Mapping[str, nn.Module]) -> None:
-        """Blanks for the parameters of modules that contain blocks, where no stage of this rank needs them."""
+        """Blanks for the parameters of modules that contain units, where no stage of this rank needs them."""
         inside = {id(p) for unit in units.values() for p in unit.parameters()}
         for module_name, module in self.model.named_modules():
             for key, parameter in list(module._parameters.items()):
@@ -97,43 +85,38 @@ class Cut(nn.Module):
                 del module._parameters[key]
                 vars(module)[key] = blank(parameter.shape, parameter.dtype, self._device)
 
-    def end_stages(self) -> None:
-        """Make the last block of each stage end the forward. To come last, after what else is done to the blocks."""
-        for stage in self.mine:
-            if stage < self.plan.stages - 1:
-                call = self.plan.last_block(stage)
-                block = self.model.get_submodule(call.name)
-                block.register_forward_hook(partial(_hand_on, call, self.plan.hidden[stage].identity))
+    def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
+        """What a stage has computed that it hands on, in the plan's order; of the last stage the model's output.
 
-    def forward(self, stage: int, inputs: Any, received: Tensor | None) -> Any:
-        """The hidden state that a stage hands on, or of the last stage the model's output."""
-        with self._arranged(stage, received):
+        `received`: what the stage takes of those before it (`Plan.used`, sorted).
+        """
+        run = StageRun(self.plan, stage, dict(zip(self.plan.taken(stage), received, strict=True)), self._now)
+        with self._standing_in(run):
             try:
-                return call(self.model, inputs)
-            except HandedOn as done:
-                return done.hidden
+                output = call(self.model, inputs)
+            except StageDone:
+                return run.handed_on()
+        if stage < self.plan.stages - 1:
+            raise run.never_ended()
+        return output
 
     @contextmanager
-    def _arranged(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        before = [(parent, key, parent._modules[key]) for parent, key, _ in self._places[stage]]
-        for parent, key, module in self._places[stage]:
+    def _standing_in(self, run: StageRun) -> Iterator[None]:
+        before = [(parent, key, parent._modules[key]) for parent, key, _ in self._places]
+        for parent, key, module in self._places:
             parent._modules[key] = module
-        self._received = received
+        self._run = run
         try:
             yield
         finally:
-            self._received = None
+            self._run = None
             for parent, key, module in before:
                 parent._modules[key] = module
 
     def weights_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters of this rank that a stage computes with."""
-        needed = {name for name, stages in self.plan.parameters.items() if stage in stages}
+        needed = {name for name, stages in self.plan.computed_with.items() if stage in stages}
         return [p for name, p in self.model.named_parameters() if name in needed and p.requires_grad]
-
-
-def _hand_on(traced: Call, hidden: int, module: nn.Module, arguments: Any, output: Any) -> None:
-    raise HandedOn(hidden_of(traced, hidden, output))
 
 
 def cut(
@@ -144,6 +127,7 @@ def cut(
     parts: Parts,
     cut_at: Sequence[str],
     device: torch.device,
+    now: Now,
 ) -> Cut:
     """Leave of a model what this rank's stages need, and write down in `parts` who holds what.
 
@@ -166,7 +150,8 @@ def cut(
         if name not in parts.table and unit is not None:
             parts.table[name] = replace(parts.part(name), stages=_ranks(rank_of, plan.modules[unit]))
     here = mesh.coordinate("pipeline")
-    return Cut(model, plan, [stage for stage, rank in enumerate(rank_of) if rank == here], device)
+    mine = [stage for stage, rank in enumerate(rank_of) if rank == here]
+    return Cut(model, plan, mine, device, trace, now)
 
 
 def _ranks(rank_of: Sequence[int], stages: Stages) -> tuple[int, ...]:

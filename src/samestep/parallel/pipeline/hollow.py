@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
 from samestep.parallel.calls import Call, Seen
+from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.trace import imagine
 
 Forward = Callable[..., Any]
@@ -45,6 +46,21 @@ def hollow(module: nn.Module, device: torch.device, forward: Forward | None = No
     empty._non_persistent_buffers_set = set(module._buffers)  # not in this rank's state
     vars(empty)["forward"] = forward or _not_here
     return empty
+
+
+def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held: bool) -> nn.Module:
+    """A module that calls `forward` in place of another's.
+
+    `held`: this rank has the other one's parameters, which the model's own code may then read from it.
+    """
+    if not held:
+        return hollow(module, device, forward)
+    standing = _shallow(module, type(module))
+    for name in vars(module):
+        if name.endswith("_hooks"):
+            vars(standing)[name] = OrderedDict()
+    vars(standing)["forward"] = forward
+    return standing
 
 
 def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -105,87 +121,75 @@ def _not_here(*arguments: Any, **keywords: Any) -> Any:
 
 
 class BlankOutput:
-    """The forward of a hollow module: blanks of the shapes that the module would give."""
+    """Blanks of the shapes that a module would give, for the arguments that it is called with."""
 
-    def __init__(self, module: nn.Module, call: Call | None, device: torch.device) -> None:
-        self._imagined = without_numbers(module)
+    def __init__(self, module: nn.Module, call: Call, device: torch.device) -> None:
+        """`module`: without numbers; `call`: one of its calls that was traced."""
+        self._imagined = module
         self._call = call
         self._device = device
         self._known: dict[Any, Any] = {}
+        self._wants_values = False
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        output = self._like_arguments(arguments, keywords)
+    def __call__(self, arguments: Any, keywords: Any) -> Any:
+        """A nest like the module's output, in which an argument that it passes on as it is stands for itself."""
+        given = tensors_in((arguments, keywords))
+        output = self._like_arguments(given)
         if output is None:
             output = self._imagine(arguments, keywords)
-        blanks = pytree.tree_map_only(Seen, self._blank, output)
-        return blanks if self._call is None else _with_passed_on(blanks, self._call, arguments, keywords)
+        return map_tensors(partial(self._filled, given), output, Seen)
 
-    def _blank(self, seen: Seen) -> Tensor:
+    def _filled(self, given: Sequence[Tensor], seen: Seen) -> Tensor:
+        if seen.identity >= 0:
+            return given[seen.identity]
         return blank(seen.shape, seen.dtype, self._device).as_subclass(BlankHidden)
 
-    def _like_arguments(self, arguments: Any, keywords: Any) -> Any:
-        """A block's output whose tensors have the shapes of arguments that had the same shapes in the trace."""
-        if self._call is None:
+    def _like_arguments(self, given: Sequence[Tensor]) -> Any:
+        """An output whose tensors have the shapes of arguments that had the same shapes in the trace.
+
+        None where no argument had, or where those that had differ by now.
+        """
+        traced = self._call.inputs()
+        if not _is_plain(self._call.output) or len(traced) != len(given):
             return None
-        pairs = list(zip(self._call.inputs(), _tensors((arguments, keywords)), strict=False))
+        pairs = list(zip(traced, given, strict=True))
         found: dict[int, Seen] = {}
-        for traced in self._call.outputs():
-            alike = [now for seen, now in pairs if (seen.shape, seen.dtype) == (traced.shape, traced.dtype)]
-            if not alike:
+        for number, (seen, now) in enumerate(pairs):
+            if any(seen.identity == each.identity and self._call.passed_on(each) for each in self._call.outputs()):
+                found[seen.identity] = Seen(identity=number, shape=tuple(now.shape), dtype=now.dtype)
+        for each in self._call.outputs():
+            alike = {
+                (tuple(now.shape), now.dtype)
+                for seen, now in pairs
+                if (seen.shape, seen.dtype) == (each.shape, each.dtype)
+            }
+            if each.identity in found and self._call.passed_on(each):
+                continue
+            if len(alike) != 1:
                 return None
-            found[traced.identity] = Seen(identity=0, shape=tuple(alike[0].shape), dtype=alike[0].dtype)
-        return pytree.tree_map_only(Seen, lambda seen: found[seen.identity], self._call.output) if found else None
+            ((shape, dtype),) = alike
+            found[each.identity] = Seen(identity=-1, shape=shape, dtype=dtype)
+        return map_tensors(lambda seen: found[seen.identity], self._call.output, Seen) if found else None
 
     def _imagine(self, arguments: Any, keywords: Any) -> Any:
-        leaves = pytree.tree_leaves((arguments, keywords))
-        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-        if key not in self._known:
-            self._known[key] = imagine(self._imagined, arguments, keywords)
-        return self._known[key]
+        if not self._wants_values:
+            leaves = pytree.tree_leaves((arguments, keywords))
+            key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+            if key in self._known:
+                return self._known[key]
+            try:
+                found = self._known[key] = imagine(self._imagined, arguments, keywords)
+                return found
+            except Exception:  # whatever a model's own code raises where it finds no values
+                self._wants_values = True
+        return imagine(self._imagined, arguments, keywords, valued=lambda tensor: not isinstance(tensor, BlankHidden))
 
 
-class Received:
-    """The forward of the hollow block before a stage's first: what was received, as the block gave it."""
-
-    def __init__(
-        self, call: Call, hidden: int, tensor: Callable[[], Tensor], device: torch.device, *, changed: bool
-    ) -> None:
-        """`changed`: the model changes the hidden state in place, which autograd allows of no leaf."""
-        self._call = call
-        self._changed = changed
-        self._hidden = hidden  # the identity in the trace of the one tensor that later layers take
-        self._tensor = tensor
-        self._device = device
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        def fill(seen: Seen) -> Tensor:
-            if seen.identity == self._hidden:
-                return self._tensor().clone() if self._changed else self._tensor()
-            return blank(seen.shape, seen.dtype, self._device)  # nobody takes it
-
-        filled = pytree.tree_map_only(Seen, fill, self._call.output)
-        return _with_passed_on(filled, self._call, arguments, keywords)
-
-
-def _with_passed_on(output: Any, call: Call, arguments: Any, keywords: Any) -> Any:
-    """An output in which what the traced block passed on of its arguments is what it is given now."""
-    given = {seen.identity: now for seen, now in zip(call.inputs(), _tensors((arguments, keywords)), strict=False)}
-    leaves, form = pytree.tree_flatten(output)
-    places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for number, seen in zip(places, call.outputs(), strict=False):
-        if call.passed_on(seen) and seen.identity in given:
-            leaves[number] = given[seen.identity]
-    return pytree.tree_unflatten(leaves, form)
-
-
-def hidden_of(call: Call, hidden: int, output: Any) -> Tensor:
-    """What of a block's output is handed on: the tensor that had this identity in the trace of its call."""
-    number = [seen.identity for seen in call.outputs()].index(hidden)
-    return _tensors(output)[number]
-
-
-def _tensors(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+def _is_plain(output: Any) -> bool:
+    """Whether a traced output is of tensors, tuples and lists, which a trace keeps as they are."""
+    if isinstance(output, (tuple, list)):
+        return all(_is_plain(each) for each in output)
+    return output is None or isinstance(output, Seen)
 
 
 def without_numbers(module: nn.Module) -> nn.Module:

@@ -4,13 +4,15 @@ The orders are those of PyTorch's schedules: GPipe (Huang et al. 2019), 1F1B and
 2021), interleaved zero bubble and ZBV (Qi et al. 2023).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 Kind = Literal["F", "B", "I", "W"]  # forward, backward, and backward's two halves: of inputs, of weights
 
@@ -87,16 +89,31 @@ def _plain(actions: Sequence[Any]) -> list[Action]:
 
 
 def backward_in_two(
-    root: Tensor, gradient: Tensor | None, received: Tensor, weights: Sequence[nn.Parameter]
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
+    received: Sequence[Tensor],
+    weights: Sequence[nn.Parameter],
 ) -> Callable[[], None]:
-    """Compute the gradient of `received` now, and return what adds those of the weights later.
+    """Compute the gradients of `received` now, and return what adds those of the weights later.
 
-    `root` is a loss where there is no `gradient` of it. It is cut from its graph, and must be no view.
+    `roots` is a loss alone where there are no `gradients` of them. What no received tensor leads to is computed
+    from weights alone, and has its whole backward now: nothing of it could wait.
     """
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-    gradients = None if gradient is None else [gradient]
-    _, groups = stage_backward_input([root], gradients, [received], iter(weights))
+    given = [root.new_ones(()) for root in roots] if gradients is None else list(gradients)
+    known = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if root.requires_grad]
+    beginnings = {get_gradient_edge(tensor).node for tensor in received if tensor.requires_grad}
+    split = [(root, gradient) for root, gradient in known if _leads_to(root, beginnings)]
+    whole = [pair for pair in known if not any(pair[0] is root for root, _ in split)]
+    if whole:
+        torch.autograd.backward([root for root, _ in whole], [gradient for _, gradient in whole], retain_graph=True)
+    if not split:
+        return lambda: None
+    # Roots are cut from their graph in place, which no view allows, nor a root that another one is computed from.
+    ends = [root.clone() if root._is_view() or len(split) > 1 else root for root, _ in split]
+    taken = [tensor for tensor in received if tensor.requires_grad]
+    _, groups = stage_backward_input(ends, [gradient for _, gradient in split], taken, iter(weights))
 
     def of_weights() -> None:
         # Retained, since groups of weights may share nodes: a tensor that all layers take beside the hidden state
@@ -104,3 +121,16 @@ def backward_in_two(
         stage_backward_weight(iter(weights), groups, retain_graph=True)
 
     return of_weights
+
+
+def _leads_to(root: Tensor, beginnings: Collection[Node]) -> bool:
+    """Whether a tensor is computed from one of those that begin a stage's graph."""
+    waiting, seen = [get_gradient_edge(root).node], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in beginnings:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return False

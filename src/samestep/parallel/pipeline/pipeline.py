@@ -1,7 +1,8 @@
 """Pipeline: a model whose layers are on several ranks, which work on different micro-batches at the same time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
 from samestep.parallel.average import average_experts, average_gradients, average_what_is_whole
 from samestep.parallel.pipeline.cut import Cut
-from samestep.parallel.pipeline.messages import Letter, Messages
+from samestep.parallel.pipeline.messages import Letter, Messages, has_gradient
+from samestep.parallel.pipeline.needs import Given
 from samestep.parallel.pipeline.orders import Action, Orders, backward_in_two, orders_of
 from samestep.parallel.pipeline.rules import owners
 from samestep.parallel.pipeline.timeline import Timeline
@@ -41,7 +43,8 @@ class Pipeline(Spread):
         self._layout = layout
         self._mesh = mesh
         self._last_stage = cut.plan.stages - 1
-        self._messages = Messages(mesh, owners(layout), device)
+        counts = [len(of_stage) for of_stage in cut.plan.handed_on]
+        self._messages = Messages(mesh, owners(layout), counts, device)
         self._chunk_orders = _forwards_alone(owners(layout), layout.pipeline)
 
     def take(
@@ -91,16 +94,30 @@ class Pipeline(Spread):
             average_gradients(shared, self._mesh.data_group, self._mesh.grid.device_type)
         average_experts(self.model, self.parts)
 
-    def forward(self, stage: int, inputs: Any, received: Tensor | None) -> Any:
-        """What a stage gives, computed with its rank's part of the model."""
-        with self.autocast():
-            return self.cut(stage, inputs, received)
+    def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
+        """What a stage computes and hands on, or of the last the model's output, with this rank's part of it.
 
-    def receive(self, letter: Letter) -> Tensor:
+        `received`: all that the stage before handed on.
+        """
+        plan = self.cut.plan
+        before = plan.handed_on[stage - 1] if stage else ()
+        tensors = dict(zip(before, received, strict=True))
+        with self.autocast():
+            return self.cut(stage, inputs, [tensors[given] for given in plan.taken(stage)])
+
+    def passed_on(self, stage: int, computed: Sequence[Any], received: Sequence[Any]) -> list[Any]:
+        """What a stage hands to the next, in the plan's order: what it has computed, and what it carries along."""
+        plan = self.cut.plan
+        own = [given for given in plan.handed_on[stage] if plan.stage_of_call(given.caller) == stage]
+        known = dict(zip(own, computed, strict=True))
+        known |= zip(plan.handed_on[stage - 1] if stage else (), received, strict=True)
+        return [known[given] for given in plan.handed_on[stage]]
+
+    def receive(self, letter: Letter) -> list[Tensor]:
         return self._messages.receive(letter)
 
-    def send(self, letter: Letter, tensor: Tensor) -> None:
-        self._messages.send(letter, tensor)
+    def send(self, letter: Letter, tensors: Sequence[Tensor]) -> None:
+        self._messages.send(letter, tensors)
 
     def predict(self, inputs: Any) -> Any:
         output = None
@@ -108,15 +125,24 @@ class Pipeline(Spread):
         self._messages.begin(_sends(self._chunk_orders, self._last_stage), lambda letter: shapes)
         with torch.no_grad():
             for stage in self.cut.mine:
-                received = self.receive(Letter(to=stage, kind="F", micro_batch=0)) if stage else None
+                received = self.receive(Letter(to=stage, kind="F", micro_batch=0)) if stage else []
                 result = self.forward(stage, inputs, received)
                 if stage < self._last_stage:
-                    self.send(Letter(to=stage + 1, kind="F", micro_batch=0), result)
+                    letter = Letter(to=stage + 1, kind="F", micro_batch=0)
+                    self.send(letter, self.passed_on(stage, result, received))
                 else:
                     output = result
         self._messages.finish(turns_ago=1)  # what was sent for this chunk may take its time
         put_back(self.cut)
         return output
+
+
+@dataclass(kw_only=True)
+class _Alive:
+    """A forward whose backward is to come: where its graph begins and ends."""
+
+    received: list[Tensor]
+    roots: list[Tensor]  # what the stage has computed and handed on; of the last stage the loss
 
 
 class _Step:
@@ -134,8 +160,7 @@ class _Step:
         self._term = term
         self._backward = backward
         self._last_stage = pipeline.cut.plan.stages - 1
-        # Of each forward whose backward is to come: what it received, and the end of its graph.
-        self._alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._alive: dict[tuple[int, int], _Alive] = {}
         self._of_weights: dict[tuple[int, int], Callable[[], None]] = {}
 
     def run(self, action: Action) -> None:
@@ -145,59 +170,88 @@ class _Step:
 
     def _forward(self, action: Action) -> None:
         pipeline, stage = self._pipeline, action.stage
-        received = self._received(stage, "F", action)
-        if received is not None:
-            received.requires_grad_()
+        received = self._received("F", action) if stage else []
+        for tensor in received:
+            tensor.requires_grad_(has_gradient(tensor))
         micro_batch = self._micro_batches[action.micro_batch]
         with pipeline.times.of(action), pipeline.now.at(micro_batch.moment):
-            root = pipeline.forward(stage, micro_batch.batch.inputs, received)
+            roots = pipeline.forward(stage, micro_batch.batch.inputs, received)
             if stage == self._last_stage:
                 with pipeline.autocast():
-                    root = self._term(root, micro_batch)
+                    roots = [self._term(roots, micro_batch)]
         if stage < self._last_stage:
-            pipeline.send(Letter(to=stage + 1, kind="F", micro_batch=action.micro_batch), root)
-        self._alive[stage, action.micro_batch] = (received, root)
+            letter = Letter(to=stage + 1, kind="F", micro_batch=action.micro_batch)
+            pipeline.send(letter, pipeline.passed_on(stage, roots, received))
+        self._alive[stage, action.micro_batch] = _Alive(received=received, roots=roots)
 
     def _whole_backward(self, action: Action) -> None:
-        gradient, received, root = self._ends(action)
+        alive, gradients, carried = self._ends(action)
         with self._pipeline.times.of(action):
-            if gradient is None:
-                self._backward(root)
-            elif root.requires_grad:
-                root.backward(gradient)
-        self._hand_back(action, received)
+            self._all_gradients(action, alive.roots, gradients)
+        self._hand_back(action, alive.received, carried)
+
+    def _all_gradients(self, action: Action, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        if action.stage == self._last_stage:
+            self._backward(roots[0])
+            return
+        known = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
+        if known:
+            torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
 
     def _input_backward(self, action: Action) -> None:
-        gradient, received, root = self._ends(action)
-        assert received is not None
+        alive, gradients, carried = self._ends(action)
+        last = action.stage == self._last_stage
         weights = self._pipeline.cut.weights_of(action.stage)
         with self._pipeline.times.of(action):
-            # The root is cut from its graph in place, which no view allows.
-            root = root.clone() if root._is_view() else root
-            later = backward_in_two(root, gradient, received, weights)
+            later = backward_in_two(alive.roots, None if last else gradients, alive.received, weights)
         self._of_weights[action.stage, action.micro_batch] = later
-        self._hand_back(action, received)
+        self._hand_back(action, alive.received, carried)
 
     def _weight_backward(self, action: Action) -> None:
         with self._pipeline.times.of(action):
             self._of_weights.pop((action.stage, action.micro_batch))()
 
-    def _ends(self, action: Action) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        received, root = self._alive.pop((action.stage, action.micro_batch))
-        gradient = None if action.stage == self._last_stage else self._received(action.stage, "B", action)
-        return gradient, received, root
+    def _ends(self, action: Action) -> tuple[_Alive, list[Tensor], dict[Given, Tensor]]:
+        """A forward's graph, the gradients of what it ends with, and those of what the stage carried along."""
+        alive, stage = self._alive.pop((action.stage, action.micro_batch)), action.stage
+        if stage == self._last_stage:
+            return alive, [], {}
+        plan = self._pipeline.cut.plan
+        handed_on = plan.handed_on[stage]
+        forms = iter(self._received("B", action))
+        own = iter(alive.roots)
+        carried_along = dict(zip(plan.handed_on[stage - 1] if stage else (), alive.received, strict=True))
+        gradients: list[Tensor] = []
+        carried: dict[Given, Tensor] = {}
+        ends: list[Tensor] = []
+        for given in handed_on:
+            computed_here = plan.stage_of_call(given.caller) == stage
+            tensor = next(own) if computed_here else carried_along[given]
+            if not has_gradient(tensor):
+                continue
+            if computed_here:
+                ends.append(tensor)
+                gradients.append(next(forms))
+            else:
+                carried[given] = next(forms)
+        alive.roots = ends
+        return alive, gradients, carried
 
-    def _received(self, stage: int, kind: str, action: Action) -> Tensor | None:
-        if kind == "F" and stage == 0:
-            return None
-        return self._pipeline.receive(Letter(to=stage, kind=kind, micro_batch=action.micro_batch))
+    def _received(self, kind: str, action: Action) -> list[Tensor]:
+        return self._pipeline.receive(Letter(to=action.stage, kind=kind, micro_batch=action.micro_batch))
 
-    def _hand_back(self, action: Action, received: Tensor | None) -> None:
-        if received is None:
+    def _hand_back(self, action: Action, received: Sequence[Tensor], carried: Mapping[Given, Tensor]) -> None:
+        """Send the gradients of what was received back: from this stage, and from those that it was carried to."""
+        if not action.stage:
             return
-        gradient = torch.zeros_like(received) if received.grad is None else received.grad
+        gradients = []
+        for given, tensor in zip(self._pipeline.cut.plan.handed_on[action.stage - 1], received, strict=True):
+            if not has_gradient(tensor):
+                continue
+            parts = [part for part in (tensor.grad, carried.get(given)) if part is not None]
+            gradients.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(tensor))
         letter = Letter(to=action.stage - 1, kind="B", micro_batch=action.micro_batch)
-        self._pipeline.send(letter, gradient)
+        self._pipeline.send(letter, gradients)
 
 
 def _sends(orders: Orders, last_stage: int) -> list[list[Letter]]:
@@ -227,6 +281,6 @@ def _last(actions: Sequence[Action], wanted: Callable[[Action], bool]) -> int | 
 
 
 def _shapes(inputs: Any) -> Any:
-    """What the form of a hidden state depends on."""
+    """What the forms of activations depend on."""
     leaves = pytree.tree_leaves(dict(inputs) if hasattr(inputs, "keys") else inputs)
     return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves)

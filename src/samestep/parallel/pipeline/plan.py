@@ -1,15 +1,20 @@
-"""Plan: which blocks and parameters of a model each pipeline stage needs, found from a trace of its forward."""
+"""Plan: which calls and parameters of a model each pipeline stage has, found from a trace of its forward."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from torch import nn
 
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks, with_forward
-from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.calls import Call, Trace
 from samestep.parallel.pipeline.balance import best_starts, memory_cost, time_cost
+from samestep.parallel.pipeline.needs import Given, Needs
+from samestep.parallel.pipeline.units import UnitCall, find_layers, unit_calls, units_of
 from samestep.validation import closest
 
 Stages = frozenset[int]
@@ -17,92 +22,153 @@ Stages = frozenset[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A model cut into stages."""
+    """A model cut into stages: intervals of its units' calls, each of which ends with a call of a layer."""
 
-    blocks: Sequence[Call]  # in the order in which they are called
-    starts: Sequence[int]  # the first block of each stage
-    modules: Mapping[str, Stages]  # stages that run a module: each block, and the largest modules without one
+    blocks: Sequence[Call]  # calls of layers, in their order
+    starts: Sequence[int]  # the first of each stage
+    calls: Sequence[UnitCall]  # of layers, and of the largest modules that contain none, in their order
+    ends: Sequence[int]  # of each stage, one more than the number of its last call; the model ends the last stage
+    used: Sequence[frozenset[Given]]  # what each stage takes of what stages before it have computed
+    handed_on: Sequence[Sequence[Given]]  # what each stage but the last hands to the next: its own, or carried along
+    modules: Mapping[str, Stages]  # stages that hold a unit, by each of its names
     parameters: Mapping[str, Stages]  # stages that hold a parameter, by each of its names
-    hidden: Sequence[Seen] = ()  # what each stage but the last hands on
-    changed: frozenset[int] = frozenset()  # the identities of those that the model changes in place afterwards
+    computed_with: Mapping[str, Stages]  # stages whose forward uses a parameter, by its first name
+    draws: Mapping[int, Mapping[str, int]]  # of calls of units that several stages call: random draws, by module
 
     @property
     def stages(self) -> int:
         return len(self.starts)
 
-    def last_block(self, stage: int) -> Call:
-        return self.blocks[(*self.starts[1:], len(self.blocks))[stage] - 1]
+    def stage_of_call(self, number: int) -> int:
+        """The stage of one of `calls`."""
+        return bisect_right(self.ends, number)
 
-    def stage_of_block(self, name: str) -> int | None:
-        """The stage of a block; None where the module is no block."""
-        number = next((i for i, block in enumerate(self.blocks) if block.name == name), None)
-        return None if number is None else max(s for s, start in enumerate(self.starts) if start <= number)
+    def stages_of(self, unit: str) -> Stages:
+        """The stages that call a unit."""
+        return frozenset(self.stage_of_call(number) for number in self.calls_of(unit))
+
+    def calls_of(self, unit: str) -> Sequence[int]:
+        """The numbers of a unit's calls."""
+        return self._by_unit.get(unit, ())
+
+    def given(self, caller: int, number: int) -> Given | None:
+        """What is handed on of a call's output as the tensor of this number; None where nothing is."""
+        return self._by_place.get((caller, number))
+
+    def is_handed_on(self, unit: str) -> bool:
+        """Whether later stages take something that a unit gives."""
+        return any(self.calls[caller].unit == unit for caller, _ in self._by_place)
+
+    def taken(self, stage: int) -> Sequence[Given]:
+        """What a stage takes of those before it, in order."""
+        return sorted(self.used[stage], key=Given.place)
+
+    def computed_in(self, stage: int) -> Mapping[int, Sequence[Given]]:
+        """What a stage hands on that it has computed itself, by the call that gives it."""
+        found: dict[int, list[Given]] = {}
+        for given in self.handed_on[stage] if stage < self.stages - 1 else ():
+            if self.stage_of_call(given.caller) == stage:
+                found.setdefault(given.caller, []).append(given)
+        return found
+
+    @cached_property
+    def _by_unit(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for number, each in enumerate(self.calls):
+            found.setdefault(each.unit, []).append(number)
+        return found
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[int, int], Given]:
+        return {(given.caller, given.number): given for stage in self.handed_on for given in stage}
 
 
 def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[str] = ()) -> Plan:
-    """Cut a model's blocks into the layout's stages, and find what else each stage needs.
+    """Cut a model's forward into the layout's stages, and find what each stage needs of the others.
 
-    A stage needs the parameters from which the tensor that it hands on is computed, without looking behind the
-    tensor that it received. That is asked of autograd's graph of the traced forward, so that tied weights,
-    parameters used in several places, and whatever stands between the blocks are found as they are.
+    A stage has the calls of units between two cuts. What it takes of earlier ones is looked up in the dataflow of
+    the traced forward, so that skip connections, an encoder's output that every layer of the decoder takes, masks
+    and position biases are found as they are, and tied weights and parameters that stand between the layers too.
 
-    Raises LayoutError where the model has too few blocks, or does not pass one tensor from block to block.
+    Raises LayoutError where the model has too few layers, or can't be cut between them.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    modules = {names[id(block)]: block for block in with_forward(find_blocks(model))}
-    blocks = _called_once(layout, trace, list(modules))
     stages = layout.pipeline * layout.stages_a_rank
-    if len(blocks) < stages:
-        raise LayoutError(f'layout "{layout}": {_too_few(layout, stages, len(blocks), list(modules))}')
+    layers = find_layers(model, trace, stages)
+    units = units_of(model, trace, layers)
+    calls = unit_calls(model, trace, units)
+    needs = Needs(trace, calls)
+    blocks = [each.call for each in calls if each.unit in layers]
+    at = [number for number, each in enumerate(calls) if each.unit in layers]
+    allowed, why_not = _allowed_starts(needs, calls, at)
+    if len(allowed) < stages:
+        names = [name for name, module in model.named_modules() if module in with_forward(find_blocks(model))]
+        raise LayoutError(f'layout "{layout}": {_too_few(layout, stages, len(allowed), names, why_not)}')
     if cut_at:
         starts = _starts_at(cut_at, [block.name for block in blocks], stages)
-    elif layout.balance == "memory":
-        found = [modules[block.name] for block in blocks]
-        starts = best_starts(len(blocks), stages, memory_cost(trace, blocks, found, model, layout))
+        _check_starts(layout, starts, allowed, blocks, why_not)
     else:
-        starts = best_starts(len(blocks), stages, time_cost(trace, blocks))
-    hidden = [_handed_on(layout, trace, blocks[start - 1]) for start in starts[1:]]
-    needed = _needed(trace, hidden)
-    plan = Plan(blocks=blocks, starts=starts, modules={}, parameters={})
-    by_module, by_parameter = _hold_alike(model, plan, needed)
-    _check_blocks(layout, model, plan, by_parameter)
+        if layout.balance == "memory":
+            found = [model.get_submodule(block.name) for block in blocks]
+            cost = memory_cost(trace, blocks, found, model, layout)
+        else:
+            cost = time_cost(trace, blocks)
+        edges = [*allowed, len(blocks)]
+        chosen = best_starts(len(allowed), stages, lambda stage, a, b: cost(stage, edges[a], edges[b]))
+        starts = [allowed[number] for number in chosen]
+    ends = [*(at[start - 1] + 1 for start in starts[1:]), len(calls)]
+    used, parameters = _of_stages(model, trace, needs, calls, ends)
+    by_module, by_parameter = _hold_alike(model, units, calls, ends, parameters)
     return Plan(
         blocks=blocks,
         starts=starts,
+        calls=calls,
+        ends=ends,
+        used=used,
+        handed_on=_handed_on(used, ends),
         modules=by_module,
         parameters=by_parameter,
-        hidden=hidden,
-        changed=frozenset(seen.identity for seen in hidden if trace.changed_in_place(seen)),
+        computed_with=parameters,
+        draws=_draws_of_shared(trace, calls, ends),
     )
 
 
-def _too_few(layout: Layout, stages: int, called: int, layers: Sequence[str]) -> str:
-    if called > 1:
-        return f"{stages} pipeline stages for {called} layers; {called} stages or fewer would do"
-    given = f"{layers[0]} and the like are not called, so there is" if layers and not called else "it has"
+def _too_few(layout: Layout, stages: int, possible: int, layers: Sequence[str], why_not: Mapping[int, str]) -> str:
+    if possible > 1:
+        but = f", since {next(iter(why_not.values()))}" if why_not else ""
+        return f"{stages} pipeline stages for {possible} layers{but}; {possible} stages or fewer would do"
+    given = f"{layers[0]} and the like are not called, so there is" if layers and not possible else "it has"
+    if why_not:
+        return (
+            f"the model can't be cut, since {next(iter(why_not.values()))}; use dp{layout.size} or fsdp{layout.size}"
+        )
     return (
         f"{stages} pipeline stages want as many layers that the model's forward calls one after the other, and "
-        f"{given} {called or 'none'}; use dp{layout.size} or fsdp{layout.size}"
+        f"{given} {possible or 'none'}; use dp{layout.size} or fsdp{layout.size}"
     )
 
 
-def _called_once(layout: Layout, trace: Trace, names: Sequence[str]) -> list[Call]:
-    calls = []
-    for name in names:
-        of_block = trace.of(name)
-        if len(of_block) > 1:
-            raise LayoutError(
-                f'layout "{layout}": {name} is called {len(of_block)} times in one forward, and a pipeline passes '
-                "each of its layers once; a layout without pp would do"
-            )
-        calls += of_block
-    return sorted(calls, key=lambda call: call.began)
+def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) -> tuple[list[int], dict[int, str]]:
+    """The layers' calls that may begin a stage, and why others may not.
+
+    `at`: the number of each layer's call among those of all units. A stage gets what earlier calls gave, and nothing
+    that they kept to themselves, such as in an attribute.
+    """
+    refused: dict[int, str] = {}
+    of_output = (len(calls), needs.of_output)
+    for reader, need in [*enumerate(needs.of_calls), of_output]:
+        for writer in need.hidden:
+            taker = calls[reader].unit if reader < len(calls) else "the model's output"
+            reason = f"{taker} takes a tensor that {calls[writer].unit} computes and does not return"
+            for start in range(1, len(at)):
+                if writer <= at[start - 1] < reader:
+                    refused.setdefault(start, reason)
+    return [start for start in range(len(at)) if start not in refused], refused
 
 
 def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
     for name in cut_at:
         if name not in blocks:
-            raise UserError(f'run.cut_at: no layer "{name}"; {closest(name, blocks)}')
+            raise UserError(f'run.cut_at: no layer "{name}"; {closest(name, list(dict.fromkeys(blocks)))}')
     starts = [0, *(blocks.index(name) for name in cut_at)]
     if starts != sorted(set(starts)):
         raise UserError(
@@ -116,98 +182,91 @@ def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> lis
     return starts
 
 
-def _handed_on(layout: Layout, trace: Trace, block: Call) -> Seen:
-    """The one tensor of a block's output that is computed in it and that later layers take."""
-    # What it only passes on, each stage has by itself.
-    taken = {seen.identity: seen for seen in trace.taken_after(block) if not block.passed_on(seen)}
-    if len(taken) != 1:
-        raise LayoutError(
-            f'layout "{layout}": {block.name} gives {len(taken) or "no"} tensors that layers after it take, and a '
-            f"stage hands on one, the hidden state; use dp{layout.size} or fsdp{layout.size}, or name other layers "
-            "to begin stages with in run.cut_at"
-        )
-    (hidden,) = taken.values()
-    if not (hidden.dtype.is_floating_point or hidden.dtype.is_complex):
-        raise LayoutError(
-            f'layout "{layout}": {block.name} hands on a tensor of {hidden.dtype}, which has no gradient; '
-            f"use dp{layout.size} or fsdp{layout.size}"
-        )
-    return hidden
+def _check_starts(
+    layout: Layout, starts: Sequence[int], allowed: Sequence[int], blocks: Sequence[Call], why_not: Mapping[int, str]
+) -> None:
+    for start in starts:
+        if start not in allowed:
+            names = ", ".join(blocks[other].name for other in allowed[1:4])
+            raise LayoutError(
+                f'layout "{layout}": run.cut_at can\'t name {blocks[start].name}, since {why_not[start]}; '
+                f"use {names}, or leave run.cut_at out"
+            )
 
 
-def _needed(trace: Trace, hidden: Sequence[Seen]) -> dict[str, Stages]:
-    """The stages that need a parameter, by the name that the trace knows it by."""
-    (whole,) = trace.of("")
-    ends = [*([each] for each in hidden), whole.outputs()]
-    needed: dict[str, Stages] = {}
-    for stage, end in enumerate(ends):
-        received = ends[stage - 1] if stage else []
-        for name in trace.behind(end, up_to=received):
-            needed[name] = needed.get(name, frozenset()) | {stage}
-    return needed
+def _of_stages(
+    model: nn.Module, trace: Trace, needs: Needs, calls: Sequence[UnitCall], ends: Sequence[int]
+) -> tuple[list[frozenset[Given]], dict[str, Stages]]:
+    """What each stage takes of earlier ones, and the stages that compute with each parameter, by its first name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    used: list[frozenset[Given]] = []
+    parameters: dict[str, Stages] = {}
+    for stage, (began, ended) in enumerate(pairwise([0, *ends])):
+        wanted = list(needs.of_calls[began:ended])
+        if stage == len(ends) - 1:
+            wanted.append(needs.of_output)
+        of_stage = {name for need in wanted for name in need.parameters}
+        for each in calls[began:ended]:
+            of_stage |= {names[parameter] for parameter in model.get_submodule(each.unit).parameters()}
+        for name in of_stage:
+            parameters[name] = parameters.get(name, frozenset()) | {stage}
+        used.append(frozenset(given for need in wanted for given in need.given if given.caller < began))
+    return used, parameters
+
+
+def _draws_of_shared(trace: Trace, calls: Sequence[UnitCall], ends: Sequence[int]) -> dict[int, dict[str, int]]:
+    """The random draws of each call of a unit that several stages call, by the module that draws.
+
+    A mask depends on how often its module has drawn in this forward, in all stages before.
+    """
+    stages: dict[str, set[int]] = {}
+    for number, each in enumerate(calls):
+        stages.setdefault(each.unit, set()).add(bisect_right(ends, number))
+    found: dict[int, dict[str, int]] = {}
+    for number, each in enumerate(calls):
+        if len(stages[each.unit]) == 1:
+            continue
+        of_call = found[number] = {}
+        for time, name, draws in trace.draws:
+            if each.call.began <= time < each.call.ended:
+                of_call[name] = of_call.get(name, 0) + draws
+    return found
+
+
+def _handed_on(used: Sequence[frozenset[Given]], ends: Sequence[int]) -> list[list[Given]]:
+    """What each stage but the last hands on: what any later one takes of what is computed up to there."""
+    found = []
+    for stage, end in enumerate(ends[:-1]):
+        later = {given for of_stage in used[stage + 1 :] for given in of_stage if given.caller < end}
+        found.append(sorted(later, key=Given.place))
+    return found
 
 
 def _hold_alike(
-    model: nn.Module, plan: Plan, needed: Mapping[str, Stages]
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    calls: Sequence[UnitCall],
+    ends: Sequence[int],
+    needed: Mapping[str, Stages],
 ) -> tuple[dict[str, Stages], dict[str, Stages]]:
-    """The stages of each module and of each parameter name. A module is held as a whole, and by all who share it."""
+    """The stages of each unit and of each parameter name. A unit is held as a whole, and by all who share it."""
     objects = dict(model.named_parameters(remove_duplicate=False))
-    last = frozenset({plan.stages - 1})
+    last = frozenset({len(ends) - 1})
     by_object: dict[int, Stages] = {}
     for name, parameter in objects.items():
         by_object[id(parameter)] = by_object.get(id(parameter), frozenset()) | needed.get(name, frozenset())
-    by_module: dict[str, Stages] = {}
-    units = units_of(model, [block.name for block in plan.blocks])
-    for name in units:
-        stage = plan.stage_of_block(name)
-        by_module[name] = frozenset() if stage is None else frozenset({stage})
+    by_unit: dict[str, Stages] = {name: frozenset() for name in units}
     changed = True
     while changed:
         changed = False
         for name, unit in units.items():
-            stages = by_module[name].union(*(by_object[id(p)] for p in unit.parameters()))
-            changed = changed or stages != by_module[name]
-            by_module[name] = stages
+            stages = by_unit[name].union(*(by_object[id(p)] for p in unit.parameters()))
+            changed = changed or stages != by_unit[name]
+            by_unit[name] = stages
             for parameter in unit.parameters():
                 by_object[id(parameter)] |= stages
     # What no output is computed from stays with the last stage.
     return (
-        {name: stages or last for name, stages in by_module.items()},
+        {name: stages or last for name, stages in by_unit.items()},
         {name: by_object[id(parameter)] or last for name, parameter in objects.items()},
     )
-
-
-def units_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:
-    """The blocks, and the largest modules with parameters that contain none."""
-    found: dict[str, nn.Module] = {}
-
-    def visit(name: str, module: nn.Module) -> None:
-        if name not in blocks and any(not name or block.startswith(f"{name}.") for block in blocks):
-            for child_name, child in module._modules.items():  # also a second name of the same module
-                if child is not None:
-                    visit(f"{name}.{child_name}" if name else child_name, child)
-        elif any(True for _ in module.parameters()):
-            found[name] = module
-
-    visit("", model)
-    return found
-
-
-def _check_blocks(layout: Layout, model: nn.Module, plan: Plan, parameters: Mapping[str, Stages]) -> None:
-    """Refuse a model whose later stages need more of a block than the hidden state that it handed on."""
-    for block in plan.blocks:
-        own = plan.stage_of_block(block.name)
-        for name, parameter in model.get_submodule(block.name).named_parameters(prefix=block.name):
-            others = sorted(parameters[name] - {own})
-            if not others:
-                continue
-            same = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter and n != name]
-            why = (
-                f"it is tied to {same[0]}"
-                if same
-                else f"layers of stage {others[0]} take more that is computed from it than the hidden state"
-            )
-            raise LayoutError(
-                f'layout "{layout}": {name} of stage {own} is needed by stage {others[0]} too, since {why}; '
-                "a layout without pp would do"
-            )

@@ -1,0 +1,67 @@
+"""Nests: the tensors in what modules take and give, in one order, and the same nest of other tensors.
+
+`torch.utils._pytree` opens tuples, lists, dictionaries and classes that were registered with it. Models also hand on
+dataclasses, packed sequences and objects of their own.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def map_tensors(function: Callable[[Any], Any], nest: Any, kind: type | tuple[type, ...] = Tensor) -> Any:
+    """The same nest, in which `function` was called of each tensor (or object of `kind`), in a fixed order."""
+    if isinstance(nest, kind):
+        return function(nest)
+    if isinstance(nest, tuple):
+        made = [map_tensors(function, each, kind) for each in nest]
+        return type(nest)(*made) if hasattr(nest, "_fields") else type(nest)(made)
+    if isinstance(nest, list):
+        return [map_tensors(function, each, kind) for each in nest]
+    if isinstance(nest, Mapping):
+        return _map_values(function, nest, kind)
+    attributes = _attributes(nest)
+    if not attributes:
+        return nest
+    made = copy.copy(nest)
+    for name, value in attributes.items():
+        object.__setattr__(made, name, map_tensors(function, value, kind))
+    return made
+
+
+def _map_values(function: Callable[[Any], Any], nest: Mapping[Any, Any], kind: type | tuple[type, ...]) -> Any:
+    values = {key: map_tensors(function, value, kind) for key, value in nest.items()}
+    if type(nest) is dict or not hasattr(nest, "__setitem__"):
+        return values
+    if is_dataclass(nest):  # a mapping of its own fields
+        return type(nest)(**values)
+    made = copy.copy(nest)
+    for key, value in values.items():
+        made[key] = value  # pyright: ignore[reportIndexIssue]
+    return made
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What of an object may hold tensors: a dataclass's fields, or attributes of a class of the model's own."""
+    if isinstance(value, (type, nn.Module)) or callable(value):
+        return {}
+    if is_dataclass(value):
+        return {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+    found = getattr(value, "__dict__", {})
+    return {name: held for name, held in found.items() if isinstance(held, (Tensor, list, tuple, dict))}
+
+
+def tensors_in(nest: Any, kind: type | tuple[type, ...] = Tensor) -> list[Any]:
+    """Every tensor (or object of `kind`) of a nest, in the order of `map_tensors`."""
+    if isinstance(nest, kind):
+        return [nest]
+    if isinstance(nest, (tuple, list)):
+        inside = list(nest)
+    elif isinstance(nest, Mapping):
+        inside = list(nest.values())
+    else:
+        inside = list(_attributes(nest).values())
+    return [tensor for each in inside for tensor in tensors_in(each, kind)]
