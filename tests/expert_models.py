@@ -261,5 +261,8 @@ class Words(samestep.Task):
             total = total + logits.softmax(-1).mean((0, 1)).square().sum() * following.numel()
         return total, following.numel()
 
+    def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        return getattr(output, "logits", output), batch.targets
+
     def batch_buffers(self) -> Mapping[str, str]:
         return {"layers.*.mixture.usage": "mean"} if self.name == "dictionary" else {}

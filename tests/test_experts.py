@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from expert_models import Words
 from proving import Case, prove, same
 from resuming import job_of, largest_difference, train_all
+from torch import Tensor, nn
 
 import samestep
+from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.asking import check_asking
 from samestep.parallel.experts.find import find_experts
+from samestep.parallel.trace import trace
 from samestep.proof import Proof
 
 pytestmark = pytest.mark.timeout(400)
@@ -125,6 +130,54 @@ def test_dropout_in_experts_is_refused() -> None:
     task = Words(name="dropping")
     with pytest.raises(samestep.UserError, match=r"has dropout in its experts.*use dropout after them"):
         find_experts(task.model(), task.collate([0, 1]).inputs, Layout.parse("ep2"))
+
+
+class Deciding(nn.Module):
+    """Asks for values between its layers, or in the first of them."""
+
+    def __init__(self, *, between: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), Positive() if n == 0 else nn.ReLU()) for n in (0, 1)
+        )
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.between and x.sum() > 0:
+                x = -x
+        return x
+
+
+class Positive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool((x > 0).all()) else x.abs()
+
+
+def test_a_decision_that_a_part_of_the_model_would_not_share_is_refused() -> None:
+    inside, between = Deciding(between=False), Deciding(between=True)
+    seen = trace(inside, torch.randn(2, 3, 4))
+    assert dict(seen.asking) == {"layers.0.1": "__bool__"}
+    check_asking(inside, Layout.parse("pp2"), seen)
+    check_asking(inside, Layout.parse("tp2"), seen)
+    with pytest.raises(
+        LayoutError, match=r"the forward of layers\.0\.1 \(Positive\) asks for values \(__bool__\), and a"
+    ):
+        check_asking(inside, Layout.parse("cp2"), seen)
+    with pytest.raises(LayoutError, match=r"the forward of Deciding asks for values .* outside of the layers"):
+        check_asking(between, Layout.parse("pp2"), trace(between, torch.randn(2, 3, 4)))
+
+
+def test_no_plan_depends_on_which_experts_samples_choose() -> None:
+    task = Words(name="list")
+    model = task.model()
+    calls = {call.name for number in (0, 4) for call in trace(model, task.collate([number]).inputs[:, :1]).calls}
+    for number in (0, 4):  # one token, which chooses two of four experts
+        seen = trace(model, task.collate([number]).inputs[:, :1])
+        assert {call.name for call in seen.calls} == calls
+        assert all(f"layers.0.mixture.experts.{expert}.up" in calls for expert in range(4))
+        assert "layers.0.mixture.experts.3.up.weight" in seen.behind(seen.of("")[0].outputs())
 
 
 def test_others_go_on_from_what_ranks_with_parts_of_the_experts_saved(tmp_path: Path) -> None:

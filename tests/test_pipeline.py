@@ -294,7 +294,6 @@ class Alone:
         (tasks.Skipping(), "pp2", (), "layers of stage 1 take more that is computed from it than the hidden state"),
         (tasks.Repeating(), "pp2", (), "layers.0 is called 2 times in one forward, and a pipeline passes each"),
         (tasks.TiedLayers(), "pp2", (), "is needed by stage 1 too, since it is tied to 2.0.weight"),
-        (tasks.Deciding(), "pp2", (), "Sequential: its forward can't be followed without values"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
