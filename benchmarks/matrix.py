@@ -1,9 +1,10 @@
-"""Every layout on every kind of model, each held against one process in float64: the table of docs/matrix.md.
+"""Every layout on every kind of model, each held against one process in float64: the tables of docs/matrix.md.
 
     python benchmarks/matrix.py [--layouts all] [--json FILE] [--docs]
 
 The jobs are the small ones of examples/proof, and five models of transformers that samestep was not made for, of
-tiny random configurations. `--docs` writes the table and the reasons of what is refused into docs/matrix.md and
+tiny random configurations; and for a table of their own, with layouts of their own, mixtures of experts. `--docs`
+writes the tables whose jobs were all run, and the reasons of what is refused, into docs/matrix.md and
 docs/zh/matrix.md.
 """
 
@@ -26,18 +27,22 @@ from samestep.report.tables import print_matrix
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("text", "language", "images", "regression")
 UNTUNED = ("qwen2", "mistral", "gpt2", "t5", "vit")
+MIXTURES = ("mixtral", "qwen2-moe", "olmoe", "deepseek-v3", "gpt-oss", "list", "dictionary", "stack")
 REFUSED = {"en": "refused", "zh": "拒绝"}
+ALL = [*SHIPPED, *UNTUNED, *MIXTURES]
 PAGES = {"en": ROOT / "docs" / "matrix.md", "zh": ROOT / "docs" / "zh" / "matrix.md"}
 
 
 def jobs() -> list[Job]:
     shipped = [jobfile.load(ROOT / "examples" / "proof" / f"{name}.yaml").job for name in SHIPPED]
-    return shipped + [untuned(name) for name in UNTUNED]
+    return shipped + [untuned(name) for name in (*UNTUNED, *MIXTURES)]
 
 
 def untuned(name: str) -> Job:
     """A model of transformers on random data, in batches that the ranks don't divide."""
     task = f"{ROOT / 'tests' / 'tiny_models.py'}:Tiny"
+    if name in MIXTURES:
+        task = f"{ROOT / 'tests' / 'expert_models.py'}:Words"
     optimizer = samestep.AdamW(lr=1e-3)
     recipe = samestep.Recipe(task=task, args={"name": name}, batch=10, epochs=1, clip=0.5, optimizer=optimizer)
     return Job(recipe=recipe, run=Run(), name=name)
@@ -46,7 +51,7 @@ def untuned(name: str) -> Job:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="all")
-    parser.add_argument("--jobs", nargs="*", choices=[*SHIPPED, *UNTUNED], default=[*SHIPPED, *UNTUNED])
+    parser.add_argument("--jobs", nargs="*", choices=ALL, default=ALL)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
@@ -57,14 +62,17 @@ def main() -> None:
         bar = progress.add_task("jobs", total=len(chosen))
         for job in chosen:
             progress.update(bar, description=str(job.name))
-            rows += verify_layouts(job, layouts)
+            rows += verify_layouts(job, layouts_of("experts") if job.name in MIXTURES else layouts)
             progress.advance(bar)
     print_matrix(rows)
     if options.json is not None:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8")
     if options.docs:
         for language, page in PAGES.items():
-            write_between_markers(page, table(rows, REFUSED[language]), reasons(rows))
+            for first, names in ((1, (*SHIPPED, *UNTUNED)), (3, MIXTURES)):
+                own = [row for row in rows if row.job in names]
+                if {row.job for row in own} == set(names):
+                    write_between_markers(page, first, table(own, REFUSED[language]), reasons(own))
 
 
 def table(rows: Sequence[Row], refused: str) -> str:
@@ -98,9 +106,10 @@ def _reason(row: Row) -> str:
     return re.sub(r'^layout "[^"]*": ', "", row.reason or "")
 
 
-def write_between_markers(page: Path, *parts: str) -> None:
+def write_between_markers(page: Path, first: int, *parts: str) -> None:
+    """Write parts, of which the first has this number, between the page's markers."""
     text = page.read_text(encoding="utf-8")
-    for number, part in enumerate(parts, 1):
+    for number, part in enumerate(parts, first):
         place = re.compile(rf"(<!-- part {number} -->\n).*?(<!-- end -->)", re.DOTALL)
         text = place.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
     page.write_text(text, encoding="utf-8")

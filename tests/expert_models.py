@@ -174,25 +174,62 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
-def _mixtral() -> nn.Module:
-    sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 32}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.MixtralConfig(**sizes, **heads, vocab_size=WORDS, num_hidden_layers=2, num_local_experts=4)
-    return transformers.MixtralForCausalLM(config)
+def _transformers(kind: str, **options: Any) -> Callable[[], nn.Module]:
+    """A tiny causal language model of a class of transformers."""
+    sizes: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "eos_token_id": None,
+    }
+    config, model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")
+    return lambda: model(config(**{**sizes, **options}))
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "routed": lambda: Net(Routed),
+    "list": lambda: Net(Routed),
     "masked": lambda: Net(lambda: Routed(masked=True)),
     "dense": lambda: Net(lambda: Routed(dense=True)),
     "three": lambda: Net(lambda: Routed(experts=3)),
     "dropping": lambda: Net(lambda: Routed(dropout=0.1)),
-    "switched": lambda: Net(Switched),
-    "stacked": lambda: Net(Stacked),
+    "dictionary": lambda: Net(Switched),
+    "stack": lambda: Net(Stacked),
     "coupled": lambda: Net(Coupled),
     "none": lambda: Net(Plain),
-    "mixtral": _mixtral,
+    "mixtral": _transformers("Mixtral", num_local_experts=4),
+    "qwen2-moe": _transformers(
+        "Qwen2Moe", num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=12
+    ),
+    "olmoe": _transformers("Olmoe", num_experts=4, num_experts_per_tok=2),
+    "deepseek-v3": _transformers(
+        "DeepseekV3",
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=12,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=6,
+    ),
+    "gpt-oss": _transformers(
+        "GptOss",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=6,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
 }
+TRANSFORMERS = ("mixtral", "qwen2-moe", "olmoe", "deepseek-v3", "gpt-oss")
 
 
 class Words(samestep.Task):
@@ -214,7 +251,7 @@ class Words(samestep.Task):
 
     def collate(self, samples: Sequence[Any]) -> samestep.Batch:
         words = self.words[list(samples)]
-        return samestep.Batch({"input_ids": words, "use_cache": False} if self.name == "mixtral" else words, words)
+        return samestep.Batch({"input_ids": words, "use_cache": False} if self.name in TRANSFORMERS else words, words)
 
     def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
         logits = getattr(output, "logits", output)
@@ -224,5 +261,8 @@ class Words(samestep.Task):
             total = total + logits.softmax(-1).mean((0, 1)).square().sum() * following.numel()
         return total, following.numel()
 
+    def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        return getattr(output, "logits", output), batch.targets
+
     def batch_buffers(self) -> Mapping[str, str]:
-        return {"layers.*.mixture.usage": "mean"} if self.name == "switched" else {}
+        return {"layers.*.mixture.usage": "mean"} if self.name == "dictionary" else {}

@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from expert_models import Words
 from proving import Case, prove, same
 from resuming import job_of, largest_difference, train_all
+from torch import Tensor, nn
 
 import samestep
+from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.asking import check_asking
 from samestep.parallel.experts.find import find_experts
+from samestep.parallel.trace import trace
 from samestep.proof import Proof
 
 pytestmark = pytest.mark.timeout(400)
@@ -22,39 +27,39 @@ def recipe(name: str, **values: Any) -> samestep.Recipe:
     return samestep.Recipe(task=Words(name=name), **settings)
 
 
-RECIPES = {name: recipe(name) for name in ("routed", "masked", "dense", "switched", "stacked", "mixtral")}
+RECIPES = {name: recipe(name) for name in ("list", "masked", "dense", "dictionary", "stack", "mixtral")}
 RECIPES |= {name: recipe(name) for name in ("three", "coupled", "none")}
 
 TWO: Mapping[str, Case] = {
-    "a list": (RECIPES["routed"], "ep2", {}),
-    "a list, in micro-batches": (RECIPES["routed"], "ep2", {"micro_batch": 2}),
-    "a list, recomputed": (RECIPES["routed"], "ep2 recompute=full", {}),
+    "a list": (RECIPES["list"], "ep2", {}),
+    "a list, in micro-batches": (RECIPES["list"], "ep2", {"micro_batch": 2}),
+    "a list, recomputed": (RECIPES["list"], "ep2 recompute=full", {}),
     "ranks without a token": (RECIPES["masked"], "ep2", {"micro_batch": 1}),
     "ranks without a token, recomputed": (RECIPES["masked"], "ep2 recompute=full", {"micro_batch": 1}),
     "named": (RECIPES["dense"], "ep2", {"expert_plan": {"layers.*.experts": "split"}}),
-    "one layer whole": (RECIPES["routed"], "ep2", {"expert_plan": {"layers.0.*": "whole"}}),
-    "a dictionary with a buffer": (RECIPES["switched"], "ep2", {}),
-    "a stack": (RECIPES["stacked"], "ep2", {}),
+    "one layer whole": (RECIPES["list"], "ep2", {"expert_plan": {"layers.0.*": "whole"}}),
+    "a dictionary with a buffer": (RECIPES["dictionary"], "ep2", {}),
+    "a stack": (RECIPES["stack"], "ep2", {}),
     "transformers": (RECIPES["mixtral"], "ep2", {}),
     "transformers, recomputed": (RECIPES["mixtral"], "ep2 recompute=full", {"micro_batch": 2}),
     # Layouts that follow a forward, which asks for values here.
-    "a list, sliced": (RECIPES["routed"], "tp2", {}),
-    "a list, in stages": (RECIPES["routed"], "pp2", {"micro_batch": 2}),
-    "a list, tokens split": (RECIPES["routed"], "cp2", {}),
-    "a dictionary, sliced": (RECIPES["switched"], "tp2", {}),
+    "a list, sliced": (RECIPES["list"], "tp2", {}),
+    "a list, in stages": (RECIPES["list"], "pp2", {"micro_batch": 2}),
+    "a list, tokens split": (RECIPES["list"], "cp2", {}),
+    "a dictionary, sliced": (RECIPES["dictionary"], "tp2", {}),
     "transformers, tokens split": (RECIPES["mixtral"], "cp2", {}),
 }
 FOUR: Mapping[str, Case] = {
-    "replicas": (RECIPES["routed"], "dp2 ep2", {}),
-    "shards": (RECIPES["routed"], "fsdp2 ep2", {"micro_batch": 1}),
-    "slices": (RECIPES["routed"], "ep2 tp2", {}),
-    "stages": (RECIPES["routed"], "pp2 ep2", {"micro_batch": 2}),
-    "unused experts on shards": (RECIPES["switched"], "fsdp2 ep2", {}),
+    "replicas": (RECIPES["list"], "dp2 ep2", {}),
+    "shards": (RECIPES["list"], "fsdp2 ep2", {"micro_batch": 1}),
+    "slices": (RECIPES["list"], "ep2 tp2", {}),
+    "stages": (RECIPES["list"], "pp2 ep2", {"micro_batch": 2}),
+    "unused experts on shards": (RECIPES["dictionary"], "fsdp2 ep2", {}),
     "transformers on shards": (RECIPES["mixtral"], "fsdp2 ep2", {}),
 }
 ALSO_FOUR: Mapping[str, Case] = {
     f"{name}, {layout}": (RECIPES[name], layout, {"micro_batch": 2} if "pp2" in layout else {})
-    for name in ("routed", "masked", "stacked", "mixtral")
+    for name in ("list", "masked", "stack", "mixtral")
     for layout in (
         "dp2 ep2",
         "fsdp2 ep2",
@@ -84,14 +89,14 @@ REFUSED: Mapping[str, tuple[Case, str]] = {
         'use run.expert_plan: {"layers.0.mixture.experts": whole}',
     ),
     "a plan without a module": (
-        (RECIPES["routed"], "ep2", {"expert_plan": {"layers.*.expert": "split"}}),
+        (RECIPES["list"], "ep2", {"expert_plan": {"layers.*.expert": "split"}}),
         'run.expert_plan: the model has no module "layers.*.expert"',
     ),
     "a plan for what is none": (
-        (RECIPES["routed"], "ep2", {"expert_plan": {"layers.0.attention": "split"}}),
+        (RECIPES["list"], "ep2", {"expert_plan": {"layers.0.attention": "split"}}),
         'run.expert_plan: layers.0.attention (Attention) can\'t be "split"',
     ),
-    "compiled": ((RECIPES["routed"], "ep2", {"compile": True}), "are not compiled yet"),
+    "compiled": ((RECIPES["list"], "ep2", {"compile": True}), "are not compiled yet"),
 }
 
 
@@ -123,13 +128,61 @@ def test_four_ranks_take_the_same_step_under_every_layout() -> None:
 
 def test_dropout_in_experts_is_refused() -> None:
     task = Words(name="dropping")
-    with pytest.raises(samestep.UserError, match="has dropout in its experts.*use dropout after them"):
+    with pytest.raises(samestep.UserError, match=r"has dropout in its experts.*use dropout after them"):
         find_experts(task.model(), task.collate([0, 1]).inputs, Layout.parse("ep2"))
+
+
+class Deciding(nn.Module):
+    """Asks for values between its layers, or in the first of them."""
+
+    def __init__(self, *, between: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), Positive() if n == 0 else nn.ReLU()) for n in (0, 1)
+        )
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.between and x.sum() > 0:
+                x = -x
+        return x
+
+
+class Positive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if bool((x > 0).all()) else x.abs()
+
+
+def test_a_decision_that_a_part_of_the_model_would_not_share_is_refused() -> None:
+    inside, between = Deciding(between=False), Deciding(between=True)
+    seen = trace(inside, torch.randn(2, 3, 4))
+    assert dict(seen.asking) == {"layers.0.1": "__bool__"}
+    check_asking(inside, Layout.parse("pp2"), seen)
+    check_asking(inside, Layout.parse("tp2"), seen)
+    with pytest.raises(
+        LayoutError, match=r"the forward of layers\.0\.1 \(Positive\) asks for values \(__bool__\), and a"
+    ):
+        check_asking(inside, Layout.parse("cp2"), seen)
+    with pytest.raises(LayoutError, match=r"the forward of Deciding asks for values .* outside of the layers"):
+        check_asking(between, Layout.parse("pp2"), trace(between, torch.randn(2, 3, 4)))
+
+
+def test_no_plan_depends_on_which_experts_samples_choose() -> None:
+    task = Words(name="list")
+    model = task.model()
+    calls = {call.name for number in (0, 4) for call in trace(model, task.collate([number]).inputs[:, :1]).calls}
+    for number in (0, 4):  # one token, which chooses two of four experts
+        seen = trace(model, task.collate([number]).inputs[:, :1])
+        assert {call.name for call in seen.calls} == calls
+        assert all(f"layers.0.mixture.experts.{expert}.up" in calls for expert in range(4))
+        assert "layers.0.mixture.experts.3.up.weight" in seen.behind(seen.of("")[0].outputs())
 
 
 def test_others_go_on_from_what_ranks_with_parts_of_the_experts_saved(tmp_path: Path) -> None:
     """With dropout of what the experts give, and evaluations, in float64."""
-    settings = recipe("routed", dropout=True, precision="fp64", steps=4)
+    settings = recipe("list", dropout=True, precision="fp64", steps=4)
     (alone,) = train_all([job_of(settings, "single", tmp_path / "alone")])
     saving = job_of(settings, "ep2", tmp_path / "ep2", checkpoint=samestep.Checkpointing(every=2))
     (saved,) = train_all([saving])
@@ -143,6 +196,8 @@ def test_others_go_on_from_what_ranks_with_parts_of_the_experts_saved(tmp_path: 
     assert resumed[1].losses == saved.losses[2:]
 
 
-def test_a_term_that_balances_a_batch_is_refused() -> None:
-    with pytest.raises(samestep.UserError, match="the loss couples the samples of a batch"):
-        samestep.check(samestep.Recipe(task=Words(name="routed", balance=True), batch=7, dropout=False))
+def test_a_term_that_balances_a_batch_is_no_sum_of_parts() -> None:
+    task = Words(name="list", balance=True)
+    found = samestep.check(samestep.Recipe(task=task, batch=7, steps=2, dropout=False), threads=1)
+    assert not found.kept
+    assert "the loss couples the samples of a batch" in str(found.contract)

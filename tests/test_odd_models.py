@@ -25,7 +25,7 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "methods": ("fsdp2",),
     "used elsewhere": ("fsdp2", "tp2"),
     "by value": ("fsdp2",),
-    "experts": ("fsdp2",),
+    "experts": ("fsdp2", "tp2", "tp2 sequence=split", "pp2"),
     "transposed": ("fsdp2", "dp2", "zero1x2", "pp2"),
     "objects": ("fsdp2", "tp2", "pp2"),
     "bare": ("fsdp2",),

@@ -289,7 +289,6 @@ class Alone:
         (NextWord(kind="llama"), "pp2", ("model.layers.0",), "the first layer of a stage but the first, in order"),
         (tasks.Keeping(), "pp2", (), "last takes a tensor that layers.0 computes and does not return"),
         (tasks.Keeping(), "pp2", ("layers.1",), "last takes a tensor that layers.0 computes and does not return"),
-        (tasks.Deciding(), "pp2", (), "Sequential: its forward can't be followed without values"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -39,7 +39,26 @@ ALL = (
 # Every dimension once, and two hybrids.
 FAST = ("dp2", "zero1x2", "fsdp2", "tp2", "pp2", "cp2", "fsdp2 tp2", "pp2 tp2")
 
-_SETS = {"all": ALL, "fast": FAST}
+# For mixtures of experts: every dimension once, and experts shared out alone and with each other dimension.
+EXPERTS = (
+    "dp2",
+    "fsdp2",
+    "tp2",
+    "pp2",
+    "cp2",
+    "ep2",
+    "ep2 recompute=full",
+    "ep4",
+    "dp2 ep2",
+    "zero1x2 ep2",
+    "zero2x2 ep2",
+    "fsdp2 ep2",
+    "ep2 tp2",
+    "pp2 ep2",
+    "ep2 cp2",
+)
+
+_SETS = {"all": ALL, "fast": FAST, "experts": EXPERTS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +98,10 @@ class Row:
 
 
 def layouts_of(text: str) -> Sequence[str]:
-    """The layouts of "all", "fast", or of a list such as "dp2, fsdp2 tp2". Raises LayoutError for a wrong one."""
+    """The layouts of a set (all, fast, experts), or of a list such as "dp2, fsdp2 tp2".
+
+    Raises LayoutError for a wrong one.
+    """
     if text.strip() in _SETS:
         return _SETS[text.strip()]
     wanted = [part.strip() for part in text.split(",") if part.strip()]

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layouts",
         metavar="LAYOUTS",
-        help='layouts to try: "all", "fast", or "dp2, fsdp2 tp2" (default: every axis by itself, over two processes)',
+        help='layouts to try: "all", "fast", "experts", or "dp2, fsdp2 tp2" (default: each axis, over two processes)',
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to a file")
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_check(parser)
     parser.add_argument("more", nargs="*", type=Path, metavar="JOB.yaml", help="with --layouts: further job files")
     parser.add_argument(
-        "--layouts", metavar="LAYOUTS", help='a table of many layouts: "all", "fast", or "dp2, fsdp2 tp2"'
+        "--layouts", metavar="LAYOUTS", help='a table of many layouts: "all", "fast", "experts", or "dp2, fsdp2 tp2"'
     )
     parser.add_argument("--steps", type=int, default=5, help="how many steps are compared (default: 5)")
     parser.add_argument("--dropout", action="store_true", help="compare steps with the recipe's dropout, too")
