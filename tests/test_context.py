@@ -25,10 +25,17 @@ def recipe(name: str, **values: Any) -> samestep.Recipe:
         ("qwen3", "cp3", None),  # heads are no multiple of the ranks
         ("gpt2", "fsdp2 cp2 recompute=full", None),
         ("vit", "dp2 cp2", None),
+        ("t5", "cp2", None),  # cross-attention, and relative positions that its blocks hand on
+        ("encoder", "cp3 recompute=full", 4),  # nn.MultiheadAttention, which gets all tokens
     ],
 )
 def test_split_tokens_take_the_step_of_one_process(name: str, layout: str, micro_batch: int | None) -> None:
     proof = samestep.verify(recipe(name), layout=layout, micro_batch=micro_batch)
+    assert proof.same_step, proof
+
+
+def test_modules_that_get_all_tokens_drop_out_what_one_process_does() -> None:
+    proof = samestep.verify(recipe("encoder"), layout="cp2", dropout=True)
     assert proof.same_step, proof
 
 
@@ -69,8 +76,7 @@ def test_a_rank_works_on_its_part_of_the_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mlp", "0 does not call scaled_dot_product_attention"),
-        ("t5", "decoder.block.0.layer.1.EncDecAttention attends to another sequence than its queries come from"),
+        ("mlp", "0 takes [2, 20] and gives [2, 32], not the same [batch, tokens, hidden]"),
     ],
 )
 def test_a_model_whose_tokens_cannot_be_split_is_refused(name: str, reason: str) -> None:

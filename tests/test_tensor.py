@@ -6,11 +6,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from model_tasks import NextWord
 from proving import prove, same
 from small_tasks import Points
 from tiny_texts import Averaged, Decoder, Encoder, Texts, bert, gpt2, llama
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import samestep
 from samestep.data.loader import StepBatch
@@ -32,6 +34,41 @@ class Perceptron(Points):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Dropout(0.5), nn.Linear(7, 3))
+
+
+class Weight(nn.Module):
+    """A matrix of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Product(Points):
+    """No layer that could be sliced."""
+
+    def model(self) -> nn.Module:
+        return Weight()
+
+
+class Convolutions(Points):
+    """Convolutions with norms and parametrizations in between, whose channels two ranks can't have alike."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 4)),
+            nn.Conv1d(1, 5, 3, padding=1, padding_mode="circular"),
+            nn.GroupNorm(1, 5),
+            nn.ConvTranspose1d(5, 7, 2, stride=2),
+            nn.SiLU(),
+            parametrizations.weight_norm(nn.Conv1d(7, 3, 3)),
+            parametrizations.spectral_norm(nn.Conv1d(3, 3, 1)),
+            nn.Flatten(),
+            nn.Linear(18, 3),
+        )
 
 
 class Masked(Texts):
@@ -83,7 +120,7 @@ class Crooked(Native):
         with mock.patch.object(plan, "even_ranges", crooked):
             if self.looks:
                 return super().prepare(model, how)
-            with mock.patch.object(slicing, "Comparison"):
+            with mock.patch.object(slicing.Comparison, "hold", return_value=None):
                 return super().prepare(model, how)
 
 
@@ -131,6 +168,20 @@ SAME: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
     "PyTorch's decoder": (recipe(Texts(Decoder, causal=True)), "tp2", {}),
     "PyTorch's decoder, tokens split": (recipe(Texts(Decoder, causal=True)), "tp2 sequence=split", {}),
     "an attention's weights": (recipe(Texts(Averaged)), "tp2", {}),
+    "Llama, one key-value head": (recipe(Texts(partial(llama, num_key_value_heads=1), causal=True)), "tp2", {}),
+    "Llama, one key-value head, tokens split": (
+        recipe(Texts(partial(llama, num_key_value_heads=1), causal=True)),
+        "tp2 sequence=split",
+        {},
+    ),
+    "three heads, left whole": (
+        recipe(Texts(partial(bert, hidden_size=12, num_attention_heads=3))),
+        "tp2 sequence=split",
+        {},
+    ),
+    "heads cut in the middle, left whole": (BERT, "tp2", {"engine": Crooked(looks=True)}),
+    "layers alone": (recipe(Points()), "tp2", {}),
+    "convolutions": (recipe(Convolutions()), "tp2", {}),
     "a perceptron": (recipe(Perceptron()), "tp2", {}),
     "a part left whole": (BERT, "tp2", {"tensor_plan": {"*.attention.*": "whole", "*embeddings": "whole"}}),
     "a plan of one's own": (recipe(Points()), "tp2", {"tensor_plan": {"0": "whole", "4": "vocabulary"}}),
@@ -144,15 +195,7 @@ OTHER = {
 }
 
 REFUSED: dict[str, tuple[tuple[samestep.Recipe, str, dict[str, Any]], str]] = {
-    "heads cut in the middle, looked at": (
-        (BERT, "tp2", {"engine": Crooked(looks=True)}),
-        "bert.encoder.layer.0.attention.output.dense (Linear) gives another output than whole",
-    ),
-    "nothing to slice": ((recipe(Points()), "tp2", {}), "nothing of Sequential can be sliced"),
-    "three heads": (
-        (recipe(Texts(partial(bert, hidden_size=12, num_attention_heads=3))), "tp2", {}),
-        "bert.encoder.layer.0.attention.self has 3 heads, which are not divisible by 2; tp1 or tp3 would do",
-    ),
+    "nothing to slice": ((recipe(Product()), "tp2", {}), "nothing of Weight can be sliced"),
     "no tokens": ((recipe(Perceptron()), "tp2 sequence=split", {}), "Sequential has no list of repeated blocks"),
     "an unknown name": (
         (BERT, "tp2", {"tensor_plan": {"encoder.layers.*": "whole"}}),
@@ -216,6 +259,7 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
         "parts of the tokens": (LLAMA, "cp2 tp2", {}),
         "parts of the tokens, split again": (BERT, "cp2 tp2 sequence=split", {}),
         "four slices": (BERT, "tp4", {}),
+        "four slices of two key-value heads": (LLAMA, "tp4", {}),
         "four slices, tokens split": (GPT2, "tp4 sequence=split", {}),
     }
     assert not same(prove(cases), list(cases))
@@ -224,7 +268,7 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
 @pytest.mark.parametrize(
     ("layout", "values", "message"),
     [
-        ("tp3", {}, 'layout "tp3": 4 attention heads are not divisible by 3; tp1 or tp2 would do'),
+        ("tp3", {}, 'layout "tp3": 4 attention heads are not divisible by 3; tp1, tp2 or tp4 would do'),
         ("tp2", {"precision": "fp16"}, "recipe.precision is fp16, which shards and slices do not have yet"),
         ("dp2 sequence=split", {}, "sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do"),
     ],

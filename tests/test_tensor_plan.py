@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from samestep.errors import LayoutError
 from samestep.parallel.blocks import find_blocks
+from samestep.parallel.tensor.heads import Heads
 from samestep.parallel.tensor.plan import Plan, even_ranges, make_plan, vocabulary_ranges
 from samestep.parallel.trace import trace
 
@@ -169,6 +170,13 @@ def test_norms_of_heads_have_their_gradient_in_parts() -> None:
     assert [unit.partial for unit in units if unit.heads is not None] == [
         (f"model.layers.{number}.self_attn.q_norm", f"model.layers.{number}.self_attn.k_norm") for number in range(2)
     ]
+
+
+def test_key_value_heads_that_ranks_share() -> None:
+    assert [Heads(queries=8, keys=1).keys_of(rank, 2) for rank in range(2)] == [[0], [0]]
+    assert [Heads(queries=8, keys=2).keys_of(rank, 4) for rank in range(4)] == [[0], [0], [1], [1]]
+    # Two queries for each of three heads: the middle one's are on two ranks.
+    assert [Heads(queries=6, keys=3).keys_of(rank, 2) for rank in range(2)] == [[0, 0, 1], [1, 2, 2]]
 
 
 def test_ranges_cover_a_dimension_once() -> None:

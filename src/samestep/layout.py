@@ -1,6 +1,5 @@
 """Layout: how a training is spread over processes. Its text form, its sizes, and every rule about them."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -227,10 +226,11 @@ class Layout:
                 )
 
     def check_model(self, shape: ModelShape) -> None:
-        """Raise LayoutError where the model's sizes are not divisible as the layout needs."""
-        heads = math.gcd(shape.heads or 0, shape.key_value_heads or 0)  # what divides this divides both
-        self._check_divides("tensor", shape.heads, "attention heads", heads)
-        self._check_divides("tensor", shape.key_value_heads, "key-value heads", heads)
+        """Raise LayoutError where the model's sizes are not divisible as the layout needs.
+
+        Of fewer key-value heads than ranks several ranks keep the same one.
+        """
+        self._check_divides("tensor", shape.heads, "attention heads", shape.heads)
         stages = self.pipeline * self.stages_a_rank
         if shape.layers is not None and self.pipeline > 1 and shape.layers < stages:
             raise LayoutError(

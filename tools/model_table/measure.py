@@ -74,7 +74,7 @@ def _reference(entry: Entry, layouts: Sequence[str], steps: int, folder: Path, l
     began = time.monotonic()
     try:
         if not process.connection.poll(limit):
-            return Answer(kind="crash", text=f"one process took longer than {limit:g} s"), limit
+            return Answer(kind="crash", text=f"{_LATE}{limit:g} s from one process"), limit
         return process.connection.recv(), time.monotonic() - began
     except EOFError:
         return Answer(kind="crash", text=process.end()), time.monotonic() - began

@@ -187,7 +187,12 @@ class Comparison:
     def _to_leave_whole(self, where: str) -> list[str]:
         """The sliced layers in a module, or the last before its end, and their likes in repeated layers."""
         sliced = [*self._plan.roles(), *self._plan.gathered]
-        inside = [name for name in sliced if name == where or name.startswith(f"{where}.")]
+        # A layer's weight may be computed by a module in it.
+        inside = [
+            name
+            for name in sliced
+            if name == where or name.startswith(f"{where}.") or f"{where}.".startswith(f"{name}.")
+        ]
         inside += [n for unit in self._plan.units if where in unit.members for n in unit.members]
         if where and not inside:
             ends = [each.ended for each in self._trace.of(where)]
