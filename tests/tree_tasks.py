@@ -1,4 +1,4 @@
-"""Models whose later layers take more than one hidden state: skip connections, an encoder's output, states, towers."""
+"""Models whose later layers take more than a hidden state: skip connections, an encoder's output, states, towers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import transformers
-from handed_models import Table, handed, padded, reversed_words, texts
+from handed_models import handed, reversed_words, texts
 from small_tasks import Points
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
-from torchmetrics import Metric
 
 import samestep
 
