@@ -1,4 +1,4 @@
-"""Models whose later layers take more than one hidden state: skip connections, an encoder's output, states, towers."""
+"""Models whose later layers take more than a hidden state: skip connections, an encoder's output, states, towers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import transformers
-from handed_models import Table, handed, padded, reversed_words, texts
+from handed_models import classes, handed, reversed_words, texts
 from small_tasks import Points
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import weight_norm
-from torchmetrics import Metric
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import samestep
 
@@ -298,3 +297,51 @@ def marian_task() -> Any:
 
 def whisper_task() -> Any:
     return handed(whisper, texts(), spoken)
+
+
+class Parametrized(Points):
+    """Layers whose weights are computed from others before each use."""
+
+    def __init__(self, *, spectral: bool = False) -> None:
+        super().__init__(samples=60, held_out=20)
+        self.norm = spectral_norm if spectral else weight_norm
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Sequential(self.norm(nn.Linear(4, 6)), nn.Tanh()),
+            nn.Sequential(orthogonal(nn.Linear(6, 6)), nn.Tanh()),
+            nn.Sequential(self.norm(nn.Linear(6, 6)), nn.Tanh()),
+            nn.Sequential(orthogonal(nn.Linear(6, 6)), nn.Linear(6, self.classes)),
+        )
+
+
+def albert() -> nn.Module:
+    """All layers are one module, called again and again."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 20}
+    return transformers.AlbertForSequenceClassification(
+        transformers.AlbertConfig(**sizes, vocab_size=40, embedding_size=8, num_labels=3, hidden_dropout_prob=0.1)
+    )
+
+
+def albert_task() -> Any:
+    return handed(albert, texts(), classes)
+
+
+class Dropping(Points):
+    """Layers that are left out by chance."""
+
+    def model(self) -> nn.Module:
+        return _Dropping(self.classes)
+
+
+class _Dropping(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(4, classes)
+
+    def forward(self, points: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 0.5:
+                points = points + layer(points)
+        return self.head(points)

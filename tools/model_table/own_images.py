@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 
 from model_table.entry import Entry, Row, numbers, stacked
 
-_NO_TOKENS = {
+_NO_TOKENS: dict[str, str] = {
     "cp": "its layers are convolutions over the image; there is no sequence of tokens",
     "tokens": "its layers are convolutions over the image; there is no sequence of tokens",
 }

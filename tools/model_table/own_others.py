@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from model_table.entry import Entry, Row, numbers, stacked, words
 
-_NO_TOKENS = dict.fromkeys(("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens")
+_NO_TOKENS: dict[str, str] = dict.fromkeys(("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens")
 
 
 class Recommender(nn.Module):

@@ -42,7 +42,7 @@ class _Memory:
 
 
 class DataflowRecorder(TorchDispatchMode):
-    """Writes down every operator's call. What stands in memory that no operator wrote (inputs, buffers) has no node."""
+    """Writes down every operator's call. What no operator wrote (inputs, buffers) has no node."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def find_layers(model: nn.Module, trace: Trace, stages: int) -> list[str]:
 def _opened(model: nn.Module, calls: "_Calls", layers: Sequence[str]) -> list[str] | None:
     """The layers with parts in place of the most expensive that has several; None where none has.
 
-    A repeated layer of a class of its own stays as it is: what its parts hand to each other is more than what it does.
+    A repeated layer of a class of its own stays as it is: its parts hand more to each other than it hands on.
     """
     for name in sorted(layers, key=calls.flops, reverse=True):
         module = model.get_submodule(name)
