@@ -35,6 +35,7 @@ ON_TWO: Mapping[str, Case] = {
     "nn.Transformer with masks": (TRANSLATOR, "pp2 schedule=interleaved-1f1b", {}),
     "one encoder called twice": (TWICE, "pp2 schedule=zbv-zero-bubble", {}),
     "tied layers": (TIED, "pp2", {}),
+    "weights computed from others": (recipe(trees.Parametrized()), "pp2", {}),
 }
 ON_FOUR: Mapping[str, Case] = {
     "U-Net": (UNET, "pp4", {}),
