@@ -24,6 +24,7 @@ def test_there_are_forty_types_of_transformers_and_fifteen_other_models() -> Non
     assert all(Layout.parse(layout).size <= 8 for layout in LAYOUTS)
 
 
+@pytest.mark.timeout(400)
 def test_a_pair_takes_the_same_step_or_is_refused_with_the_reason() -> None:
     measure.prepare()
     found = {

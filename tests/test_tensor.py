@@ -64,10 +64,10 @@ class Convolutions(Points):
             nn.GroupNorm(1, 5),
             nn.ConvTranspose1d(5, 7, 2, stride=2),
             nn.SiLU(),
-            parametrizations.weight_norm(nn.Conv1d(7, 3, 3)),
-            parametrizations.spectral_norm(nn.Conv1d(3, 3, 1)),
+            parametrizations.weight_norm(nn.Conv1d(7, 4, 3)),
+            parametrizations.spectral_norm(nn.Conv1d(4, 4, 1)),
             nn.Flatten(),
-            nn.Linear(18, 3),
+            nn.Linear(24, 3),
         )
 
 

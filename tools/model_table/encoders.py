@@ -80,7 +80,9 @@ _ENCODER_DECODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 def _both(rows: list[Row]) -> Mapping[str, Any]:
     """Padded texts, and as labels other ones of other lengths."""
     given = padded(rows)
-    wanted = [{"input_ids": words(int(row["input_ids"].sum()), 5 + len(row["input_ids"]) % 4, 50, 3)} for row in rows]
+    wanted: list[Row] = [
+        {"input_ids": words(int(row["input_ids"].sum()), 5 + len(row["input_ids"]) % 4, 50, 3)} for row in rows
+    ]
     return {**given, "labels": padded(wanted)["labels"]}
 
 

@@ -236,7 +236,9 @@ def _wave(index: int) -> Row:
 
 
 def entries() -> list[Entry]:
-    flat = dict.fromkeys(("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens")
+    flat: dict[str, str] = dict.fromkeys(
+        ("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens"
+    )
     return [
         Entry(
             name="u-net",

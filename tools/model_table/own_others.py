@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from model_table.entry import Entry, Row, numbers, stacked, words
 
-_NO_TOKENS: dict[str, str] = dict.fromkeys(("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens")
+_NO_TOKENS: dict[str, str] = dict.fromkeys(
+    ("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens"
+)
 
 
 class Recommender(nn.Module):
@@ -155,8 +157,12 @@ def _classes(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 def entries() -> list[Entry]:
     vectors: dict[str, Any] = {"collate": stacked, "impossible": _NO_TOKENS}
-    nodes = dict.fromkeys(("cp", "tokens"), "its layers take nodes and edges; there is no sequence of tokens")
-    points = dict.fromkeys(nodes, "its points meet in a maximum alone; there is no sequence of tokens")
+    nodes: dict[str, str] = dict.fromkeys(
+        ("cp", "tokens"), "its layers take nodes and edges; there is no sequence of tokens"
+    )
+    points: dict[str, str] = dict.fromkeys(
+        nodes, "its points meet in a maximum alone; there is no sequence of tokens"
+    )
     return [
         Entry(
             name="recommender", kind="recommender", model=Recommender, row=_clicked, loss=_clicks, stages=4, **vectors

@@ -72,6 +72,11 @@ def gathered_dims(module: nn.Module) -> dict[str, int] | None:
     return dims if fits and dims else None
 
 
+def computes_own_weight(module: nn.Module) -> bool:
+    """Whether a layer's weight is computed from other parameters of it, as weight_norm and spectral_norm do."""
+    return any(name not in ("weight", "bias") for name, _ in module.named_parameters())
+
+
 def outputs_of(module: nn.Module) -> int:
     """The output features of a linear layer, or the output channels of a convolution."""
     return getattr(module, "out_features", None) or module.out_channels  # pyright: ignore

@@ -13,6 +13,7 @@ from samestep.parallel.parts import Range
 from samestep.parallel.tensor import roles
 from samestep.parallel.tensor.heads import Heads
 from samestep.parallel.tensor.kinds import (
+    computes_own_weight,
     computes_weight,
     gathered_dims,
     in_dim,
@@ -230,6 +231,9 @@ def _gathered(
     for name, module in model.named_modules():
         whole = name in others or forced.get(name) == "whole"
         if whole or name not in called or gathered_dims(module) is None:
+            continue
+        # A weight that is computed from uneven slices may fail on one rank alone, and the others would wait for it.
+        if computes_own_weight(module) and outputs_of(module) % parts:
             continue
         if outputs_of(module) >= parts and all(holders[id(p)] == 1 for p in module.parameters()):
             yield name
