@@ -83,7 +83,7 @@ class Lines(Points):
     def train_set(self) -> samestep.Samples:
         return [(line, label) for line, (_, label) in zip(self.lines, self.pairs, strict=True)]
 
-    def lengths(self) -> list[int]:
+    def sample_lengths(self) -> list[int]:
         return [len(line) for line in self.lines]
 
     def eval_set(self) -> None:

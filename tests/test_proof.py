@@ -54,7 +54,7 @@ def test_micro_batches_of_like_length_take_the_same_step() -> None:
 )
 def test_wrong_lengths_are_told(lengths: list[Any], message: str) -> None:
     class Wrong(Lines):
-        def lengths(self) -> list[Any]:
+        def sample_lengths(self) -> list[Any]:
             return lengths
 
     recipe = samestep.Recipe(task=Wrong(), batch=33, epochs=1)

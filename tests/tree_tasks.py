@@ -236,9 +236,8 @@ class Tied(Points):
 
 def t5() -> nn.Module:
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, vocab_size=40, decoder_start_token_id=0, dropout_rate=0.1)
-    )
+    sizes["decoder_start_token_id"] = 0
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, vocab_size=40, dropout_rate=0.1))
 
 
 _SEQUENCES: dict[str, Any] = {
@@ -317,9 +316,11 @@ class Parametrized(Points):
 
 def albert() -> nn.Module:
     """All layers are one module, called again and again."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 20}
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_labels": 3}
     return transformers.AlbertForSequenceClassification(
-        transformers.AlbertConfig(**sizes, vocab_size=40, embedding_size=8, num_labels=3, hidden_dropout_prob=0.1)
+        transformers.AlbertConfig(
+            **sizes, vocab_size=40, intermediate_size=20, embedding_size=8, hidden_dropout_prob=0.1
+        )
     )
 
 

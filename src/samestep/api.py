@@ -357,10 +357,10 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     if recipe.task not in [*TASKS]:  # those that ship look at their data themselves
         check_data(task)
     task.check()
-    if job.run.group_by_length and task.lengths() is None:
+    if job.run.group_by_length and task.sample_lengths() is None:
         raise UserError(
             "run.group_by_length is true, and the task does not say how long its samples are; give it a method "
-            "lengths() that returns a number for each training sample, or use group_by_length: false"
+            "sample_lengths() that returns a number for each training sample, or use group_by_length: false"
         )
     if task.batch_buffers() and not engine.abilities.batch_buffers:
         raise UserError(f'engine "{engine.name}" keeps no batch_buffers() of a task; use engine native')

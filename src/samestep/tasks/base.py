@@ -88,7 +88,7 @@ class Task(ABC):
         """The held-out samples; None where there are none."""
         return None
 
-    def lengths(self) -> Sequence[int] | None:
+    def sample_lengths(self) -> Sequence[int] | None:
         """The length of each training sample, such as its tokens, for `run.group_by_length`; None: they have none."""
         return None
 

@@ -85,7 +85,7 @@ class HuggingFace(Task):
     def eval_set(self) -> Samples | None:
         return self._eval_data
 
-    def lengths(self) -> list[int] | None:
+    def sample_lengths(self) -> list[int] | None:
         """The number of ids in each row's `input_ids`; None where the rows have none."""
         if not isinstance(self._data[0], Mapping) or "input_ids" not in self._data[0]:
             return None

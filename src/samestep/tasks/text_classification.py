@@ -51,7 +51,7 @@ class TextClassification(Task):
     def eval_set(self) -> TokenisedTexts | None:
         return self._eval_set
 
-    def lengths(self) -> Sequence[int]:
+    def sample_lengths(self) -> Sequence[int]:
         return self._train_set.lengths.tolist()
 
     def collate(self, samples: Sequence[tuple[Any, int]]) -> Batch:

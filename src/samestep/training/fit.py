@@ -69,7 +69,7 @@ class Training:
             sparse_rows=job.run.sparse_rows,
         )
         self.samples = task.train_set()
-        self._lengths = task.lengths() if job.run.group_by_length else None
+        self._lengths = task.sample_lengths() if job.run.group_by_length else None
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 where it goes on from a checkpoint
