@@ -88,20 +88,6 @@ class Trace:
     # Modules whose own forward asks for values, and by which function, where it was followed with some.
     asking: Mapping[str, str] = field(default_factory=dict)
 
-    def taken_after(self, call: Call) -> list[Seen]:
-        """What of a module's output is used after its end, by the model's code or as the model's own output."""
-        whole = {seen.identity for each in self.of("") for seen in each.outputs()}
-        return [
-            seen
-            for seen in call.outputs()
-            if seen.identity in whole or self.last_uses.get(seen.identity, 0) >= call.ended
-        ]
-
-    def changed_in_place(self, tensor: Seen) -> bool:
-        """Whether a module takes a tensor that was changed in place since it was seen."""
-        inputs = (seen for call in self.calls for seen in call.inputs())
-        return any(seen.identity == tensor.identity and seen.source is not tensor.source for seen in inputs)
-
     def of(self, name: str) -> list[Call]:
         """The calls of the module of that name."""
         return [call for call in self.calls if call.name == name]
