@@ -32,7 +32,9 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "states": ("fsdp2", "pp2"),
     "passed on": ("fsdp2", "pp2"),
     "cached": ("fsdp2", "pp2", "tp2"),
-    "shared": ("fsdp2", "tp2"),
+    "shared": ("fsdp2", "tp2", "pp2"),
+    "gates of a layer": ("pp2",),
+    "detached gates of a layer": ("pp2",),
     "gates of words": ("fsdp2", "pp2"),
     "own gradient": ("fsdp2", "zero2x2", "pp2"),
     "penalized": ("dp2", "zero1x2"),
@@ -49,7 +51,6 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "checkpointed": ("fsdp2",),
     "bloom": ("pp2", "tp2", "cp2"),
     "bart": ("cp2",),
-    "bart as long": ("cp2",),
     "hidden": ("tp2",),
     "mixed": ("tp2",),
     "reshaped": ("tp2",),
@@ -80,11 +81,6 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
     "old spectral norm recomputed": ("old spectral norm", "fsdp2 recompute=full", {}, MOVED_ON),
     "spectral norm in a pipeline": ("spectral norm", "pp2", {}, MOVED_ON),
     "spectral norm in micro-batches": ("spectral norm", "dp2", {"micro_batch": 2}, MOVED_ON),
-    "shared layers in a pipeline": ("shared", "pp2", {}, "layers.0 is called 3 times in one forward"),
-    **{
-        f"{name} in a pipeline": (name, "pp2", {"cut_at": ["layers.2"]}, "take more that is computed from it than")
-        for name in ("gates of a layer", "detached gates of a layer")
-    },
     **{
         f"penalized, {layout}": (
             "penalized",
@@ -130,6 +126,12 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
         {"tensor_plan": {"layers.0.up": "column", "layers.0.down": "row"}},
         "sliced, layers.0.down (Linear) gives another output than whole; use run.tensor_plan: "
         '{"layers.0.up": column, "layers.0.down": row, "layers.*.up": whole, "layers.*.down": whole}',
+    ),
+    "cross-attention to as many tokens": (
+        "bart as long",
+        "cp2",
+        {},
+        "BartForConditionalGeneration gives another output where each rank has a part of the tokens",
     ),
     "stages of images": (
         "swin",

@@ -39,6 +39,7 @@ class _Memory:
 
     node: int  # what was written to it last
     written: int  # when, as the number of the writing node
+    given: int = -1  # the last node of a call's output that is all of it
 
 
 class DataflowRecorder(TorchDispatchMode):
@@ -111,6 +112,8 @@ class DataflowRecorder(TorchDispatchMode):
             return
         several = self._nodes[memory.node].time == self.time  # another output of this call lies there as well
         memory.node = self._add(Node(time=self.time, parents=(memory.node, node))) if several else node
+        if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+            memory.given = memory.node
 
     def found(self) -> Dataflow:
         changed = {
@@ -124,6 +127,8 @@ class DataflowRecorder(TorchDispatchMode):
         """What a tensor is computed from: its own node, and what was written to its memory since."""
         node = self._by_tensor.get(id(tensor))
         memory = self._by_memory.get(_memory_of(tensor))
+        if memory is not None and node is not None:
+            node = max(node, memory.given)  # such as the tensor of which a call's output is a view
         if memory is None or (node is not None and memory.written <= node):
             return () if node is None else (node,)
         return (memory.node,) if node is None or node == memory.node else (node, memory.node)
@@ -137,7 +142,9 @@ class DataflowRecorder(TorchDispatchMode):
 
     def _wrote(self, tensor: Tensor, node: int) -> None:
         self._keep(tensor, node)
-        self._by_memory[_memory_of(tensor)] = _Memory(node=node, written=node)
+        before = self._by_memory.get(_memory_of(tensor))
+        given = -1 if before is None else before.given
+        self._by_memory[_memory_of(tensor)] = _Memory(node=node, written=node, given=given)
 
     def _keep(self, tensor: Tensor, node: int) -> None:
         self._kept.append(tensor)
