@@ -17,6 +17,15 @@ Loss = Callable[[Any, Any], tuple[Tensor, int]]
 SAMPLES, HELD_OUT = 18, 5
 
 
+def without_tokens(what: str) -> dict[str, str]:
+    """The layouts that split tokens, as impossible for a model of which `what` says what its layers take instead."""
+    return dict.fromkeys(("cp", "tokens"), f"{what}; there is no sequence of tokens")
+
+
+OF_IMAGES = without_tokens("its layers are convolutions over the image")
+OF_VECTORS = without_tokens("its layers take a vector a sample")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A model, built tiny from a configuration or by code of the table, and rows of data made by formula."""

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from model_table.entry import Entry, Row, numbers, stacked
-
-_NO_TOKENS: dict[str, str] = {
-    "cp": "its layers are convolutions over the image; there is no sequence of tokens",
-    "tokens": "its layers are convolutions over the image; there is no sequence of tokens",
-}
+from model_table.entry import OF_IMAGES, OF_VECTORS, Entry, Row, numbers, stacked
 
 
 def _squares(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -236,9 +231,6 @@ def _wave(index: int) -> Row:
 
 
 def entries() -> list[Entry]:
-    flat: dict[str, str] = dict.fromkeys(
-        ("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens"
-    )
     return [
         Entry(
             name="u-net",
@@ -247,7 +239,7 @@ def entries() -> list[Entry]:
             row=_image_to_image,
             collate=stacked,
             loss=_squares,
-            impossible=_NO_TOKENS,
+            impossible=OF_IMAGES,
         ),
         Entry(
             name="diffusion",
@@ -256,7 +248,7 @@ def entries() -> list[Entry]:
             row=_noisy,
             collate=stacked,
             loss=_squares,
-            impossible=_NO_TOKENS,
+            impossible=OF_IMAGES,
         ),
         Entry(
             name="detector",
@@ -265,7 +257,7 @@ def entries() -> list[Entry]:
             row=_boxed,
             collate=stacked,
             loss=_detection,
-            impossible=_NO_TOKENS,
+            impossible=OF_IMAGES,
         ),
         Entry(
             name="autoencoder",
@@ -274,7 +266,7 @@ def entries() -> list[Entry]:
             row=_encoded,
             collate=stacked,
             loss=_elbo,
-            impossible=flat,
+            impossible=OF_VECTORS,
         ),
         Entry(name="mixer", kind="vision", model=Mixer, row=_seen, collate=stacked, loss=_classes),
         Entry(

@@ -7,11 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model_table.entry import Entry, Row, numbers, stacked, words
-
-_NO_TOKENS: dict[str, str] = dict.fromkeys(
-    ("cp", "tokens"), "its layers take a vector a sample; there is no sequence of tokens"
-)
+from model_table.entry import OF_VECTORS, Entry, Row, numbers, stacked, without_tokens, words
 
 
 class Recommender(nn.Module):
@@ -156,13 +152,9 @@ def _classes(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 def entries() -> list[Entry]:
-    vectors: dict[str, Any] = {"collate": stacked, "impossible": _NO_TOKENS}
-    nodes: dict[str, str] = dict.fromkeys(
-        ("cp", "tokens"), "its layers take nodes and edges; there is no sequence of tokens"
-    )
-    points: dict[str, str] = dict.fromkeys(
-        nodes, "its points meet in a maximum alone; there is no sequence of tokens"
-    )
+    vectors: dict[str, Any] = {"collate": stacked, "impossible": OF_VECTORS}
+    nodes = without_tokens("its layers take nodes and edges")
+    points = without_tokens("its points meet in a maximum alone")
     return [
         Entry(
             name="recommender", kind="recommender", model=Recommender, row=_clicked, loss=_clicks, stages=4, **vectors

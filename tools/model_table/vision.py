@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from model_table.decoders import VOCABULARY
-from model_table.entry import Entry, Row, numbers, stacked, words
+from model_table.entry import OF_IMAGES, Entry, Row, numbers, stacked, words
 
 _PATCHES = {
     "hidden_size": 24,
@@ -50,10 +50,6 @@ _CONFIGURATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 _TOWER = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 38}
-_NO_TOKENS = {
-    "cp": "its layers are convolutions over the image; there is no sequence of tokens",
-    "tokens": "its layers are convolutions over the image; there is no sequence of tokens",
-}
 
 
 def _model(name: str) -> nn.Module:
@@ -91,7 +87,7 @@ def entries() -> list[Entry]:
             model=partial(_model, name),
             row=partial(_image, size=values["image_size"]),
             collate=stacked,
-            impossible=_NO_TOKENS if name == "convnext" else {},
+            impossible=OF_IMAGES if name == "convnext" else {},
         )
         for name, (_, values) in _CONFIGURATIONS.items()
     ]

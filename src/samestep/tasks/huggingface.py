@@ -87,6 +87,11 @@ class HuggingFace(Task):
 
     def sample_lengths(self) -> list[int] | None:
         """The number of ids in each row's `input_ids`; None where the rows have none."""
+        return self._lengths
+
+    @cached_property
+    def _lengths(self) -> list[int] | None:
+        """Looked up once, since every row is read for it; the ranks get what was found."""
         if not isinstance(self._data[0], Mapping) or "input_ids" not in self._data[0]:
             return None
         return [len(self._data[index]["input_ids"]) for index in range(len(self._data))]
