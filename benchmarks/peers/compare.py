@@ -33,7 +33,7 @@ def peer(name: str, title: str, script: str) -> Method:
         ranks = ["--standalone", f"--nproc-per-node={processes}"]
         return [sys.executable, "-m", "torch.distributed.run", *ranks, program, str(job), "--folder", str(folder)]
 
-    start = Start(name="torchrun", command=command, precisions=PRECISIONS)
+    start = Start(name="torchrun", command=command, precisions=PRECISIONS, compiles=False)
     return Method(name=name, title=Words(title, title), engine=name, layout="dp{n}", start=start)
 
 

@@ -12,6 +12,7 @@ from samestep import environment
 from samestep.cluster import horovodrun, meeting
 from samestep.cluster.cores import threads_of
 from samestep.cluster.device import DeviceChoice, backend_of, check_devices, device_of
+from samestep.cluster.heap import give_back_freed_memory, keep_freed_memory
 from samestep.cluster.meeting import Met
 from samestep.cluster.network.agreed import agreed_before_group
 from samestep.cluster.network.interface import interface_of, loopback_interface
@@ -66,6 +67,7 @@ def join(
     )
     threads_before = torch.get_num_threads()
     torch.set_num_threads(world.threads)
+    kept = world.device.type == "cpu" and keep_freed_memory(environment.snapshot())
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device.index)
     ours = not dist.is_initialized()
@@ -85,6 +87,8 @@ def join(
         if ours:
             leave_process_group()
         torch.set_num_threads(threads_before)
+        if kept:
+            give_back_freed_memory()
 
 
 def _met(ranks: Ranks) -> Met | None:

@@ -59,6 +59,7 @@ def _entry(job: Job, task: Task, method: Method, budget: int) -> Entry:
         rank_lines=False,
         folder=None,
     )
+    run = replace(run, **method.run)
     mine = replace(job, recipe=recipe, run=run)
     if ours and (missing := _missing(method.engine)):
         return Entry(row=replace(row, status="not installed", reason=missing), job=mine)
@@ -86,8 +87,8 @@ def _refused(job: Job, task: Task, method: Method) -> str | None:
     if method.cores is not None and job.run.device == "auto" and accelerators():
         return "it is for CPUs, and the job runs on an accelerator; --device cpu would do"
     if method.start.precisions is not None:
-        if job.run.compile:
-            return "run.compile is samestep's; the handwritten methods don't compile"
+        if job.run.compile and not method.start.compiles:
+            return f"run.compile is true, and {method.name}'s script doesn't compile"
         if job.recipe.precision not in method.start.precisions:
             return f"recipe.precision is {job.recipe.precision}, which the handwritten methods don't have"
     try:

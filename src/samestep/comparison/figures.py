@@ -1,9 +1,10 @@
 """What one run of a method left in its folder, as the figures that are compared."""
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +37,17 @@ class Figures:
     scores: Sequence[Score]  # of each evaluation
     versions: Mapping[str, str]
 
+    @property
+    def step_seconds(self) -> float:
+        """The median step, which a first one that compiles doesn't move."""
+        return statistics.median(after - before for before, after in pairwise((0.0, *self.times)))
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "scores": [score._asdict() for score in self.scores]}
+        return {
+            **asdict(self),
+            "step_seconds": self.step_seconds,
+            "scores": [score._asdict() for score in self.scores],
+        }
 
 
 def read(folder: Path, wall: float) -> Figures:

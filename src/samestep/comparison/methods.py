@@ -1,7 +1,8 @@
 """The methods that can be compared: one line each. What takes the step, under which layout, started by what."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from samestep.comparison.starts import HANDWRITTEN, LAUNCH, SAMESTEP, SPAWN, TORCHRUN, Start
 from samestep.comparison.words import Words
@@ -22,6 +23,9 @@ class Method:
     start: Start = SAMESTEP
     precision: str | None = None  # None: the job's
     cores: int | None = None  # of all its processes; None: as many as every other method has
+    run: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # keys of a job's `run:` section that are this method's own
     default: bool = True  # whether it is compared where no methods are named
 
     def of(self, processes: int) -> "Method":
@@ -48,6 +52,8 @@ METHODS = (
     _method("ddp-torchrun", "DDP, torchrun", "DDP，torchrun 启动", "handwritten", "dp{n}", TORCHRUN),
     _method("ddp-spawn", "DDP, spawn", "DDP，spawn 启动", "handwritten", "dp{n}", SPAWN),
     _method("ddp-launch", "DDP, launch", "DDP，launch 启动", "handwritten", "dp{n}", LAUNCH),
+    _method("ddp-compiled", "DDP, torch.compile", "DDP，torch.compile", "handwritten", "dp{n}", TORCHRUN,
+            run={"compile": True}, default=False),
     _method("ddp-bf16", "DDP + bf16", "DDP + bf16", "handwritten", "dp{n}", SPAWN, precision="bf16"),
     _method("horovod", "Horovod", "Horovod", "horovod", "dp{n}"),
     _method("deepspeed-zero1", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-1", "deepspeed", "zero1x{n}"),
@@ -56,6 +62,8 @@ METHODS = (
     _method("accelerate-ddp", "Accelerate, DDP", "Accelerate，DDP", "accelerate", "dp{n}"),
     _method("accelerate-fsdp2", "Accelerate, FSDP2", "Accelerate，FSDP2", "accelerate", "fsdp{n}"),
     _method("dp{n}", "samestep dp{n}", "samestep dp{n}", "native", "dp{n}"),
+    _method("dp{n}-shared", "samestep dp{n}, one copy", "samestep dp{n}，一份参数", "native", "dp{n}",
+            run={"share_replicas": True}, default=False),
     _method("zero1x{n}", "samestep zero1x{n}", "samestep zero1x{n}", "native", "zero1x{n}"),
     _method("zero2x{n}", "samestep zero2x{n}", "samestep zero2x{n}", "native", "zero2x{n}"),
     _method("fsdp{n}", "samestep fsdp{n}", "samestep fsdp{n}", "native", "fsdp{n}"),

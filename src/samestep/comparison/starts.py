@@ -18,6 +18,7 @@ class Start:
     command: Command
     # What the started program computes in, where it is not an engine that says so.
     precisions: frozenset[str] | None = None
+    compiles: bool = True  # whether it takes run.compile
 
 
 _LOOP = ["-m", "samestep.handwritten"]

@@ -31,7 +31,17 @@ def _times(found: Comparison) -> Table:
     repeats = "once" if found.repeats == 1 else f"medians of {found.repeats} runs"
     table = Table(title=f"{found.job.name or found.job.recipe.task}: time of training, {repeats}")
     table.add_column("method", overflow="fold", min_width=17)
-    for name in ("ranks", "seconds", "min - max", "x single", "x one core", "samples/s", "steps", "start-up, s"):
+    for name in (
+        "ranks",
+        "seconds",
+        "min - max",
+        "x single",
+        "x one core",
+        "samples/s",
+        "steps",
+        "ms a step",
+        "start-up, s",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found.rows:
         table.add_row(row.method.name, *_time_cells(found, row))
@@ -50,6 +60,7 @@ def _time_cells(found: Comparison, row: Row) -> list[str]:
         show(found.speed_up(row, SINGLE_CORE), "{:.2f}"),
         show(row.median(lambda run: run.samples_per_second), "{:,.0f}"),
         f"{row.runs[0].steps:,}",
+        show(row.median(lambda run: run.step_seconds), "{:.1f}", 1e-3),
         show(row.median(lambda run: run.startup_seconds), "{:.1f}"),
     ]
 

@@ -62,20 +62,25 @@ class Loop:
         device: torch.device,
         micro_batch: int | None = None,
         workers: int = 0,
+        compile: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        """`group` are all ranks; None: the default group."""
         if recipe.precision not in PRECISIONS:
             raise UserError(
                 f"recipe.precision is {recipe.precision}; handwritten methods have {', '.join(PRECISIONS)}"
             )
         self.recipe, self.task = recipe, task
         self.place, self.device = Place(index=rank, of=world_size), device
-        self._micro_batch, self._workers = micro_batch, workers
+        self._micro_batch, self._workers, self._group = micro_batch, workers, group
         self._dtype = parameter_dtype(recipe.precision)
         self.samples = task.train_set()
         self.order = SampleOrder(size=len(self.samples), batch=recipe.batch, seed=recipe.seed)
         self.total_steps = recipe.total_steps(self.order.steps_per_epoch)
         self.model = self._build()
-        self.module = self._replicate(self.model)
+        self._replicas = self._replicate(self.model)
+        # PyTorch's advice for DistributedDataParallel: compile what it returns, so that graphs break between buckets.
+        self.module = torch.compile(self._replicas) if compile else self._replicas
         self.optimizer = make_optimizer(recipe.optimizer, self.model.named_parameters())
         self.schedule = make_schedule(recipe.schedule, self.total_steps, self.optimizer)
         torch.manual_seed(recipe.seed + rank)  # dropout draws other numbers on every rank
@@ -98,7 +103,9 @@ class Loop:
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         devices = None if self.device.type == "cpu" else [self.device]
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model, device_ids=devices, gradient_as_bucket_view=True, process_group=self._group
+        )
 
     def batches(self) -> Iterator[tuple[list[Part], float]]:
         """This rank's part of every step, and the seconds that it waited for the data."""
@@ -151,15 +158,15 @@ class Loop:
                 totals[0] += loss.detach() * part.weight
                 totals[1] += terms * part.weight
                 if last and self.place.of > 1:
-                    sending = dist.all_reduce(totals, async_op=True)
+                    sending = dist.all_reduce(totals, group=self._group, async_op=True)
                 (loss * (part.weight * scale)).backward()
         if sending is not None:
             sending.wait()
         return self._update(totals, global_samples)
 
     def _without_messages(self) -> Any:
-        assert isinstance(self.module, DistributedDataParallel)
-        return self.module.no_sync()
+        assert isinstance(self._replicas, DistributedDataParallel)
+        return self._replicas.no_sync()
 
     def _update(self, totals: Tensor, global_samples: int) -> Step:
         terms = totals[1].clamp(min=1)

@@ -40,6 +40,7 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
         device=device,
         micro_batch=job.run.micro_batch,
         workers=job.run.workers,
+        compile=job.run.compile,
     )
     with Records(folder if rank == 0 else None, tensorboard=job.run.tensorboard) as records:
         result = _take_all_steps(loop, records, folder)

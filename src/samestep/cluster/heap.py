@@ -1,0 +1,41 @@
+"""The C library's heap: a rank that computes on a CPU keeps freed memory for its next step.
+
+Each step frees what the next one allocates again. glibc gives freed memory back to the system as soon as more than a
+few blocks lie at the top of its heap, and every page that comes anew is cleared by the kernel and costs a page fault.
+"""
+
+import ctypes
+import platform
+from collections.abc import Mapping
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+_KEEP = 2**31 - 1  # bytes: the most that mallopt takes
+_MAPPED_FROM = 2**30  # bytes of one allocation that is mapped by itself and given back when it is freed
+_GROW_BY = 64 * 2**20  # bytes more than asked for, where the heap grows
+
+_USERS_CHOICE = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
+
+def keep_freed_memory(variables: Mapping[str, str]) -> bool:
+    """Let this process keep up to 2 GiB of freed memory. Return whether it does.
+
+    An allocator that the user has chosen or set up in the environment's `variables` is left as it is, and so is any
+    other than glibc's.
+    """
+    if any(variables.get(name) for name in _USERS_CHOICE) or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return all(
+        mallopt(parameter, value)
+        for parameter, value in (
+            (_M_MMAP_THRESHOLD, _MAPPED_FROM),
+            (_M_TRIM_THRESHOLD, _KEEP),
+            (_M_TOP_PAD, _GROW_BY),
+        )
+    )
+
+
+def give_back_freed_memory() -> None:
+    """Return the heap's free pages to the system, where the C library can."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
