@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.checkpoint.base import Base
 from samestep.parallel.parts import Entry
 from samestep.tasks.transformers_model import Pretrained
 
@@ -22,6 +23,7 @@ class Weights:
     read: Callable[[str], Tensor]
     tied: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor -> its name in `entries`
     recipe: Mapping[str, Any] = field(default_factory=dict)  # of the training, where the source tells it
+    base: Base | None = None  # what was left out of it; None: nothing
     pretrained_folder: Path | None = None  # a folder with the model's config.json and tokenizer
 
     @property

@@ -124,6 +124,10 @@ class Checkpointed(Trainer):
         """The whole model's tensors; the same on every rank."""
 
     @abstractmethod
+    def frozen(self) -> frozenset[str]:
+        """The whole model's parameters that need no gradient; the same on every rank."""
+
+    @abstractmethod
     def tied(self) -> Mapping[str, str]:
         """Further names of parameters that have several -> the name under which they are saved."""
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from samestep.checkpoint.base import Base
 from samestep.checkpoint.find import open_newest
 from samestep.checkpoint.folder import best_of, found_in, prune
 from samestep.checkpoint.info import Info
@@ -23,7 +24,7 @@ from samestep.run_folder import CHECKPOINTS, steps_in
 from samestep.training.evaluation import scalars
 from samestep.training.memory_copies import MemoryCopies
 from samestep.training.session import Session
-from samestep.training.state import load_state, save_state
+from samestep.training.state import base_of, load_state, save_state
 
 
 class Checkpoints:
@@ -37,6 +38,7 @@ class Checkpoints:
         self._session = session
         self._settings = job.run.checkpoint
         self._last: int | None = None  # the step of the last one
+        self._base: Base | None = None  # what is not saved
         self._best: float | None = None  # the best value of the job's metric
         if self._settings is None:
             return
@@ -74,6 +76,9 @@ class Checkpoints:
         if self._settings is None:
             return 0
         check_shared(self._folder, self._group)
+        only_trained = self._settings.only_trained
+        if only_trained or (only_trained is None and self._session.adapter is not None):
+            self._base = base_of(self._trainer, self._session.adapter, self._group)
         step = self._resumed(self._settings.resume)
         self._saver.prepare()
         if self._memory is not None:
@@ -139,6 +144,7 @@ class Checkpoints:
             epoch=done // self._steps_per_epoch,
             recipe=self._recipe,
             metrics=metrics,
+            base=self._base,
         )
 
     def copy_due(self, done: int) -> bool:

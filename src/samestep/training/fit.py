@@ -22,11 +22,13 @@ from samestep.parallel.spread import Details
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
+from samestep.recipe import Recipe
 from samestep.supervision.nonfinite import NonFinite, left_out
 from samestep.supervision.rank import RankSupervision
 from samestep.tasks.base import First, Samples, Task, as_batch
 from samestep.training import result as results
 from samestep.training import usage as usages
+from samestep.training.adapters import put_adapters
 from samestep.training.alike import check_alike
 from samestep.training.built_model import check_memory, check_model, materialize
 from samestep.training.checkpoints import Checkpoints
@@ -73,7 +75,7 @@ class Training:
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 where it goes on from a checkpoint
-        built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
+        built = build_model(task, recipe, recorded=self.session.engine.can_fill(layout))
         check_alike(self.samples, built.model)
         if not recipe.dropout:
             switch_off(built.model)
@@ -98,6 +100,7 @@ class Training:
                 batch=recipe.batch,
                 micro_batch=job.run.micro_batch,
             ),
+            recipe=recipe,
         )
 
     def late_step(self) -> int:
@@ -176,16 +179,20 @@ class Training:
         return metrics
 
 
-def build_model(task: Task, seed: int, *, recorded: bool = False) -> InitialModel:
-    """The task's model with the initial weights of this seed: the same in every process and for every layout.
+def build_model(task: Task, recipe: Recipe, *, recorded: bool = False) -> InitialModel:
+    """The task's model, with the recipe's adapter, with the initial weights of the recipe's seed.
+
+    It is the same in every process and for every layout.
 
     `recorded`: its parameters are still to be filled with them, where its construction lets them be.
     """
 
     def make() -> torch.nn.Module:
-        torch.manual_seed(seed)
+        torch.manual_seed(recipe.seed)
         model = task.model()
         check_model(model, "model()")
+        if recipe.adapter is not None:
+            put_adapters(model, recipe.adapter)
         return model
 
     with torch.random.fork_rng(devices=[]):
