@@ -74,6 +74,6 @@ def check_base(base: Base, names: Collection[str], found: str, where: Any) -> No
             raise CheckpointError(f"checkpoint {where} leaves out {name}, and the job's model has no such parameter")
     if found != base.fingerprint:
         raise CheckpointError(
-            f"checkpoint {where} is of parameters that were trained beside other frozen ones than the job's model has; "
+            f"checkpoint {where} was trained beside other frozen parameters than those of the job's model; "
             "use the base that it was trained with (the same recipe.model, and the same files in its folder)"
         )

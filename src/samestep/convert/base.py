@@ -32,7 +32,8 @@ class Weights:
 
     def names(self) -> dict[str, str]:
         """Every name of every tensor -> the name under which it is read."""
-        return {**{name: name for name in self.entries}, **self.tied}
+        tied = {other: name for other, name in self.tied.items() if name in self.entries}  # else it was left out
+        return {**{name: name for name in self.entries}, **tied}
 
     def cast(self, dtype: torch.dtype) -> "Weights":
         """The same in another type; tensors of whole numbers stay as they are."""

@@ -24,11 +24,12 @@ def merged(weights: Weights, model: nn.Module) -> Weights:
     layers = adapted_layers(model)
     state = model.state_dict()
     known = weights.names()
+    tied = _tied(model)
     if not layers:
         raise CheckpointError(
             "--merge: the job's model has no adapters to merge; use the job that trained them, or no --merge"
         )
-    _check(layers, known)
+    _check(layers, known, tied)
     for name in known:
         if name not in state:
             raise CheckpointError(f"--merge: the weights hold {name}, and the job's model has none")
@@ -43,7 +44,7 @@ def merged(weights: Weights, model: nn.Module) -> Weights:
         layer = next((each for each in layers if name.startswith(f"{each}.")), None)
         if layer is not None and name[len(layer) + 1 :].startswith("lora_"):
             continue
-        if ".original_module." in name:  # PEFT keeps it beside the one that is trained
+        if name in tied or ".original_module." in name:  # PEFT keeps it beside the one that is trained
             continue
         plain = _plain_name(name, layer, layers, adapter)
         if layer is not None and name.endswith("weight"):
@@ -52,12 +53,11 @@ def merged(weights: Weights, model: nn.Module) -> Weights:
             reads[plain] = lambda name=name: held(name)
         dtype = weights.entries[known[name]].dtype if name in known else value.dtype
         entries[plain] = Entry(shape=value.shape, dtype=dtype)
-    tied = {
+    plain_tied = {
         _plain_name(other, None, layers, adapter): _plain_name(name, None, layers, adapter)
-        for other, name in weights.tied.items()
-        if other not in state
+        for other, name in tied.items()
     }
-    return replace(weights, entries=entries, read=lambda name: reads[name](), tied=tied, base=None)
+    return replace(weights, entries=entries, read=lambda name: reads[name](), tied=plain_tied, base=None)
 
 
 class _Merge:
@@ -78,8 +78,21 @@ class _Merge:
         return total.to(weight.dtype)
 
 
-def _check(layers: Mapping[str, Adapted], known: Mapping[str, str]) -> None:
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Further names of a model's parameters -> their first ones."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    every_name = model.named_parameters(remove_duplicate=False)
+    return {name: names[id(parameter)] for name, parameter in every_name if names[id(parameter)] != name}
+
+
+def _check(layers: Mapping[str, Adapted], known: Mapping[str, str], tied: Mapping[str, str]) -> None:
     for layer, parts in layers.items():
+        weight = ".".join(filter(None, (layer, parts.base, "weight")))
+        if weight in tied or weight in tied.values():
+            raise CheckpointError(
+                f"--merge: {weight} is also another module's weight, which has no adapter, so a merged weight would "
+                "change that module as well; use --to peft"
+            )
         for update in parts.updates:
             for half in (update.down, update.up):
                 if f"{layer}.{half}.weight" not in known:

@@ -33,6 +33,7 @@ from samestep.training.alike import check_alike
 from samestep.training.built_model import check_memory, check_model, materialize
 from samestep.training.checkpoints import Checkpoints
 from samestep.training.dropout import switch_off
+from samestep.training.early_stop import Stopped
 from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.optimizer import make_optimizer, make_schedule
 from samestep.training.progress import Bar
@@ -228,7 +229,9 @@ def fit(
     _prepare(training, job, supervision)
     metrics: dict[str, Any] = {}
     ended: Exception | None = None
+    stopped: Stopped | None = None
     with Checkpoints(job, session, folder, supervision.memory) as checkpoints:
+        checkpoints.early_stop.check(task)
         training.first_step = checkpoints.resume(training.steps_per_epoch)
         bar = Bar(f"train {layout}", training.total_steps, first=training.first_step, shown=session.is_main)
         with (
@@ -249,18 +252,22 @@ def fit(
             log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
             try:
                 with nullcontext() if profiler is None else profiler:
-                    take_all_steps(training, log, checkpoints, supervision)
+                    stopped = take_all_steps(training, log, checkpoints, supervision)
             except (InterruptedJobError, NonFiniteError) as error:  # on all ranks alike: they leave in good order
                 ended = error
             supervision.ends()
-            if ended is None and job.recipe.evaluation.at_end:
+            done = training.total_steps if stopped is None else stopped.step
+            if stopped is not None:
+                session.warn(stopped.reason)
+                metrics = dict(stopped.metrics)
+            if ended is None and not metrics and job.recipe.evaluation.at_end:
                 metrics = training.evaluate(bar)
-                records.evaluation(training.total_steps, metrics)
+                records.evaluation(done, metrics)
         if ended is None:
-            checkpoints.save(training.total_steps, metrics)
+            checkpoints.save(done, metrics)
     if ended is not None:
         raise ended
-    return _finish(job, training, log, metrics, folder, checkpoints, supervision)
+    return _finish(job, training, log, metrics, folder, checkpoints, supervision, stopped)
 
 
 def _profiler(training: Training, job: Job) -> StepProfiler | None:
@@ -302,6 +309,7 @@ def _finish(
     folder: Path,
     checkpoints: Checkpoints,
     supervision: RankSupervision,
+    stopped: Stopped | None,
 ) -> TrainResult:
     """Gather what the ranks know, and write what a run leaves."""
     session, task = training.session, training.task
@@ -316,7 +324,8 @@ def _finish(
         metrics=metrics,
         losses=tuple(log.losses),
         first_step=training.first_step,
-        steps=training.total_steps,
+        steps=training.total_steps if stopped is None else stopped.step,
+        stopped_early=None if stopped is None else stopped.reason,
         seconds=log.seconds,
         evaluation_seconds=training.evaluation_seconds,
         checkpoint_seconds=checkpoints.waited_seconds,
