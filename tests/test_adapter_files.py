@@ -24,7 +24,7 @@ from samestep.parallel.low_rank import adapted_layers
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")]
 
 STEPS, SAVED_AT = 4, 2
-ROUNDED = {"rtol": 1e-4, "atol": 1e-5}  # merged weights, and PEFT's adapters, are in float32
+ROUNDED: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}  # merged weights, and PEFT's adapters, are in float32
 WORDS = torch.tensor([[3, 5, 7, 11], [1, 2, 30, 4]])
 
 
@@ -56,9 +56,18 @@ def plain(job: Job) -> nn.Module:
 
 
 def test_what_was_trained_under_one_layout_goes_on_under_another(tmp_path: Path) -> None:
+    go_on(tmp_path, ("fsdp2",), ("tp2",))
+
+
+@pytest.mark.slow
+def test_what_was_trained_under_any_layout_goes_on_under_any_other(tmp_path: Path) -> None:
+    go_on(tmp_path, ("tp2", "pp2", "zero1x2"), ("dp2", "fsdp2 offload=parameters-disk", "pp2", "tp2 sequence=split"))
+
+
+def go_on(tmp_path: Path, sources: tuple[str, ...], targets: tuple[str, ...]) -> None:
+    """Save under each source, go on under each target, and hold the losses against those of one process."""
     wanted = recipe()
     (alone,) = train_all([job_of(wanted, "single", tmp_path / "alone")])
-    sources, targets = ("fsdp2", "tp2"), ("pp2", "tp2", "dp2")
     saving = [job_of(wanted, each, tmp_path / each, checkpoint=Checkpointing(every=SAVED_AT)) for each in sources]
     saved = train_all(saving)
     places = [str(each.folder / "checkpoints" / f"step-{SAVED_AT}") for each in saved]

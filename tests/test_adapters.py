@@ -6,6 +6,7 @@ import pytest
 from adapter_tasks import OwnAdapters, PeftNextWord
 from model_tasks import NextWord, Sentences
 from proving import Case, assert_same_steps
+from small_tasks import Points
 from torch import nn
 
 import samestep
@@ -43,8 +44,13 @@ def cases(layouts: tuple[str, ...], *recipes: samestep.Recipe) -> list[Case]:
     return [(each, layout, {}) for each in recipes for layout in layouts]
 
 
+def points() -> samestep.Recipe:
+    """Of layers that are no pair, each of which tensor parallel computes in slices by itself."""
+    return recipe(Points(samples=30), LoRA(rank=2, targets=("0", "4")))
+
+
 def test_a_llama_with_adapters_takes_the_same_steps() -> None:
-    few = cases(("tp2 sequence=split", "pp2"), gpt2(), bert())
+    few = [(gpt2(), "tp2 sequence=split", {}), (bert(), "pp2", {}), (points(), "tp2", {})]
     assert_same_steps([*cases(("dp2", "fsdp2", "tp2", "pp2"), llama()), *few], steps=2, dropout=True)
 
 
@@ -61,8 +67,7 @@ def test_a_llama_with_adapters_takes_the_same_steps_on_eight_ranks() -> None:
 def test_models_of_peft_take_the_same_steps() -> None:
     pytest.importorskip("peft")
     some = recipe(PeftNextWord(kind="llama", layers=2, targets=r".*(q_proj|o_proj|up_proj|down_proj)"))
-    found = [(some, "tp2", {}), (recipe(PeftNextWord(kind="llama", layers=2)), "fsdp2", {})]
-    assert_same_steps([*found, (found[1][0], "tp2", {}), (some, "pp2", {})], steps=2, dropout=True)
+    assert_same_steps(cases(("tp2", "fsdp2"), some), steps=2, dropout=True)
 
 
 @pytest.mark.slow
@@ -154,6 +159,11 @@ def test_layers_that_nobody_calls_are_refused() -> None:
         "linear1",
         "linear2",
     }
+
+
+def test_engines_without_adapters_refuse_them() -> None:
+    with pytest.raises(samestep.UserError, match='engine "parameter-server" has no adapters; use engine native'):
+        samestep.train(llama(steps=1), "ddp", processes=2, engine="parameter-server", threads=1)
 
 
 def test_a_model_with_adapters_gets_no_others() -> None:

@@ -187,7 +187,7 @@ def _left_out(memory: Mapping[str, Tensor], weights: Weights, path: Path) -> set
     base = weights.base
     if base is None:
         return set()
-    if not base.left_out:  # adapters from elsewhere, whose base is not told
+    if not base.fingerprint:  # adapters from elsewhere, whose base is not told
         known = weights.names()
         return {name for name in memory if name not in known and ".lora_" not in name}
     held = {MODEL + name: whole_piece(value) for name, value in memory.items()}

@@ -54,6 +54,7 @@ class Abilities:
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block
     sends_less: bool = False  # recipe.communication
+    adapters: bool = False  # recipe.adapter: layers with further parameters inside, beside frozen ones
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 

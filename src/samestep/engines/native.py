@@ -307,6 +307,7 @@ class Native(Engine):
         shares_replicas=True,
         skips=True,
         sends_less=True,
+        adapters=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
