@@ -48,7 +48,7 @@ class PeerJob:
         self.samples = self.task.train_set()
         self.order = SampleOrder(size=len(self.samples), batch=self.recipe.batch, seed=self.recipe.seed)
         self.total_steps = self.recipe.total_steps(self.order.steps_per_epoch)
-        self.model = build_model(self.task, self.recipe.seed).model
+        self.model = build_model(self.task, self.recipe).model
         if not self.recipe.dropout:
             switch_off(self.model)
         self.optimizer = make_optimizer(self.recipe.optimizer, self.model.named_parameters())

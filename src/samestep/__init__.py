@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from samestep.job_check import Checked, check
     from samestep.layout import Layout
     from samestep.proof import Proof
-    from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
+    from samestep.recipe import SGD, AdamW, EarlyStop, Evaluation, LoRA, Recipe, Schedule
     from samestep.tasks.base import Batch, Samples, Task, Work
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
@@ -51,6 +51,8 @@ _HOME = {
     "SGD": "samestep.recipe",
     "Schedule": "samestep.recipe",
     "Evaluation": "samestep.recipe",
+    "LoRA": "samestep.recipe",
+    "EarlyStop": "samestep.recipe",
     "Job": "samestep.job",
     "Run": "samestep.job",
     "Layout": "samestep.layout",
@@ -75,11 +77,13 @@ __all__ = [
     "CheckpointError",
     "Checkpointing",
     "Comparison",
+    "EarlyStop",
     "Evaluation",
     "InterruptedJobError",
     "Job",
     "Layout",
     "LayoutError",
+    "LoRA",
     "NonFiniteError",
     "Proof",
     "RankFailedError",

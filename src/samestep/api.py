@@ -341,6 +341,8 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
             f'run.transport is shared-memory, and engine "{engine.name}" has transports of its own; '
             "use engine native, or transport auto"
         )
+    if recipe.adapter is not None and not engine.abilities.adapters:
+        raise UserError(f'recipe.adapter is given, and engine "{engine.name}" has no adapters; use engine native')
     if job.run.checkpoint is not None and not engine.abilities.checkpoints:
         raise UserError(
             f'run.checkpoint is given, and engine "{engine.name}" saves no checkpoints here; engine native would do'

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from samestep import environment
 from samestep.api import check_job
+from samestep.checkpoint.base import check_base, fingerprint
 from samestep.checkpoint.recipes import differences
 from samestep.cluster.world import join
 from samestep.convert.base import Weights
@@ -22,7 +23,7 @@ from samestep.errors import CheckpointError, UserError
 from samestep.job import Job, Run
 from samestep.jobfile import plain
 from samestep.layout import Layout
-from samestep.parallel.pieces import MODEL, Piece
+from samestep.parallel.pieces import MODEL, Piece, whole_piece
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.prediction import Prediction, ToPredict
@@ -49,7 +50,9 @@ def load_model(recipe: Recipe, checkpoint: str | Path) -> nn.Module:
 
     Raises UserError where the checkpoint is damaged, or another model's.
     """
-    model = build_model(resolve_task(recipe), recipe.seed).model
+    with _weights(Path(checkpoint)) as weights:
+        recipe = _with_adapter(recipe, weights)
+    model = build_model(resolve_task(recipe), recipe).model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     every_name = model.named_parameters(remove_duplicate=False)
     tied = {name: names[id(parameter)] for name, parameter in every_name if names[id(parameter)] != name}
@@ -110,6 +113,7 @@ def _check_held_out(task: Task, would_do: str) -> None:
 def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
     """The job's model with a checkpoint's weights, where training and evaluation have it."""
     with _weights(checkpoint) as weights, join(alone=True, device=job.run.device, threads=job.run.threads) as world:
+        job = replace(job, recipe=_with_adapter(job.recipe, weights))
         training = Training(job, task, world, Layout())
         recipe = plain(job.recipe)
         if not isinstance(job.recipe.task, str):
@@ -128,6 +132,23 @@ def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
         yield training
 
 
+def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
+    """The recipe of the model whose weights these are: without adapters where they were merged into their base.
+
+    Raises CheckpointError where the adapters are of another kind.
+    """
+    if recipe.adapter is None:
+        return recipe
+    if weights.base is None and not any(".lora_A." in f".{name}" for name in weights.entries):
+        return replace(recipe, adapter=None)
+    told = weights.base.adapter if weights.base is not None else {}
+    for key, value in (("r", recipe.adapter.rank), ("lora_alpha", recipe.adapter.alpha)):
+        if key in told and told[key] != value:
+            name = {"r": "rank", "lora_alpha": "alpha"}[key]
+            raise CheckpointError(f"recipe.adapter.{name} is {value}, and the adapters were trained with {told[key]}")
+    return recipe
+
+
 @contextmanager
 def _weights(checkpoint: Path) -> Iterator[Weights]:
     with FORMATS[format_of(checkpoint)].open(checkpoint) as weights:
@@ -142,7 +163,10 @@ def _fill(memory: Mapping[str, Tensor], tied: Mapping[str, str], weights: Weight
     known = weights.names()
     names = {name: other for other, name in tied.items() if other in known}
     names |= {name: name for name in memory if name in known}
+    left_out = _left_out(memory, weights, path)
     for name, value in memory.items():
+        if name in left_out:
+            continue
         if name not in names:
             raise CheckpointError(f"{path} has no {name}, and the job's model has")
         entry = weights.entries[known[names[name]]]
@@ -154,4 +178,19 @@ def _fill(memory: Mapping[str, Tensor], tied: Mapping[str, str], weights: Weight
         if name not in memory and name not in tied:
             raise CheckpointError(f"{path} holds {name}, and the job's model has none")
     for name, value in memory.items():
-        value.copy_(weights.read(known[names[name]]))
+        if name not in left_out:
+            value.copy_(weights.read(known[names[name]]))
+
+
+def _left_out(memory: Mapping[str, Tensor], weights: Weights, path: Path) -> set[str]:
+    """What the weights leave out, since it is as the job's task builds it. Raises CheckpointError where it is not."""
+    base = weights.base
+    if base is None:
+        return set()
+    if not base.fingerprint:  # adapters from elsewhere, whose base is not told
+        known = weights.names()
+        return {name for name in memory if name not in known and ".lora_" not in name}
+    held = {MODEL + name: whole_piece(value) for name, value in memory.items()}
+    here = [name for name in base.left_out if name in memory]
+    check_base(base, here, fingerprint(held, here), path)
+    return set(here)

@@ -65,6 +65,8 @@ class Checkpointing:
     folder: Path | None = None  # None: checkpoints/ in the run's folder
     asynchronous: bool = True  # the step waits for a copy in memory, not for the disk
     memory: Positive | None = None  # steps between copies in the host's memory, from which restarts go on
+    # Frozen parameters are left out, and built anew when it is read; None: where the model has adapters.
+    only_trained: bool | None = None
     resume: str = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
 
 

@@ -77,6 +77,36 @@ class Evaluation:
     at_end: bool = True  # after the last step; false: only where `every` says so
 
 
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoRA:
+    """Low-rank adapters, which are trained, beside the task's model, which stays as it is (Hu et al. 2021)."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Positive = 8
+    alpha: Annotated[Real, Gt(0)] = 16.0  # what an adapter makes is multiplied by alpha / rank
+    dropout: Beta = 0.0  # of what an adapter takes
+    # Linear layers, by names or patterns, whole or from the last dots on; (): all in the repeated layers.
+    targets: Patterns = ()
+    also_train: Patterns = ()  # modules that are trained whole, such as a new output layer
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EarlyStop:
+    """When a training ends before its last step: once evaluations have not become better for a while."""
+
+    metric: str  # of the task's, one number
+    mode: Literal["highest", "lowest"] = "highest"
+    patience: Positive = 3  # evaluations in a row that are not better
+    min_delta: Annotated[Real, Ge(0)] = 0.0  # by how much more than this an evaluation must be better
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
     """What is trained: task, data, seed, global batch, length, optimizer, schedule, clipping, precision, messages.
@@ -100,6 +130,18 @@ class Recipe:
     dropout: bool = True  # False switches every dropout of the model off
     communication: Communication | None = None  # None: every step's gradient, whole and exact
     evaluation: Evaluation = field(default_factory=Evaluation)
+    adapter: LoRA | None = None  # None: all of the model is trained, but for what the task freezes
+    early_stop: EarlyStop | None = None
+
+    @model_validator(mode="after")
+    def _evaluations_to_stop_by(self) -> "Recipe":
+        if self.early_stop is not None and self.evaluation.every is None:
+            raise broken_rule(
+                "early_stop",
+                "early_stop looks at evaluations between steps, and recipe.evaluation.every is empty; use a number "
+                "of steps for it",
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> "Recipe":

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from samestep.checkpoint.base import Base, base_of_json
 from samestep.errors import CheckpointError
 from samestep.run_folder import INFO_FILE
 
@@ -33,6 +34,7 @@ class Info:
     scaler: Mapping[str, float] = field(default_factory=dict)  # of the loss, under fp16
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the evaluation after this step
     extra: Mapping[str, Any] = field(default_factory=dict)  # what a loop of one's own gave along
+    base: Base | None = None  # frozen parameters that it does not hold; None: it holds all
     tied: Mapping[str, str] = field(default_factory=dict)  # further names of parameters -> where they stand
     versions: Mapping[str, str] = field(default_factory=dict)
     saved_at: str = ""  # ISO 8601
@@ -54,11 +56,16 @@ def read_info(folder: Path) -> Info:
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     known = {each.name for each in fields(Info)}
-    if not isinstance(values, dict) or values.get("format") != FORMAT or not known <= values.keys():
+    if not isinstance(values, dict) or values.get("format") != FORMAT or not known - {"base"} <= values.keys():
         found = values.get("format") if isinstance(values, dict) else None
         raise CheckpointError(f"{file} is of format {found}; this version of samestep reads format {FORMAT}")
     try:
         sums = {str(name): FileSum(**each) for name, each in values["files"].items()}
     except (TypeError, AttributeError):
         raise CheckpointError(f"{file} is damaged: its list of files is not one") from None
-    return Info(**{**{name: values[name] for name in known}, "files": sums})
+    try:
+        base = None if values.get("base") is None else base_of_json(values["base"])
+    except (TypeError, KeyError):
+        raise CheckpointError(f"{file} is damaged: what it says of a base is not of one") from None
+    read = {"files": sums, "base": base}
+    return Info(**{**{name: values[name] for name in known - read.keys()}, **read})

@@ -23,7 +23,7 @@ class Loader:
 
     def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
         self.folder = folder
-        self._group = group
+        self.group = self._group = group  # of all ranks, on the CPU
         self.info: Info = read_info(folder)
         self.entries: Mapping[str, Entry] = entries(read_metadata(folder))
         self._names: Mapping[str, str] = {}  # of tensors that stand under another name here

@@ -7,7 +7,7 @@ from samestep.errors import CheckpointError
 
 # A training may go on for longer, with another rate or another eye on it; what it learns from, and what is saved of
 # it, stays.
-_MAY_CHANGE = ("steps", "epochs", "optimizer", "schedule", "clip", "precision", "dropout", "evaluation")
+_MAY_CHANGE = ("steps", "epochs", "optimizer", "schedule", "clip", "precision", "dropout", "evaluation", "early_stop")
 _STAYS_OF_OPTIMIZER = "optimizer.name"
 
 

@@ -77,10 +77,20 @@ class Saver:
 
         self.together(prepare, self._folder)
 
-    def save(self, pieces: Mapping[str, Piece], info: Info) -> None:
-        """Save a checkpoint. Raises CheckpointError where this one, or the one before, can't be written."""
+    def idle_group(self) -> dist.ProcessGroup:
+        """The group, once the checkpoint before is written, beside which no other message may be sent.
+
+        Raises CheckpointError where that one can't be written.
+        """
         began = time.perf_counter()
         self.wait()
+        self.waited_seconds += time.perf_counter() - began
+        return self._group
+
+    def save(self, pieces: Mapping[str, Piece], info: Info) -> None:
+        """Save a checkpoint. Raises CheckpointError where this one, or the one before, can't be written."""
+        self.idle_group()
+        began = time.perf_counter()
         if self._asynchronous:
             self._writing = _beside(partial(self._write, self._copied(pieces), info))
         else:

@@ -105,6 +105,9 @@ def _target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--job", dest="job_file", type=Path, metavar="JOB.yaml", help="the model's job, for a Hugging Face folder"
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="merge adapters into their base, which the job's task builds"
+    )
     parser.add_argument("--dtype", help="float64, float32, bfloat16 or float16 (default: as it is)")
     parser.add_argument("--shard-size", default="4GB", metavar="SIZE", help="most of one safetensors file (4GB)")
 
@@ -122,6 +125,7 @@ def _convert(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         shard_size=options.shard_size,
         job=_job(options.job_file),
+        merge=options.merge,
     )
     print_converted(converted)
     return 0

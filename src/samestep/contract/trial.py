@@ -157,17 +157,17 @@ def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
 
     before = others()
     with said(MODEL, "model()"), Budget():
-        model = build_model(task, job.recipe.seed).model
+        model = build_model(task, job.recipe).model
     who = generators.moved(before, others())
     if who is not None:
-        place = generators.line_that_draws(lambda: build_model(task, job.recipe.seed), device, who)
+        place = generators.line_that_draws(lambda: build_model(task, job.recipe), device, who)
         raise ContractError(
             MODEL,
             f"model() draws from {who} generator of random numbers, which has no seed here, so every rank would "
             "build another model; draw with PyTorch's functions" + at(place),
         )
     with said(MODEL, "model(), called again,"), Budget():
-        again = build_model(task, job.recipe.seed).model
+        again = build_model(task, job.recipe).model
     if again is model:
         raise ContractError(
             MODEL,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.checkpoint.base import Base
 from samestep.parallel.parts import Entry
 from samestep.tasks.transformers_model import Pretrained
 
@@ -22,6 +23,7 @@ class Weights:
     read: Callable[[str], Tensor]
     tied: Mapping[str, str] = field(default_factory=dict)  # further names of a tensor -> its name in `entries`
     recipe: Mapping[str, Any] = field(default_factory=dict)  # of the training, where the source tells it
+    base: Base | None = None  # what was left out of it; None: nothing
     pretrained_folder: Path | None = None  # a folder with the model's config.json and tokenizer
 
     @property
@@ -30,7 +32,8 @@ class Weights:
 
     def names(self) -> dict[str, str]:
         """Every name of every tensor -> the name under which it is read."""
-        return {**{name: name for name in self.entries}, **self.tied}
+        tied = {other: name for other, name in self.tied.items() if name in self.entries}  # else it was left out
+        return {**{name: name for name in self.entries}, **tied}
 
     def cast(self, dtype: torch.dtype) -> "Weights":
         """The same in another type; tensors of whole numbers stay as they are."""

@@ -8,15 +8,19 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from samestep.checkpoint.base import check_base, fingerprint
 from samestep.convert.base import Asked, Format, Weights
 from samestep.convert.formats import FORMATS
 from samestep.convert.memory import give_back
+from samestep.convert.merge import merged
 from samestep.errors import CheckpointError, UserError
 from samestep.job import Job
+from samestep.parallel.pieces import MODEL, whole_piece
 from samestep.recipe import Recipe
 from samestep.tasks import TASKS
 from samestep.tasks.resolve import resolve
 from samestep.tasks.transformers_model import Pretrained
+from samestep.training.fit import build_model
 from samestep.training.progress import Bar
 from samestep.validation import closest
 
@@ -28,6 +32,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _WRITING = ".writing"
+_WITHOUT_BASE = ("peft", "samestep", "safetensors", "state-dict")  # formats that take adapters alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +56,12 @@ def convert(
     dtype: str | None = None,
     shard_size: str = "4GB",
     job: Job | None = None,
+    merge: bool = False,
 ) -> Converted:
     """Write a model's weights in another format. Tensors are read one by one.
 
-    `job` says what the model is, where a format wants its configuration and the source doesn't say it. Raises
+    `job` says what the model is, where a format wants its configuration and the source doesn't say it. `merge`:
+    adapters are merged into their base, which the job's task builds. Raises
     UserError for what can't be read or written; nothing is left at `target` then.
     """
     from_ = from_ or format_of(source)
@@ -68,6 +75,14 @@ def convert(
     with form.open(source) as weights:
         if not weights.entries:
             raise CheckpointError(f"{source} holds no tensors")
+        recipe = job.recipe if job is not None else _recipe_of(weights)
+        if merge:
+            weights = _merged(weights, recipe)
+        elif weights.base is not None and to not in _WITHOUT_BASE:
+            raise CheckpointError(
+                f"{source} holds adapters without their base, and {wanted.title} is of a whole model; use --merge, "
+                f"or --to {', '.join(_WITHOUT_BASE)}"
+            )
         weights = weights if dtype is None else weights.cast(DTYPES[dtype])
         with Bar(f"write {target.name}", len(weights.entries)) as bar:
             _write(wanted, target, weights.watched(_Reading(bar)), asked)
@@ -149,6 +164,21 @@ def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
     if found is None:
         raise UserError(f"the model of task {recipe.task} is none of transformers', so it has no Hugging Face folder")
     return found
+
+
+def _merged(weights: Weights, recipe: Recipe | None) -> Weights:
+    if recipe is None:
+        raise UserError(
+            "--merge: the base of these adapters is what a job's task builds, and nothing here says which; use "
+            "--job JOB.yaml, of the job that trained them"
+        )
+    task = resolve(recipe)
+    model = build_model(task, recipe).model
+    if weights.base is not None and weights.base.fingerprint:
+        held = {MODEL + name: whole_piece(parameter) for name, parameter in model.named_parameters()}
+        here = [name for name in weights.base.left_out if MODEL + name in held]
+        check_base(weights.base, here, fingerprint(held, here), "of these adapters")
+    return merged(weights, model)
 
 
 def _recipe_of(weights: Weights) -> Recipe | None:

@@ -2,7 +2,16 @@
 
 from collections.abc import Mapping
 
-from samestep.convert import accelerate_folder, deepspeed_zero, fsdp, hugging_face, own, safetensors_file, state_dict
+from samestep.convert import (
+    accelerate_folder,
+    deepspeed_zero,
+    fsdp,
+    hugging_face,
+    own,
+    peft_folder,
+    safetensors_file,
+    state_dict,
+)
 from samestep.convert.base import Format, never
 
 FORMATS: Mapping[str, Format] = {
@@ -45,6 +54,14 @@ FORMATS: Mapping[str, Format] = {
         fits=never,
         open=hugging_face.open_,
         write=hugging_face.write,
+    ),
+    "peft": Format(
+        title="a folder of PEFT's adapters",
+        is_folder=True,
+        recognises=peft_folder.recognises,
+        fits=never,
+        open=peft_folder.open_,
+        write=peft_folder.write,
     ),
     "deepspeed": Format(
         title="a checkpoint of DeepSpeed",

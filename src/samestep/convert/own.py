@@ -39,6 +39,7 @@ def open_(path: Path) -> Iterator[Weights]:
         read=lambda name: tensors.read(MODEL + name),
         tied=info.tied,
         recipe=info.recipe,
+        base=info.base,
     )
 
 
@@ -55,6 +56,7 @@ def write(into: Path, name: str, weights: Weights, _: Asked) -> None:
         processes=0,
         engine="",
         recipe={},
+        base=weights.base,
         tied=weights.tied,
         versions=versions(),
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -41,6 +41,7 @@ class Accelerate(Engine):
         dimensions=frozenset({"replicate", "shard"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         checkpoints=True,
+        adapters=True,
         config="a file that `accelerate config` wrote",
         packages={"accelerate": 'pip install "samestep[accelerate]" would do'},
         skips=True,

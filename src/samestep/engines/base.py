@@ -54,6 +54,7 @@ class Abilities:
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block
     sends_less: bool = False  # recipe.communication
+    adapters: bool = False  # recipe.adapter: layers with further parameters inside, beside frozen ones
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
@@ -122,6 +123,10 @@ class Checkpointed(Trainer):
     @abstractmethod
     def entries(self) -> Mapping[str, Entry]:
         """The whole model's tensors; the same on every rank."""
+
+    @abstractmethod
+    def frozen(self) -> frozenset[str]:
+        """The whole model's parameters that need no gradient; the same on every rank."""
 
     @abstractmethod
     def tied(self) -> Mapping[str, str]:

@@ -238,6 +238,9 @@ class NativeTrainer(Checkpointed, Skipping):
     def entries(self) -> Mapping[str, Entry]:
         return model_entries(self._spread.parts)
 
+    def frozen(self) -> frozenset[str]:
+        return self._spread.parts.frozen
+
     def tied(self) -> Mapping[str, str]:
         return self._spread.parts.tied
 
@@ -304,6 +307,7 @@ class Native(Engine):
         shares_replicas=True,
         skips=True,
         sends_less=True,
+        adapters=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 

@@ -86,7 +86,7 @@ class Loop:
         torch.manual_seed(recipe.seed + rank)  # dropout draws other numbers on every rank
 
     def _build(self) -> nn.Module:
-        model = build_model(self.task, self.recipe.seed).model
+        model = build_model(self.task, self.recipe).model
         if not self.recipe.dropout:
             switch_off(model)
         move(model, self.device, self._dtype)

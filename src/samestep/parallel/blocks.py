@@ -12,12 +12,17 @@ def find_blocks(model: nn.Module, apart: Collection[nn.Module] = ()) -> list[nn.
     of one class. An encoder-decoder keeps two: of lists that are no part of each other all are taken.
     `apart`: lists of experts, of which a forward calls any or none.
     """
+    blocks = repeated_layers(model, apart)
+    return blocks or [part for part in model.children() if any(True for _ in part.parameters())]
+
+
+def repeated_layers(model: nn.Module, apart: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """The layers of the outermost lists of like layers; empty where there is no such list."""
     lists = [module for module in model.modules() if _is_list_of_blocks(module) and module not in apart]
     outermost = [
         module for module in lists if not any(module is not other and _holds(other, module) for other in lists)
     ]
-    blocks = [block for module in outermost for block in module.children()]
-    return blocks or [part for part in model.children() if any(True for _ in part.parameters())]
+    return [block for module in outermost for block in module.children()]
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:

@@ -82,6 +82,7 @@ class Parts:
     mesh: Mesh
     parameters: Mapping[str, Entry]  # of the whole model, in its order
     state: Mapping[str, Entry]  # of its state dict
+    frozen: frozenset[str] = frozenset()  # those of `parameters` that need no gradient
     tied: Mapping[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `parameters`
     table: dict[str, Part] = field(default_factory=dict)
     owners: Owners | None = None  # where gradients end on one rank of the shard group alone
@@ -96,6 +97,7 @@ class Parts:
             mesh=mesh,
             parameters={name: Entry(shape=p.shape, dtype=p.dtype) for name, p in model.named_parameters()},
             tied={name: names[parameter] for name, parameter in every_name if names[parameter] != name},
+            frozen=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
             state={name: Entry(shape=value.shape, dtype=value.dtype) for name, value in model.state_dict().items()},
         )
 

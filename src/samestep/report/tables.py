@@ -35,6 +35,8 @@ def print_result(result: TrainResult, console: Console | None = None) -> None:
         **{name: show(result.speeds[key]) for key, (name, show) in _SPEEDS.items() if key in result.speeds},
     }
     print_metrics(result.metrics, console, further)
+    if result.stopped_early is not None:
+        console.print(result.stopped_early, soft_wrap=True)
     print_usage(result.usage, console)
     print_slow_ranks(result.own_step_seconds, console)
     console.print(f"files: {result.folder}", soft_wrap=True)  # whole, so that it can be copied

@@ -23,6 +23,7 @@ from samestep.data.order import SampleOrder
 from samestep.parallel.complex_parameters import as_real
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, Samples, Task, call, sum_and_count
+from samestep.training.adapters import put_adapters
 from samestep.training.dropout import switch_off
 
 # Of float32 beside float64. Of 37 types of transformers models, tiny and new, none differed by more than 2e-6.
@@ -132,6 +133,8 @@ def _built(recipe: Recipe, task: Task, samples: Samples, device: torch.device) -
     """The model under the recipe's seed, without dropout, and the first global batch, both as the task gives them."""
     torch.manual_seed(recipe.seed)
     model = task.model()
+    if recipe.adapter is not None:
+        put_adapters(model, recipe.adapter)
     switch_off(model)
     order = SampleOrder(size=len(samples), batch=recipe.batch, seed=recipe.seed)
     inputs, targets = task.collate([samples[index] for index in order.global_batch(0).tolist()])

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from samestep.checkpoint.base import Base
 from samestep.checkpoint.find import open_newest
 from samestep.checkpoint.folder import best_of, found_in, prune
 from samestep.checkpoint.info import Info
@@ -19,11 +20,13 @@ from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
 from samestep.job import Checkpointing, Job, seconds_of
 from samestep.jobfile import plain
+from samestep.recipe import EarlyStop
 from samestep.run_folder import CHECKPOINTS, steps_in
+from samestep.training.early_stop import EarlyStopper
 from samestep.training.evaluation import scalars
 from samestep.training.memory_copies import MemoryCopies
 from samestep.training.session import Session
-from samestep.training.state import load_state, save_state
+from samestep.training.state import base_of, load_state, save_state
 
 
 class Checkpoints:
@@ -37,12 +40,15 @@ class Checkpoints:
         self._session = session
         self._settings = job.run.checkpoint
         self._last: int | None = None  # the step of the last one
+        self._base: Base | None = None  # what is not saved
+        self.early_stop = EarlyStopper(job.recipe.early_stop)  # whose count is saved along
         self._best: float | None = None  # the best value of the job's metric
         if self._settings is None:
             return
         trainer = session.trainer
         assert isinstance(trainer, Checkpointed)  # by the engine's abilities, which were checked
         self._trainer = trainer
+        self._best_metric, self._lowest = _best_of(self._settings, job.recipe.early_stop)
         self._folder = self._settings.folder or folder / CHECKPOINTS
         self._group = new_group(range(session.world.world_size), backend="gloo")
         self._saver = Saver(
@@ -74,6 +80,9 @@ class Checkpoints:
         if self._settings is None:
             return 0
         check_shared(self._folder, self._group)
+        only_trained = self._settings.only_trained
+        if only_trained or (only_trained is None and self._session.adapter is not None):
+            self._base = base_of(self._trainer, self._session.adapter, self._group)
         step = self._resumed(self._settings.resume)
         self._saver.prepare()
         if self._memory is not None:
@@ -95,7 +104,8 @@ class Checkpoints:
         for change in changes(loader.info.recipe, self._recipe):
             self._session.warn(f"{change}; the training goes on with the new value")
         load_state(self._trainer, loader, self._session.world, self._session.layout)
-        self._best = loader.info.metrics.get(self._settings.best or "") if self._settings is not None else None
+        self._best = loader.info.metrics.get(self._best_metric or "")
+        self.early_stop.restore(loader.info.extra.get("early_stop", {}))
         self._session.warn(f"goes on from {loader.folder}, after step {loader.info.step:,}")
         return loader.info.step
 
@@ -105,16 +115,15 @@ class Checkpoints:
 
     def is_best(self, metrics: Mapping[str, Any] | None) -> bool:
         """Whether these values of an evaluation are the best so far, by the metric that the job names."""
-        settings = self._settings
-        if settings is None or settings.best is None or metrics is None:
+        if self._settings is None or self._best_metric is None or metrics is None:
             return False
-        if settings.best not in scalars(metrics):
+        if self._best_metric not in scalars(metrics):
             raise CheckpointError(
-                f"run.checkpoint.best is {settings.best}, which the evaluation does not give; "
+                f"run.checkpoint.best is {self._best_metric}, which the evaluation does not give; "
                 f"{', '.join(scalars(metrics))} would do"
             )
-        value = float(metrics[settings.best])
-        sign = -1 if settings.best_is == "lowest" else 1
+        value = float(metrics[self._best_metric])
+        sign = -1 if self._lowest else 1
         if self._best is not None and sign * value <= sign * self._best:
             return False
         self._best = value
@@ -139,6 +148,8 @@ class Checkpoints:
             epoch=done // self._steps_per_epoch,
             recipe=self._recipe,
             metrics=metrics,
+            extra={"early_stop": state} if (state := self.early_stop.state()) else {},
+            base=self._base,
         )
 
     def copy_due(self, done: int) -> bool:
@@ -161,9 +172,16 @@ class Checkpoints:
         settings = self._settings
         assert settings is not None
         best = None
-        if settings.best is not None:
-            best = best_of(found_in(self._folder), settings.best, lowest=settings.best_is == "lowest")
+        if self._best_metric is not None:
+            best = best_of(found_in(self._folder), self._best_metric, lowest=self._lowest)
         prune(self._folder, keep=settings.keep, best=best.path if best is not None else None)
+
+
+def _best_of(settings: Checkpointing, early_stop: EarlyStop | None) -> tuple[str | None, bool]:
+    """The metric whose best checkpoint stays, and whether its lowest value is the best."""
+    if settings.best is None and early_stop is not None:
+        return early_stop.metric, early_stop.mode == "lowest"
+    return settings.best, settings.best_is == "lowest"
 
 
 class _Every:

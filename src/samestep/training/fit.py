@@ -22,15 +22,18 @@ from samestep.parallel.spread import Details
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
+from samestep.recipe import Recipe
 from samestep.supervision.nonfinite import NonFinite, left_out
 from samestep.supervision.rank import RankSupervision
 from samestep.tasks.base import First, Samples, Task, as_batch
 from samestep.training import result as results
 from samestep.training import usage as usages
+from samestep.training.adapters import put_adapters
 from samestep.training.alike import check_alike
 from samestep.training.built_model import check_memory, check_model, materialize
 from samestep.training.checkpoints import Checkpoints
 from samestep.training.dropout import switch_off
+from samestep.training.early_stop import Stopped
 from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.optimizer import make_optimizer, make_schedule
 from samestep.training.progress import Bar
@@ -73,7 +76,7 @@ class Training:
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 where it goes on from a checkpoint
-        built = build_model(task, recipe.seed, recorded=self.session.engine.can_fill(layout))
+        built = build_model(task, recipe, recorded=self.session.engine.can_fill(layout))
         check_alike(self.samples, built.model)
         if not recipe.dropout:
             switch_off(built.model)
@@ -98,6 +101,7 @@ class Training:
                 batch=recipe.batch,
                 micro_batch=job.run.micro_batch,
             ),
+            recipe=recipe,
         )
 
     def late_step(self) -> int:
@@ -176,16 +180,20 @@ class Training:
         return metrics
 
 
-def build_model(task: Task, seed: int, *, recorded: bool = False) -> InitialModel:
-    """The task's model with the initial weights of this seed: the same in every process and for every layout.
+def build_model(task: Task, recipe: Recipe, *, recorded: bool = False) -> InitialModel:
+    """The task's model, with the recipe's adapter, with the initial weights of the recipe's seed.
+
+    It is the same in every process and for every layout.
 
     `recorded`: its parameters are still to be filled with them, where its construction lets them be.
     """
 
     def make() -> torch.nn.Module:
-        torch.manual_seed(seed)
+        torch.manual_seed(recipe.seed)
         model = task.model()
         check_model(model, "model()")
+        if recipe.adapter is not None:
+            put_adapters(model, recipe.adapter)
         return model
 
     with torch.random.fork_rng(devices=[]):
@@ -221,7 +229,9 @@ def fit(
     _prepare(training, job, supervision)
     metrics: dict[str, Any] = {}
     ended: Exception | None = None
+    stopped: Stopped | None = None
     with Checkpoints(job, session, folder, supervision.memory) as checkpoints:
+        checkpoints.early_stop.check(task)
         training.first_step = checkpoints.resume(training.steps_per_epoch)
         bar = Bar(f"train {layout}", training.total_steps, first=training.first_step, shown=session.is_main)
         with (
@@ -242,18 +252,22 @@ def fit(
             log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
             try:
                 with nullcontext() if profiler is None else profiler:
-                    take_all_steps(training, log, checkpoints, supervision)
+                    stopped = take_all_steps(training, log, checkpoints, supervision)
             except (InterruptedJobError, NonFiniteError) as error:  # on all ranks alike: they leave in good order
                 ended = error
             supervision.ends()
-            if ended is None and job.recipe.evaluation.at_end:
+            done = training.total_steps if stopped is None else stopped.step
+            if stopped is not None:
+                session.warn(stopped.reason)
+                metrics = dict(stopped.metrics)
+            if ended is None and not metrics and job.recipe.evaluation.at_end:
                 metrics = training.evaluate(bar)
-                records.evaluation(training.total_steps, metrics)
+                records.evaluation(done, metrics)
         if ended is None:
-            checkpoints.save(training.total_steps, metrics)
+            checkpoints.save(done, metrics)
     if ended is not None:
         raise ended
-    return _finish(job, training, log, metrics, folder, checkpoints, supervision)
+    return _finish(job, training, log, metrics, folder, checkpoints, supervision, stopped)
 
 
 def _profiler(training: Training, job: Job) -> StepProfiler | None:
@@ -295,6 +309,7 @@ def _finish(
     folder: Path,
     checkpoints: Checkpoints,
     supervision: RankSupervision,
+    stopped: Stopped | None,
 ) -> TrainResult:
     """Gather what the ranks know, and write what a run leaves."""
     session, task = training.session, training.task
@@ -309,7 +324,8 @@ def _finish(
         metrics=metrics,
         losses=tuple(log.losses),
         first_step=training.first_step,
-        steps=training.total_steps,
+        steps=training.total_steps if stopped is None else stopped.step,
+        stopped_early=None if stopped is None else stopped.reason,
         seconds=log.seconds,
         evaluation_seconds=training.evaluation_seconds,
         checkpoint_seconds=checkpoints.waited_seconds,

@@ -10,6 +10,7 @@ from samestep.errors import InterruptedJobError
 from samestep.supervision.nonfinite import NonFinite
 from samestep.supervision.rank import RankSupervision
 from samestep.training.checkpoints import Checkpoints
+from samestep.training.early_stop import Stopped
 from samestep.training.progress import Bar
 from samestep.training.records import Records
 from samestep.training.tally import Tally
@@ -69,12 +70,16 @@ class StepLog:
 
 def take_all_steps(
     training: "Training", log: StepLog, checkpoints: Checkpoints, supervision: RankSupervision
-) -> None:
+) -> Stopped | None:
     """Take every step, each logged while the next one is computed; evaluate and save in between where asked.
 
-    Raises InterruptedJobError after the step at which a signal stops all ranks, which is saved then.
+    Returns what an early stop ends with; None after the last step. Raises InterruptedJobError after the step at which
+    a signal stops all ranks, which is saved then.
     """
     every = training.recipe.evaluation.every
+    stopped = checkpoints.early_stop.stopped()
+    if stopped is not None:  # by the run that was saved
+        return stopped
     before: tuple[StepBatch, StepReport, float] | None = None
     began = time.perf_counter()
     steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
@@ -95,8 +100,11 @@ def take_all_steps(
                 metrics = training.evaluate(log.bar) if looks else None
                 if metrics is not None:
                     log.records.evaluation(done, metrics)
-                if saves or checkpoints.is_best(metrics):
+                    stopped = checkpoints.early_stop.look(done, metrics)
+                if saves or checkpoints.is_best(metrics) or stopped is not None:
                     checkpoints.save(done, metrics)
+            if stopped is not None:
+                return stopped
             began = time.perf_counter()
         if checkpoints.copy_due(done):
             if before is not None:  # what is not finite is not copied
@@ -111,3 +119,4 @@ def take_all_steps(
             raise InterruptedJobError(supervision.stop_signal)
     if before is not None:
         log.add(*before)
+    return None

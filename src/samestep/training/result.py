@@ -29,6 +29,7 @@ class TrainResult:
     losses: tuple[float, ...]  # one a step; of one that went on elsewhere, from its first step
     first_step: int = 0  # above 0 where it went on from a checkpoint
     steps: int
+    stopped_early: str | None = None  # why it ended before its last step, where recipe.early_stop ended it
     seconds: float  # of the steps; without start-up, evaluation and saving
     evaluation_seconds: float = 0.0  # of all evaluations
     checkpoint_seconds: float = 0.0  # that the training stood still to be saved
@@ -123,6 +124,7 @@ def write_report(
         "final_loss": result.losses[-1] if result.losses else None,
         "first_step": result.first_step,
         "steps": result.steps,
+        **({} if result.stopped_early is None else {"stopped_early": result.stopped_early}),
         "seconds": result.seconds,
         "evaluation_seconds": result.evaluation_seconds,
         "checkpoint_seconds": result.checkpoint_seconds,

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from samestep import environment
+from samestep.checkpoint.base import Base
 from samestep.checkpoint.find import open_newest
 from samestep.checkpoint.save import Saver
 from samestep.cluster.device import DeviceChoice
@@ -41,15 +42,16 @@ from samestep.parallel.initial import move
 from samestep.parallel.pipeline.rules import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.parallel.spread import Details
-from samestep.recipe import Precision
+from samestep.recipe import Precision, Recipe
 from samestep.tasks.base import Samples, default_scores
 from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training import evaluation
+from samestep.training.adapters import AdapterFacts, facts_of
 from samestep.training.evaluation import Scores
 from samestep.training.own_optimizer import no_schedule, point_to
 from samestep.training.progress import Bar
 from samestep.training.session_checks import check_dealt, check_lengths, check_prepared, check_step
-from samestep.training.state import load_state, save_state
+from samestep.training.state import base_of, load_state, save_state
 
 if TYPE_CHECKING:
     from samestep.tasks.metric import Metric
@@ -114,6 +116,8 @@ class Session:
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
         self._group: ProcessGroup | None = None
+        self._base: Base | None = None
+        self.adapter: AdapterFacts | None = None  # of the prepared model
 
     @property
     def is_main(self) -> bool:
@@ -163,9 +167,19 @@ class Session:
         return model, optimizer
 
     def prepare_with(
-        self, model: nn.Module, *, optimizer_of: OptimizerOf, schedule_of: ScheduleOf, details: Details
+        self,
+        model: nn.Module,
+        *,
+        optimizer_of: OptimizerOf,
+        schedule_of: ScheduleOf,
+        details: Details,
+        recipe: Recipe | None = None,
     ) -> Trainer:
-        """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds."""
+        """Spread a model, with an optimizer and a schedule made from the parameters that this rank then holds.
+
+        `recipe`: the model's, where it has one.
+        """
+        self.adapter = facts_of(model, recipe)
         _check_complex(model, self.engine)
         move(model, self.world.device, self._dtype)
         if details.example is not None:
@@ -232,12 +246,14 @@ class Session:
     def save(self, folder: str | Path, *, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Save the training as it is after `step` steps into `folder/step-<step>`; every rank must call.
 
-        The call waits for a copy in memory; the files are written beside the next steps. `extra` is what JSON can
+        The call waits for a copy in memory; the files are written beside the next steps. Frozen parameters of a
+        model with adapters (PEFT's) are left out, and a loop that resumes builds them anew. `extra` is what JSON can
         hold, such as a schedule's state, and comes back from `resume`. Raises CheckpointError where this checkpoint
         or the one before can't be written.
         """
         folder = Path(folder)
         if folder not in self._savers:
+            self._find_base(self._checkpointed("save"))
             self._savers[folder] = Saver(folder, self._checkpoint_group(), asynchronous=True)
             self._savers[folder].prepare()
         save_state(
@@ -248,6 +264,7 @@ class Session:
             engine=self.engine.name,
             step=step,
             extra=extra,
+            base=self._base,
         )
 
     def resume(self, place: str | Path) -> Resumed:
@@ -257,6 +274,7 @@ class Session:
         CheckpointError where it is damaged, or another model's.
         """
         trainer = self._checkpointed("resume")
+        self._find_base(trainer)
         loader = open_newest(Path(place), self._checkpoint_group(), self.warn)
         if loader is None:
             return Resumed(step=0, extra={})
@@ -277,6 +295,11 @@ class Session:
         if not isinstance(self.trainer, Checkpointed):
             raise UserError(f'session.{what}: engine "{self.engine.name}" saves no checkpoints; native would do')
         return self.trainer
+
+    def _find_base(self, trainer: Checkpointed) -> None:
+        """What a model with adapters does not save. It is looked at before anything is being written."""
+        if self._base is None and self.adapter is not None:
+            self._base = base_of(trainer, self.adapter, self._checkpoint_group())
 
     def _checkpoint_group(self) -> ProcessGroup:
         """All ranks, on the CPU, for checkpoints alone: their messages must not mix with the training's."""

@@ -5,15 +5,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from samestep.checkpoint.base import Base, check_base, fingerprint
 from samestep.checkpoint.info import Info
 from samestep.checkpoint.load import Loader
 from samestep.checkpoint.save import Saver
 from samestep.cluster.world import World
 from samestep.engines.base import Checkpointed
+from samestep.errors import CheckpointError
 from samestep.layout import Layout
-from samestep.parallel.pieces import Piece, whole_piece
+from samestep.parallel.pieces import MODEL, Piece, whole_piece
+from samestep.training.adapters import AdapterFacts
 from samestep.versions import versions
 
 
@@ -29,8 +33,20 @@ def save_state(
     recipe: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     extra: Mapping[str, Any] | None = None,
+    base: Base | None = None,
 ) -> None:
-    """Save what a trainer is after `step` steps. Raises CheckpointError where it can't be written."""
+    """Save what a trainer is after `step` steps, without the parameters of `base`.
+
+    Raises CheckpointError where it can't be written, or a parameter of the base is another one by now.
+    """
+    pieces = {**trainer.pieces(), **_random_pieces(world)}
+    if base is not None:
+        if fingerprint(pieces, base.left_out, saver.idle_group()) != base.fingerprint:
+            raise CheckpointError(
+                "a frozen parameter has changed since the training began, as by an average that the forward keeps in "
+                "it, so it can't be left out of a checkpoint; use run.checkpoint.only_trained: false"
+            )
+        pieces = {name: piece for name, piece in pieces.items() if name.removeprefix(MODEL) not in base.left_out}
     info = Info(
         step=step,
         epoch=epoch,
@@ -41,16 +57,38 @@ def save_state(
         scaler=trainer.scaler_state(),
         metrics=metrics or {},
         extra=extra or {},
+        base=base,
         tied=trainer.tied(),
         versions=versions(),
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    saver.save({**trainer.pieces(), **_random_pieces(world)}, info)
+    saver.save(pieces, info)
+
+
+def base_of(trainer: Checkpointed, adapter: AdapterFacts | None, group: dist.ProcessGroup) -> Base:
+    """The frozen parameters that a trainer's checkpoints need not hold; every rank must ask."""
+    names = trainer.frozen()
+    return Base(
+        left_out=tuple(sorted(names)),
+        fingerprint=fingerprint(trainer.pieces(), names, group),
+        adapter=adapter.config if adapter is not None else {},
+        adapter_name=adapter.name if adapter is not None else "",
+    )
 
 
 def load_state(trainer: Checkpointed, loader: Loader, world: World, layout: Layout) -> None:
-    """Become what was saved, under this layout. Raises CheckpointError where the checkpoint is another model's."""
-    loader.check(trainer.entries(), trainer.tied())
+    """Become what was saved, under this layout. Raises CheckpointError where the checkpoint is another model's.
+
+    What the checkpoint leaves out stays as it is.
+    """
+    base, entries = loader.info.base, trainer.entries()
+    left_out: set[str] = set()
+    if base is not None:
+        here = {name.removeprefix(MODEL) for name in entries}
+        known = [name for name in base.left_out if name in here]
+        check_base(base, known, fingerprint(trainer.pieces(), known, loader.group), loader.folder)
+        left_out = {MODEL + name for name in base.left_out}
+    loader.check({name: entry for name, entry in entries.items() if name not in left_out}, trainer.tied())
     random: dict[str, Piece] = {}
     states = _random_states(world)
     # Ranks of another layout hold other samples, so there is no state of theirs; they draw new random numbers.
@@ -58,7 +96,8 @@ def load_state(trainer: Checkpointed, loader: Loader, world: World, layout: Layo
         random = {name: whole_piece(state) for name, (state, _) in states.items() if name in loader.entries}
 
     def read(pieces: Mapping[str, Piece]) -> None:
-        loader.read({**pieces, **random})
+        held = {name: piece for name, piece in pieces.items() if name not in left_out}
+        loader.read({**held, **random})
 
     trainer.restore(loader.info.step, loader.entries, read, loader.info.scaler)
     for name in random:

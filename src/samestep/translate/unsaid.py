@@ -28,6 +28,8 @@ REASONS = {
     "recipe.dropout": "the model says it",
     "recipe.communication": "the script registers the hook or makes the optimizer",
     "recipe.evaluation": "the script evaluates",
+    "recipe.adapter": "the script puts adapters into its model",
+    "recipe.early_stop": "the script ends its loop",
     "run.processes": "the layout's sizes say it",
     "run.engine": "the file is another engine's",
     "run.engine_config": "the file is another engine's",

@@ -6,9 +6,16 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from samestep.parallel.low_rank import Adapted, adapted, base_of
+
 
 def is_linear(module: nn.Module) -> bool:
-    """A linear layer as PyTorch or transformers computes it; a subclass with a forward of its own is none."""
+    """A linear layer as PyTorch or transformers computes it, perhaps with low-rank adapters.
+
+    A subclass with a forward of its own is none.
+    """
+    if adapted(module) is not None:
+        return True
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return (plain or is_conv1d(module)) and _holds(module, "weight", "bias")
 
@@ -17,7 +24,7 @@ def is_conv1d(module: nn.Module) -> bool:
     """GPT-2's linear layer, whose weight is [in, out]."""
     # Only a model that transformers made has one, so there is nothing to import.
     kinds: Any = sys.modules.get("transformers.pytorch_utils")
-    return kinds is not None and type(module) is kinds.Conv1D
+    return kinds is not None and isinstance(module, kinds.Conv1D)
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -57,6 +64,8 @@ def gathered_dims(module: nn.Module) -> dict[str, int] | None:
     Of a parametrized layer (weight_norm) the originals, where each has a row an output: whether its weight is
     computed row by row is for a look at the output to tell. None for any other module.
     """
+    if (layer := adapted(module)) is not None:
+        return None if is_conv1d(base_of(module)) else _dims_of_adapted(module, layer)
     if isinstance(module, _TRANSPOSED):
         plain, dim = _is_plain(module, _TRANSPOSED), 1
     else:
@@ -72,9 +81,17 @@ def gathered_dims(module: nn.Module) -> dict[str, int] | None:
     return dims if fits and dims else None
 
 
+def _dims_of_adapted(module: nn.Module, layer: Adapted) -> dict[str, int]:
+    """The same of a linear layer with adapters, each rank's slice of which takes all of `down`."""
+    own = (name for name, _ in base_of(module).named_parameters(recurse=False))
+    return {".".join(filter(None, (layer.base, name))): 0 for name in own} | {
+        f"{each.up}.weight": 0 for each in layer.updates
+    }
+
+
 def computes_own_weight(module: nn.Module) -> bool:
     """Whether a layer's weight is computed from other parameters of it, as weight_norm and spectral_norm do."""
-    return any(name not in ("weight", "bias") for name, _ in module.named_parameters())
+    return adapted(module) is None and any(name not in ("weight", "bias") for name, _ in module.named_parameters())
 
 
 def outputs_of(module: nn.Module) -> int:
@@ -84,7 +101,7 @@ def outputs_of(module: nn.Module) -> int:
 
 def outputs_dim(module: nn.Module) -> int:
     """The dimension of the outputs in what such a layer gives, from the end: convolutions have places behind it."""
-    return -1 if isinstance(module, nn.Linear) else -1 - len(module.kernel_size)  # pyright: ignore
+    return -1 if is_linear(module) else -1 - len(module.kernel_size)  # pyright: ignore
 
 
 def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
@@ -105,17 +122,19 @@ def out_features(linear: nn.Module) -> int:
 
 def in_dim(linear: nn.Module) -> int:
     """The dimension of the weight along which inputs stand."""
-    return 0 if is_conv1d(linear) else 1
+    return 0 if is_conv1d(base_of(linear)) else 1
 
 
 def out_dim(linear: nn.Module) -> int:
-    return 1 if is_conv1d(linear) else 0
+    return 1 if is_conv1d(base_of(linear)) else 0
 
 
 def _weight_shape(linear: nn.Module) -> tuple[int, ...]:
-    return tuple(linear.get_parameter("weight").shape)
+    return tuple(base_of(linear).get_parameter("weight").shape)
 
 
 def has_own_parameters(module: nn.Module) -> bool:
     """Whether a module computes with parameters itself; those of a parametrized one stand in a module in it."""
-    return is_parametrized(module) or any(True for _ in module.parameters(recurse=False))
+    return (
+        is_parametrized(module) or adapted(module) is not None or any(True for _ in module.parameters(recurse=False))
+    )

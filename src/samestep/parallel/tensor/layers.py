@@ -1,14 +1,17 @@
 """How a layer computes on its slice. Its forward is replaced, not the module, so that parameters keep their names."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from samestep.parallel.low_rank import base_of, updates_of
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.tensor.kinds import is_conv1d
 
 Message = Callable[[Tensor], Tensor]
+Context = Callable[[], AbstractContextManager[None]]
 
 
 class Entry:
@@ -34,15 +37,23 @@ class Entry:
 class Region:
     """What lies between the columns and the row layer of a unit: there a rank has its own heads or features."""
 
-    def __init__(self, leave: Message, now: Now, part: Portion) -> None:
+    def __init__(self, leave: Message, now: Now, part: Portion, *, all_tokens: bool = False) -> None:
+        """`all_tokens`: the columns get the tokens of all ranks, of which a rank has some outside."""
         self._leave = leave
         self._now = now
         self._part = part  # which heads and features
+        self._all_tokens = all_tokens
         self._outside: Portion | None = None
 
     def begin(self, training: bool) -> None:
         """Called by the first of the columns, so that dropout knows whose elements it drops."""
         self._outside = self._now.hold(self._part) if training else None
+
+    def at_entry(self) -> AbstractContextManager[None]:
+        """What works on the columns' input, of which every rank has all features."""
+        if self._outside is None:  # not in training
+            return nullcontext()
+        return self._now.holding(Portion() if self._all_tokens else self._outside)
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum over the ranks, of which each made a part."""
@@ -52,26 +63,26 @@ class Region:
         return self._leave(x)
 
 
-def column(linear: nn.Module, entry: Message, region: Region | None) -> None:
-    """Make a linear compute its slice of the outputs. With it begins the region, where one is given."""
-    product = product_of(linear)
+def column(linear: nn.Module, entry: Message, region: Region, *, begins: bool) -> None:
+    """Make a linear compute its slice of the outputs. With the first of the columns the region `begins`."""
+    product = product_of(linear, region.at_entry)
 
     def forward(x: Tensor) -> Tensor:
         x = entry(x)
-        if region is not None:
+        if begins:
             region.begin(linear.training)
         return with_bias(product(x), linear)
 
     linear.forward = forward
 
 
-def shared_column(linear: nn.Module, entry: Message, region: Region | None, features: Tensor) -> None:
+def shared_column(linear: nn.Module, entry: Message, region: Region, features: Tensor, *, begins: bool) -> None:
     """Make a whole linear hand on the features [n] that this rank needs, of heads that other ranks need as well."""
-    product = product_of(linear)
+    product = product_of(linear, region.at_entry)
 
     def forward(x: Tensor) -> Tensor:
         x = entry(x)
-        if region is not None:
+        if begins:
             region.begin(linear.training)
         return with_bias(product(x), linear).index_select(-1, features.to(x.device))
 
@@ -98,16 +109,29 @@ def row(linear: nn.Module, region: Region) -> None:
     linear.forward = forward
 
 
-def product_of(linear: nn.Module) -> Message:
-    """From inputs to what a linear makes without its bias."""
-    if is_conv1d(linear):
+def product_of(linear: nn.Module, around_dropout: Context = nullcontext) -> Message:
+    """From inputs to what a linear and its adapters make without its bias.
+
+    Where the outputs are in slices, those of the adapters' `up` are too; where the inputs are, those of `down`.
+    `around_dropout`: the context in which adapters drop elements of the inputs.
+    """
+    base = base_of(linear)
+    plain = _product_with(base)
+    add = updates_of(linear)
+    if add is None:
+        return plain
+    return lambda x: plain(x) + add(x, around_dropout)
+
+
+def _product_with(base: nn.Module) -> Message:
+    if is_conv1d(base):
         # The weight is [in, out].
-        return lambda x: F.linear(x, linear.get_parameter("weight").t())
-    return lambda x: F.linear(x, linear.get_parameter("weight"))
+        return lambda x: F.linear(x, base.get_parameter("weight").t())
+    return lambda x: F.linear(x, base.get_parameter("weight"))
 
 
 def with_bias(x: Tensor, linear: nn.Module) -> Tensor:
-    bias = linear.bias
+    bias = base_of(linear).bias
     # Under autocast the product is in the lower precision, and so is what a whole linear gives.
     return x if bias is None else x + bias.to(x.dtype)  # pyright: ignore[reportCallIssue, reportOperatorIssue]
 

@@ -9,6 +9,7 @@ from torch import nn
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel.calls import Trace
+from samestep.parallel.low_rank import Update, adapted, adapted_layers, base_of
 from samestep.parallel.parts import Range
 from samestep.parallel.tensor import roles
 from samestep.parallel.tensor.heads import Heads
@@ -68,6 +69,24 @@ class Plan:
             cuts |= dict(self._cuts_of_multihead(model, name))
         return cuts
 
+    def in_parts(self, model: nn.Module) -> set[str]:
+        """The modules with whole parameters of which a rank's gradients are of its heads or features alone.
+
+        Of adapters the half that is not sliced: it works for this rank's outputs, or on its inputs.
+        """
+        found: set[str] = set()
+        for unit in self.units:
+            found.update(unit.partial)
+            for name in unit.columns:
+                linear = model.get_submodule(name)
+                found |= {f"{name}.{update.down}" for update in _updates(linear)}
+                if name in unit.shared_columns(self.parts):
+                    found |= {_base_name(name, linear), *(f"{name}.{each.up}" for each in _updates(linear))}
+            found |= {f"{unit.row}.{update.up}" for update in _updates(model.get_submodule(unit.row))}
+        for name in self.gathered:
+            found |= {f"{name}.{update.down}" for update in _updates(model.get_submodule(name))}
+        return found
+
     def _cuts_of_unit(self, model: nn.Module, unit: Unit) -> Iterator[tuple[str, Cut]]:
         step = unit.width // unit.heads.queries if unit.heads is not None else 1
         shared = unit.shared_columns(self.parts)
@@ -76,11 +95,16 @@ class Plan:
                 continue
             linear = model.get_submodule(name)
             ranges = even_ranges(pieces, self.parts, step)
-            yield f"{name}.weight", (out_dim(linear), ranges)
-            if linear.bias is not None:
-                yield f"{name}.bias", (0, ranges)
+            yield f"{_base_name(name, linear)}.weight", (out_dim(linear), ranges)
+            if base_of(linear).bias is not None:
+                yield f"{_base_name(name, linear)}.bias", (0, ranges)
+            for update in _updates(linear):
+                yield f"{name}.{update.up}.weight", (0, ranges)
         heads = [unit.heads.queries if unit.heads is not None else unit.width]
-        yield f"{unit.row}.weight", (in_dim(model.get_submodule(unit.row)), even_ranges(heads, self.parts, step))
+        row, ranges = model.get_submodule(unit.row), even_ranges(heads, self.parts, step)
+        yield f"{_base_name(unit.row, row)}.weight", (in_dim(row), ranges)
+        for update in _updates(row):
+            yield f"{unit.row}.{update.down}.weight", (1, ranges)
         for name in unit.head_tables:
             yield f"{name}.weight", (1, even_ranges(heads, self.parts))
 
@@ -168,6 +192,17 @@ def make_plan(
     return plan
 
 
+def _base_name(name: str, linear: nn.Module) -> str:
+    """What holds the weight and the bias of a linear layer, by its name in the model."""
+    layer = adapted(linear)
+    return f"{name}.{layer.base}" if layer is not None and layer.base else name
+
+
+def _updates(linear: nn.Module) -> Sequence[Update]:
+    layer = adapted(linear)
+    return () if layer is None else layer.updates
+
+
 def even_ranges(pieces: Sequence[int], parts: int, step: int = 1) -> list[list[Range]]:
     """Each rank's ranges of a dimension in which pieces stand one after the other, each of some steps."""
     ranges: list[list[Range]] = [[] for _ in range(parts)]
@@ -210,7 +245,8 @@ def _vocabulary(model: nn.Module, trace: Trace) -> int | None:
 def _rows(module: nn.Module) -> int:
     if isinstance(module, nn.Embedding) and is_embedding(module):
         return module.num_embeddings
-    return out_features(module) if is_linear(module) and out_dim(module) == 0 else 0
+    plain = is_linear(module) and adapted(module) is None
+    return out_features(module) if plain and out_dim(module) == 0 else 0
 
 
 def _can_slice(module: nn.Module) -> bool:
@@ -227,10 +263,13 @@ def _gathered(
 ) -> Iterator[str]:
     """Layers that can compute their outputs in slices, and whose parameters no other module has."""
     called = {call.name for call in trace.calls}
+    layers = adapted_layers(model)
     holders = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for name, module in model.named_modules():
         whole = name in others or forced.get(name) == "whole"
         if whole or name not in called or gathered_dims(module) is None:
+            continue
+        if any(name.startswith(f"{layer}.") for layer in layers):  # the layer is sliced with what is in it
             continue
         # A weight that is computed from uneven slices may fail on one rank alone, and the others would wait for it.
         if computes_own_weight(module) and outputs_of(module) % parts:

@@ -8,6 +8,7 @@ from torch import nn
 
 from samestep.errors import LayoutError
 from samestep.job import TensorRole
+from samestep.parallel.low_rank import adapted
 from samestep.parallel.tensor.kinds import is_embedding, is_linear, is_multihead, out_features
 
 Role = TensorRole
@@ -64,6 +65,8 @@ def of_transformers(model: nn.Module, vocabulary: int | None) -> dict[str, Role]
 
 def can_be(module: nn.Module) -> tuple[Role, ...]:
     """The roles that a module can have; none for what has no weight to slice."""
+    if adapted(module) is not None:
+        return ("column", "row", "whole")
     if is_linear(module):
         return get_args(Role)
     if is_embedding(module):

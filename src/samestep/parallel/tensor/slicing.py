@@ -142,6 +142,7 @@ class _Slicer:
     def _cut(self, parts: Parts) -> None:
         """Put this rank's slices in the place of the parameters; tied ones are cut once and stay tied."""
         cuts = self._plan.cuts(self._model)
+        in_parts = self._plan.in_parts(self._model)
         by_name = _all_names(self._model)
         slices = {
             id(self._model.get_parameter(name)): Slice(group=self._group, dim=dim, ranges=ranges)
@@ -157,17 +158,8 @@ class _Slicer:
             if id(parameter) in slices:
                 parts.table[name] = replace(parts.part(name), slice=slices[id(parameter)])
                 setattr(self._model.get_submodule(path), own, held[id(parameter)])
-            elif self._gradient_is_in_parts(path):
+            elif path in in_parts or self._stream_of(path) is not None:
                 parts.add_sum(name, self._group)
-
-    def _gradient_is_in_parts(self, module: str) -> bool:
-        """Whether the whole parameters of a module work on this rank's heads or tokens alone."""
-        shares = (each for unit in self._plan.units for each in unit.shared_columns(self._plan.parts))
-        return (
-            any(module in unit.partial for unit in self._plan.units)
-            or module in shares
-            or self._stream_of(module) is not None
-        )
 
     def _stream_of(self, name: str) -> Stream | None:
         return next((stream for stream in self._streams if stream.holds(name)), None)
@@ -181,12 +173,12 @@ class _Slicer:
             if identity not in entries:
                 message = _as_it_is if identity in gathered else self._enter(name, identity)
                 entries[identity] = Entry(message, identities.count(identity))
-            first = region if name == unit.columns[0] else None
+            first = name == unit.columns[0]
             linear, entry = self._model.get_submodule(name), entries[identity]
             if name in unit.shared_columns(self._plan.parts):
-                layers.shared_column(linear, entry, first, self._features(unit, name))
+                layers.shared_column(linear, entry, region, self._features(unit, name), begins=first)
             else:
-                layers.column(linear, entry, first)
+                layers.column(linear, entry, region, begins=first)
         layers.row(self._model.get_submodule(unit.row), region)
 
     def _features(self, unit: Unit, name: str) -> Tensor:
@@ -249,7 +241,7 @@ class _Slicer:
         rank, ranks = dist.get_rank(self._group), self._plan.parts
         part = Portion(activations={-1: bounds(width, rank, ranks)[0]}, attention={1: bounds(heads, rank, ranks)[0]})
         leave = stream.sum_and_split if stream is not None else lambda x: collectives.reduce(x, self._group)
-        return Region(leave, self._now, part)
+        return Region(leave, self._now, part, all_tokens=stream is not None)
 
     def _gather_for_owner(self, unit: Unit) -> set[int | None]:
         """Let an attention module have all tokens, since it also asks how many there are; which tensors those are."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from samestep.parallel.calls import Call, Trace
+from samestep.parallel.low_rank import adapted_layers
 from samestep.parallel.tensor.heads import Heads, heads_of
 from samestep.parallel.tensor.kinds import has_own_parameters, in_features, is_linear, is_multihead, out_features
 from samestep.parallel.tensor.roles import Role
@@ -50,7 +51,11 @@ class UnitFinder:
         self._first: dict[str, Call] = {}
         for call in trace.calls:
             self._first.setdefault(call.name, call)
-        self._linears = [name for name in self._first if is_linear(self._modules[name])]  # in the order of calls
+        layers = adapted_layers(model)
+        self._inner = {name for name in self._first if any(name.startswith(f"{layer}.") for layer in layers)}
+        self._linears = [  # in the order of calls; of an adapted one not what it consists of
+            name for name in self._first if is_linear(self._modules[name]) and name not in self._inner
+        ]
 
     def find(self) -> list[Unit]:
         units = [unit for unit in map(self._attention, self._first) if unit is not None and self._agrees(unit)]
@@ -217,7 +222,9 @@ class UnitFinder:
         """Modules that are called from the first column's beginning to the row's."""
         began = min(self._first[name].began for name in columns)
         for call in self._trace.calls:
-            if began < call.began and call.ended < self._first[row].began and call.name not in columns:
+            if call.name in self._inner or call.name in columns:
+                continue
+            if began < call.began and call.ended < self._first[row].began:
                 yield call.name
 
     def _is_harmless(self, name: str) -> bool:

@@ -1,0 +1,100 @@
+"""Early stop: a training ends once its evaluations have not become better for a while."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.recipe import EarlyStop
+from samestep.tasks.base import Task
+from samestep.training.evaluation import scalars
+from samestep.training.result import agreed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """A training that ended before its last step."""
+
+    step: int  # optimizer steps taken
+    reason: str
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of the evaluation after that step
+
+
+class EarlyStopper:
+    """Counts the evaluations in a row that were not better than the best one; does nothing without a spec."""
+
+    def __init__(self, spec: EarlyStop | None) -> None:
+        self._spec = spec
+        self._best: float | None = None
+        self._best_step = 0
+        self._worse = 0  # evaluations since the best one
+        self._step = 0  # of the last evaluation
+
+    def check(self, task: Task) -> None:
+        """Raise UserError where the task's evaluations can't tell when to stop."""
+        if self._spec is None:
+            return
+        samples = task.eval_set()
+        if samples is None or len(samples) == 0:
+            raise UserError(
+                f"recipe.early_stop is given, and task {type(task).__name__} has no held-out samples to evaluate; "
+                "use recipe.data.held_out or an eval_set() of the task, or no early_stop"
+            )
+        _check_name(self._spec.metric, task.metrics())
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> Stopped | None:
+        """Take an evaluation after `step` steps into account; what to end with where it was one too many.
+
+        Rank 0 decides for all; every rank must ask. Raises UserError where the metric is not one number.
+        """
+        spec = self._spec
+        if spec is None:
+            return None
+        _check_name(spec.metric, scalars(metrics))
+        value = agreed(float(metrics[spec.metric]))
+        self._step = step
+        if self._is_better(value, spec):
+            self._best, self._best_step, self._worse = value, step, 0
+        else:
+            self._worse += 1
+        return self.stopped(metrics)
+
+    def _is_better(self, value: float, spec: EarlyStop) -> bool:
+        if math.isnan(value):
+            return False
+        sign = -1 if spec.mode == "lowest" else 1
+        return self._best is None or sign * (value - self._best) > spec.min_delta
+
+    def stopped(self, metrics: Mapping[str, Any] | None = None) -> Stopped | None:
+        """What to end with after the last evaluation that was looked at, perhaps by the run that was saved."""
+        spec = self._spec
+        if spec is None or self._worse < spec.patience:
+            return None
+        way = "below" if spec.mode == "lowest" else "above"
+        best = "been a number" if self._best is None else f"come {way} {self._best:.6g} (step {self._best_step:,})"
+        by = f" by more than {spec.min_delta:g}" if spec.min_delta and self._best is not None else ""
+        return Stopped(
+            step=self._step,
+            reason=f"stopped early after step {self._step:,}: {spec.metric} has not {best}{by} in {self._worse} "
+            f"evaluation{'s' * (self._worse != 1)}",
+            metrics=metrics or {},
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        if self._spec is None:
+            return {}
+        return {"best": self._best, "best_step": self._best_step, "worse": self._worse, "step": self._step}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on counting; nothing where the training that was saved did not count this metric."""
+        if self._spec is not None and state:
+            self._best, self._best_step = state["best"], int(state["best_step"])
+            self._worse, self._step = int(state["worse"]), int(state["step"])
+
+
+def _check_name(metric: str, known: Mapping[str, Any]) -> None:
+    if metric not in known:
+        names = ", ".join(known) or "a task with metrics()"
+        raise UserError(f"recipe.early_stop.metric is {metric}, which the evaluation does not give; use {names}")
