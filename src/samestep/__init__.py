@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from samestep.job_check import Checked, check
     from samestep.layout import Layout
     from samestep.proof import Proof
-    from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
+    from samestep.recipe import SGD, AdamW, Average, Evaluation, Group, NamedOptimizer, Recipe, Schedule
     from samestep.tasks.base import Batch, Samples, Task, Work
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
@@ -49,6 +49,9 @@ _HOME = {
     "Recipe": "samestep.recipe",
     "AdamW": "samestep.recipe",
     "SGD": "samestep.recipe",
+    "NamedOptimizer": "samestep.recipe",
+    "Group": "samestep.recipe",
+    "Average": "samestep.recipe",
     "Schedule": "samestep.recipe",
     "Evaluation": "samestep.recipe",
     "Job": "samestep.job",
@@ -70,16 +73,19 @@ _HOME = {
 __all__ = [
     "SGD",
     "AdamW",
+    "Average",
     "Batch",
     "Checked",
     "CheckpointError",
     "Checkpointing",
     "Comparison",
     "Evaluation",
+    "Group",
     "InterruptedJobError",
     "Job",
     "Layout",
     "LayoutError",
+    "NamedOptimizer",
     "NonFiniteError",
     "Proof",
     "RankFailedError",

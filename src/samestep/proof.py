@@ -19,12 +19,14 @@ from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
-from samestep.recipe import AdamW
+from samestep.parallel.optimizer_pieces import innermost
+from samestep.recipe import SGD
 from samestep.supervision.nonfinite import without_nonfinite
 from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, FirstStep, dense, hold_as_built
 from samestep.training.differences import difference, largest, pairs, relative, relative_tensors
 from samestep.training.fit import Training
+from samestep.training.optimizer import SCHEDULE
 from samestep.training.nonfinite_values import (
     ONE_PROCESS,
     NonFiniteValue,
@@ -43,6 +45,7 @@ TOLERANCE = 1e-10
 # nearly zero by a whole step of Adam, and a sample at the border of two classes from one to the other; so parameters
 # and metrics are shown, and losses and gradient norms, which sum over all of them, are judged.
 FLOAT32_TOLERANCE = 1e-4
+_EPS = 2.0**-52  # an optimizer that divides by less than the rounding of a gradient follows the rounding alone
 _JUDGED_IN_FLOAT32 = ("loss", "grad_norm")
 
 
@@ -148,15 +151,16 @@ def reference(job: Job, task: Task, steps: int, folder: Path, *, held_out: int |
     with join(alone=True, device=alone.device, threads=alone.threads) as world:
         training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout(), held_out=held_out)
         first: list[FirstStep] = []
-        optimizer = recipe.optimizer
-        rounding = Rounding(optimizer.eps) if isinstance(optimizer, AdamW) else None
+        optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups if group.optimizer)]
+        divides = any(not isinstance(optimizer, SGD) for optimizer in optimizers)
+        rounding = Rounding() if divides else None
 
         def after(report: StepReport) -> None:
             if not first:
                 first.append(_first(training, report))
             if rounding is not None:
                 norm = report.grad_norm.item()
-                rounding.add(_gradients(training), norm * _clipping(training, norm), report.lr)
+                rounding.add(_gradients(training), norm * _clipping(training, norm), _settings(training, report.lr))
 
         before = _buffers(training.session.trainer)
         taken = _take(training, steps, ONE_PROCESS, after)
@@ -206,6 +210,26 @@ def _gradients(training: Training) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in trainer.model.named_parameters():
         if parameter.grad is not None:
             yield name, dense(parameter.grad)
+
+
+def _settings(training: Training, lr: float) -> dict[str, tuple[float, float]]:
+    """Learning rate and eps of each parameter whose gradient its optimizer divides by its size, such as AdamW."""
+    trainer = training.session.trainer
+    assert isinstance(trainer, NativeTrainer)
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    first = trainer.optimizer.param_groups[0]
+    found: dict[str, tuple[float, float]] = {}
+    for optimizer in innermost(trainer.optimizer):
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, torch.optim.SGD):
+                continue
+            eps = group.get("eps", _EPS)
+            eps = next((each for each in eps if each is not None), _EPS) if isinstance(eps, tuple) else eps
+            # The group's own rate of this step, where it has the recipe's schedule.
+            own = SCHEDULE in group or not first["initial_lr"]
+            rate = group["initial_lr"] * (1.0 if own else lr / first["initial_lr"])
+            found |= {names[parameter]: (float(rate), max(float(eps), _EPS)) for parameter in group["params"]}
+    return found
 
 
 def _clipping(training: Training, norm: float) -> float:

@@ -17,18 +17,23 @@ from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Prepara
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.layout import Layout, Offload
-from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.apply import spread
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.layout_failure import LayoutFailures
-from samestep.parallel.optimizer_pieces import OptimizerToFill, optimizer_pieces
+from samestep.parallel.offload_optimizer import OffloadedOptimizer
+from samestep.parallel.optimizer_pieces import OptimizerToFill, innermost, optimizer_pieces
 from samestep.parallel.parts import Entry, Parts, local
 from samestep.parallel.pieces import Piece, model_entries, model_pieces
 from samestep.parallel.spread import Spread
+from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.profiling.clock import Phase, StepClock
 from samestep.profiling.gradients import told_of_gradients
 from samestep.tasks.base import sum_and_count
 from samestep.tasks.out_of_range import in_one_sentence
+
+
+_CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD, OffloadedOptimizer)
 
 
 class NativeTrainer(Checkpointed, Skipping):
@@ -63,6 +68,7 @@ class NativeTrainer(Checkpointed, Skipping):
         self._device = device
         self._draws_checked = not answers_draws
         self._failures_of_step = self._failures_of_forward = failures
+        self._casts = not all(type(each) in _CASTS_NOTHING for each in innermost(optimizer))
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
@@ -208,7 +214,9 @@ class NativeTrainer(Checkpointed, Skipping):
 
     def update(self) -> None:
         """Step the optimizer and the schedule."""
-        self._precision.update(self.optimizer)
+        # An optimizer of one's own may cast what it computes with, as Muon does to bfloat16.
+        with self._precision.throughout() if self._casts else nullcontext():
+            self._precision.update(self.optimizer)
         if self.schedule is not None:
             self.schedule.step()
 

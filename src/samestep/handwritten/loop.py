@@ -31,7 +31,8 @@ from samestep.training.curves import named_parts
 from samestep.training.dropout import switch_off
 from samestep.training.evaluation import apart, plain
 from samestep.training.fit import build_model
-from samestep.training.optimizer import make_optimizer, make_schedule
+from samestep.training.optimizer import make_schedule
+from samestep.training.optimizer_plan import OptimizerPlan
 
 
 class Part(NamedTuple):
@@ -76,7 +77,7 @@ class Loop:
         self.total_steps = recipe.total_steps(self.order.steps_per_epoch)
         self.model = self._build()
         self.module = self._replicate(self.model)
-        self.optimizer = make_optimizer(recipe.optimizer, self.model.named_parameters())
+        self.optimizer = OptimizerPlan(recipe, self.model)(self.model.named_parameters())
         self.schedule = make_schedule(recipe.schedule, self.total_steps, self.optimizer)
         torch.manual_seed(recipe.seed + rank)  # dropout draws other numbers on every rank
 

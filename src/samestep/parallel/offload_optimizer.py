@@ -47,12 +47,15 @@ class OffloadedOptimizer(Optimizer):
         *,
         kind: Callable[..., Optimizer],
         memory: HostMemory | MappedFile,
+        by_number: bool = False,
         **settings: Any,
     ) -> None:
+        """`by_number`: the kind is known to treat every number of a parameter by itself."""
         super().__init__(params, settings)
         self._memory = memory
         for group in self.param_groups:
-            _check_shards(group["params"], kind)
+            if not by_number:
+                _check_shards(group["params"], kind)
         copies = [[_Copy(p, memory) for p in group["params"]] for group in self.param_groups]
         if isinstance(memory, MappedFile):  # one parameter at a time is in memory
             lots = [{number: [copy]} for number, mine in enumerate(copies) for copy in mine]

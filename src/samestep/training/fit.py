@@ -32,7 +32,8 @@ from samestep.training.built_model import check_memory, check_model, materialize
 from samestep.training.checkpoints import Checkpoints
 from samestep.training.dropout import switch_off
 from samestep.training.loop import StepLog, take_all_steps
-from samestep.training.optimizer import make_optimizer, make_schedule
+from samestep.training.optimizer import make_schedule
+from samestep.training.optimizer_plan import OptimizerPlan
 from samestep.training.progress import Bar
 from samestep.training.records import Records
 from samestep.training.result import TrainResult
@@ -80,7 +81,7 @@ class Training:
         self.complex = [name for name, tensor in built.model.state_dict().items() if tensor.is_complex()]
         self.session.prepare_with(
             built.model,
-            optimizer_of=partial(make_optimizer, recipe.optimizer),
+            optimizer_of=OptimizerPlan(recipe, built.model),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
             details=Details(
                 example=_example(task, self.samples),
