@@ -33,7 +33,12 @@ from samestep.tasks.base import sum_and_count
 from samestep.tasks.out_of_range import in_one_sentence
 
 
-_CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD, OffloadedOptimizer)
+_CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
+
+
+def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
+    for each in innermost(optimizer):
+        yield from each.stepping() if isinstance(each, OffloadedOptimizer) else (each,)
 
 
 class NativeTrainer(Checkpointed, Skipping):
@@ -68,7 +73,7 @@ class NativeTrainer(Checkpointed, Skipping):
         self._device = device
         self._draws_checked = not answers_draws
         self._failures_of_step = self._failures_of_forward = failures
-        self._casts = not all(type(each) in _CASTS_NOTHING for each in innermost(optimizer))
+        self._casts = not all(type(each) in _CASTS_NOTHING for each in _stepping(optimizer))
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:

@@ -92,6 +92,11 @@ class OffloadedOptimizer(Optimizer):
                     self.state[copy.parameter] = state
                     self._move(state)
 
+    def stepping(self) -> Iterator[Optimizer]:
+        """The optimizers that step the copies."""
+        for lot in self._lots:
+            yield lot.optimizer
+
     def host_tensors(self) -> Iterator[Tensor]:
         """What it holds in the host's memory, besides the counts of steps."""
         if isinstance(self._memory, HostMemory):

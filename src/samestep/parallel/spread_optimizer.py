@@ -93,12 +93,9 @@ def _of_member(
             given.update({name: value for name, value in mine.items() if name != "params"})
         made.param_groups = groups
         return made
-    if any(isinstance(parameter, DTensor) for parameter in _in_groups(optimizer)):
-        if spread_model.disk is not None:
-            raise LayoutError(
-                f'layout "{layout}": {member.title} keeps its state of shards in memory, not in a file; use '
-                "offload=parameters"
-            )
+    if spread_model.disk is not None:
+        keep_state(optimizer, spread_model.disk)
+    elif any(isinstance(parameter, DTensor) for parameter in _in_groups(optimizer)):
         return LocalOptimizer(optimizer, member.make)
     return optimizer
 

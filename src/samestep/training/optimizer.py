@@ -16,11 +16,8 @@ from samestep.recipe import SGD, AdamW, Schedule
 def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """AdamW or SGD over groups of parameters, fused where PyTorch has a fused one for them."""
     make = _MAKERS[type(spec)](spec)
-    groups = [part for group in groups for part in _of_one_kind(group) if part["params"]]
     given = [parameter for group in groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in given)
-    if not given:
-        groups = [{"params": []}]
     if (sharded and type(spec) not in _FUSED_ON_SHARDS) or any(parameter.is_complex() for parameter in given):
         return make(groups)
     try:
@@ -43,7 +40,7 @@ _MAKERS: dict[type, Callable[[Any], Callable[..., Optimizer]]] = {AdamW: _adamw,
 _FUSED_ON_SHARDS = {AdamW}
 
 
-def _of_one_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
+def of_one_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
     """Shards apart from what a sharded model keeps whole: PyTorch's fused kernels don't take both at once."""
     shards = [p for p in group["params"] if isinstance(p, DTensor)]
     whole = [p for p in group["params"] if not isinstance(p, DTensor)]

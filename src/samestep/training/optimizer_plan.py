@@ -18,7 +18,7 @@ from samestep.parallel.joined_optimizer import Joined, Member
 from samestep.parallel.optimizer_kinds import Make, Shapes
 from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe
 from samestep.training.named_optimizer import maker_of, takes
-from samestep.training.optimizer import SCHEDULE, make_optimizer
+from samestep.training.optimizer import SCHEDULE, make_optimizer, of_one_kind
 from samestep.validation import closest
 
 Spec = AdamW | SGD | NamedOptimizer
@@ -110,7 +110,7 @@ class OptimizerPlan:
                 held.setdefault(name, []).append(parameter)
         (first, *others) = self._parts
         if not others and not isinstance(first.spec, NamedOptimizer):
-            return make_optimizer(first.spec, self._groups(first, held))
+            return make_optimizer(first.spec, self._groups(first, held) or [{"params": []}])
         return Joined([self._member(part, held) for part in self._parts], lr=self._rate())
 
     def _member(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> Member:
@@ -119,7 +119,7 @@ class OptimizerPlan:
             make = maker_of(part.spec, part.where)
         else:
             make = partial(make_optimizer, part.spec)
-        groups = [group for group in self._groups(part, held) if group["params"]]
+        groups = self._groups(part, held)
         whole = [
             Shapes(settings=group["settings"], shapes=[self._shapes[name] for name in group["names"]])
             for group in self._split(part)
@@ -141,10 +141,11 @@ class OptimizerPlan:
         return float(made.param_groups[0]["lr"])
 
     def _groups(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> list[dict[str, Any]]:
-        return [
+        groups = [
             {"params": [p for name in group["names"] for p in held.get(name, ())], **group["settings"]}
             for group in self._split(part)
         ]
+        return [each for group in groups for each in of_one_kind(group) if each["params"]]
 
     def _split(self, part: _Part) -> list[dict[str, Any]]:
         """Of each section two groups: matrices and tables, which decay, and vectors (biases, norms), which don't.
