@@ -20,13 +20,12 @@ from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.optimizer_pieces import innermost
-from samestep.recipe import SGD
+from samestep.recipe import SGD, Recipe
 from samestep.supervision.nonfinite import without_nonfinite
 from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, FirstStep, dense, hold_as_built
 from samestep.training.differences import difference, largest, pairs, relative, relative_tensors
 from samestep.training.fit import Training
-from samestep.training.optimizer import SCHEDULE
 from samestep.training.nonfinite_values import (
     ONE_PROCESS,
     NonFiniteValue,
@@ -36,6 +35,7 @@ from samestep.training.nonfinite_values import (
     of_sides,
     watched,
 )
+from samestep.training.optimizer import SCHEDULE
 from samestep.training.progress import Bar
 from samestep.training.rounding import Rounding
 
@@ -45,6 +45,7 @@ TOLERANCE = 1e-10
 # nearly zero by a whole step of Adam, and a sample at the border of two classes from one to the other; so parameters
 # and metrics are shown, and losses and gradient norms, which sum over all of them, are judged.
 FLOAT32_TOLERANCE = 1e-4
+_AVERAGE = " (its average)"
 _EPS = 2.0**-52  # an optimizer that divides by less than the rounding of a gradient follows the rounding alone
 _JUDGED_IN_FLOAT32 = ("loss", "grad_norm")
 
@@ -165,7 +166,7 @@ def reference(job: Job, task: Task, steps: int, folder: Path, *, held_out: int |
         before = _buffers(training.session.trainer)
         taken = _take(training, steps, ONE_PROCESS, after)
         buffers = _buffers(training.session.trainer)
-        parameters = {name: value.cpu().clone() for name, value in training.session.trainer.parameters()}
+        parameters = {name: value.cpu().clone() for name, value in _weights(training.session.trainer, recipe)}
         found = first_of_steps(ONE_PROCESS, taken.losses, taken.grad_norms, taken.gradient)
         last = len(taken.losses) - 1
         _save({name: as_real(value) for name, value in parameters.items()}, folder / "parameters.safetensors")
@@ -238,6 +239,14 @@ def _clipping(training: Training, norm: float) -> float:
     return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
 
+def _weights(trainer: Trainer, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, whole, and after it what their average is where the recipe keeps one."""
+    yield from trainer.parameters()
+    if recipe.average is not None:
+        with trainer.averaged():
+            yield from ((f"{name}{_AVERAGE}", value.clone()) for name, value in trainer.parameters())
+
+
 def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Reference | None) -> Proof:
     """Take the same steps on this rank under a layout, and compare; rank 0 knows the reference.
 
@@ -249,7 +258,8 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     training = Training(job, task, world, layout, held_out=expected.held_out)
     taken = _take(training, steps, str(layout))
     last = len(taken.losses) - 1
-    compared = _compare_parameters(training.session.trainer, known, world.device, expected.rounding is not None)
+    weights = list(_weights(training.session.trainer, job.recipe))
+    compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
     if expected.buffers:
         compared = _compare_buffers(training.session.trainer, expected, compared)
     mine = {
@@ -324,9 +334,9 @@ class _Compared:
 
 
 def _compare_parameters(
-    trainer: Trainer, known: Reference | None, device: torch.device, rounding_is_known: bool
+    named: Sequence[tuple[str, Tensor]], known: Reference | None, device: torch.device, rounding_is_known: bool
 ) -> _Compared:
-    """The largest difference of this rank's parameters from those that rank 0 knows, and where it is.
+    """The largest difference of the parameters that this rank sees, `named`, from those that rank 0 knows, and where.
 
     A parameter's difference is max|a - b| / max(max|b|, root mean square of all parameters). The floor is for
     parameters whose true gradient is zero, such as the biases of attention's keys: they start at zero, and all
@@ -334,7 +344,6 @@ def _compare_parameters(
     """
     reference = load_file(known.parameters) if known is not None else None
     moves = load_file(known.rounding) if known is not None and known.rounding is not None else None
-    named = list(trainer.parameters())
     floor = _root_mean_square(parameter for _, parameter in named)
     worst, where, nonfinite = 0.0, named[0][0], None
     for name, mine in named:
@@ -342,7 +351,9 @@ def _compare_parameters(
         theirs = _from_rank_0(reference, name, mine, device)
         apart = relative_tensors(mine, theirs, floor)
         if rounding_is_known and TOLERANCE <= _on_any_rank(apart, device) < math.inf:
-            apart = relative_tensors(mine, theirs, floor, rounding=_from_rank_0(moves, name, mine, device))
+            apart = relative_tensors(
+                mine, theirs, floor, rounding=_from_rank_0(moves, name.removesuffix(_AVERAGE), mine, device)
+            )
         if apart > worst:
             worst, where = apart, name
         nonfinite = nonfinite or first_parameter("", 0, {name: mine})

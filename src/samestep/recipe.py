@@ -116,7 +116,9 @@ class Group:
     @model_validator(mode="after")
     def _says_something(self) -> "Group":
         if all(getattr(self, name) is None for name in ("lr", "weight_decay", "schedule", "optimizer")):
-            raise broken_rule("parameters", "the group changes nothing; give it lr, weight_decay, schedule or optimizer")
+            raise broken_rule(
+                "parameters", "the group changes nothing; give it lr, weight_decay, schedule or optimizer"
+            )
         return self
 
 
@@ -194,8 +196,8 @@ class Recipe:
         if self.average is not None and self.communication is not None:
             raise broken_rule(
                 "average",
-                f"average is given and communication is {self.communication.kind}, whose ranks may each have their own "
-                "weights; use one",
+                f"average is given and communication is {self.communication.kind}, whose ranks may each have their "
+                "own weights; use one",
             )
         return self
 

@@ -31,12 +31,16 @@ def holdings(
     *,
     host_activations: Iterable[Tensor] = (),
     file: MappedFile | None = None,
+    average: Iterable[Tensor] = (),
 ) -> Holdings:
-    """What a spread model and its spread optimizer hold; `file` is where offloaded parameters lie."""
+    """What a spread model and its spread optimizer hold; `file` is where offloaded parameters lie.
+
+    `average`: a moving average of the weights, which counts as state of the optimizer.
+    """
     parameters = [local(parameter.detach()) for parameter in model.parameters()]
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     host, disk = list(host_activations), list[Tensor]()
-    state = list[Tensor]()
+    state = list[Tensor](average)
     for inner in innermost(optimizer):
         if isinstance(inner, OffloadedOptimizer):
             host += inner.host_tensors()

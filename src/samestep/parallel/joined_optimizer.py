@@ -28,8 +28,8 @@ class Member:
         kind = kind_of(self.make, self.groups, self.title)
         if kind.draws and layout.size > 1:
             raise UserError(
-                f'layout "{layout}": {self.title} draws random numbers in its step, and every rank would draw others; '
-                "use layout single, or an optimizer that draws none"
+                f'layout "{layout}": {self.title} draws random numbers in its step, and every rank would draw '
+                "others; use layout single, or an optimizer that draws none"
             )
         apart = layout.pipeline > 1 or layout.zero or layout.tensor > 1 or layout.expert > 1
         if not kind.alone and apart:

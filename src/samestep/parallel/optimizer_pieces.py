@@ -51,7 +51,7 @@ def innermost(optimizer: Any) -> Iterator[Optimizer]:
 
 
 def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(optimizer, Joined):
         for each in optimizer.optimizers():
             yield from _stepped(each, model)
@@ -66,7 +66,7 @@ def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
     elif hasattr(optimizer, "optim"):
         yield from _stepped(optimizer.optim, model)
     else:
-        yield _Stepped(optimizer=optimizer, names=names, held={each: each for each in names})
+        yield _Stepped(optimizer=optimizer, names=names, held={each: each for each in model.parameters()})
 
 
 def optimizer_pieces(optimizer: Optimizer, model: nn.Module, parts: Parts) -> dict[str, Piece]:
@@ -140,7 +140,7 @@ class OptimizerToFill:
     def fill(self) -> None:
         """Give the optimizers what was read, and leave their groups' settings as they are."""
         for optimizer, states in self._filled:
-            numbers = {parameter: number for number, parameter in enumerate(_parameters(optimizer))}
+            numbers: dict[Tensor, int] = {each: number for number, each in enumerate(_parameters(optimizer))}
             groups: list[dict[str, Any]] = [
                 {**group, "params": [numbers[parameter] for parameter in group["params"]]}
                 for group in optimizer.param_groups

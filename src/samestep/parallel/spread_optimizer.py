@@ -109,8 +109,8 @@ def _whole(layout: Layout, spread_model: Spread, member: Member) -> WholeOptimiz
     for option in ("optimizer-disk", "parameters-disk"):
         if layout.offloads(option):
             raise LayoutError(
-                f'layout "{layout}": {member.title} looks at whole parameters, which their owners keep in memory; use '
-                f"offload={option.removesuffix('-disk')}"
+                f'layout "{layout}": {member.title} looks at whole parameters, which their owners keep in memory; '
+                f"use offload={option.removesuffix('-disk')}"
             )
     names: Mapping[Tensor, str] = {parameter: name for name, parameter in spread_model.model.named_parameters()}
     host = layout.offloads("optimizer") or layout.offloads_parameters

@@ -116,9 +116,7 @@ class WholeOptimizer(Optimizer):
             loads[owner] += first.shape.numel()
             senders = _senders(here, owner, shards)
             wholes.append(
-                _Whole(
-                    name=name, shape=first.shape, dtype=first.dtype, owner=owner, senders=senders, holders=here
-                )
+                _Whole(name=name, shape=first.shape, dtype=first.dtype, owner=owner, senders=senders, holders=here)
             )
         return wholes
 
@@ -270,7 +268,9 @@ class _Round:
     def _exchanged(self, given: Sequence[Sequence[Tensor]], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """What every rank of the group sends to this one; `given` is what this one sends to each."""
         device = self._of._device
-        message = torch.cat([*(part.to(device) for parts in given for part in parts), torch.empty(0, dtype=dtype, device=device)])
+        message = torch.cat(
+            [*(part.to(device) for parts in given for part in parts), torch.empty(0, dtype=dtype, device=device)]
+        )
         taken = torch.empty(sum(sizes), dtype=dtype, device=device)
         given_sizes = [sum(part.numel() for part in parts) for parts in given]
         factor = 1

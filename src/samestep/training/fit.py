@@ -66,6 +66,7 @@ class Training:
             workers=job.run.workers,
             engine_config=job.run.engine_config,
             communication=recipe.communication,
+            average=recipe.average,
             bucket_mb=job.run.bucket_mb,
             sparse_rows=job.run.sparse_rows,
         )
@@ -322,7 +323,8 @@ def _finish(
         own_step_seconds=results.gather_own_step_seconds(supervision.pace.seconds()),
         profile=_profile(training, job, folder),
     )
-    state = session.trainer.state()
+    with session.trainer.averaged():
+        state = session.trainer.state()
     schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
         results.write(result, session, peaks=peaks, state=state, schedule=schedule)

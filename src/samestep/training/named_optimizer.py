@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from samestep.errors import UserError
+from samestep.parallel.optimizer_kinds import Shapes
 from samestep.recipe import NamedOptimizer
 from samestep.tasks.resolve import checked_value, hints_of, import_file
 from samestep.validation import closest
@@ -37,6 +39,11 @@ def maker_of(spec: NamedOptimizer, where: str) -> Make:
     return partial(_made, function, arguments, where, _shown(spec))
 
 
+def try_out() -> list[Shapes]:
+    """A small matrix, with which an optimizer is tried before there is a model."""
+    return [Shapes(settings={}, shapes=[torch.Size((4, 3))])]
+
+
 def takes(spec: NamedOptimizer, argument: str, where: str) -> bool:
     """Whether an optimizer takes an argument, such as a weight decay, and so its groups do."""
     parameters = _parameters(_find(spec.name, f"{where}.name"))
@@ -53,7 +60,9 @@ def _made(
     except Exception as error:
         raise UserError(f"{where} is {shown}, which can't be made: {type(error).__name__}: {error}") from error
     if not isinstance(made, Optimizer):
-        raise UserError(f"{where} is {shown}, which gave a {type(made).__name__}; it must give a torch.optim.Optimizer")
+        raise UserError(
+            f"{where} is {shown}, which gave a {type(made).__name__}; it must give a torch.optim.Optimizer"
+        )
     for group in made.param_groups:
         if not _is_rate(group.get("lr")):
             raise UserError(

@@ -53,7 +53,9 @@ class OptimizerPlan:
         Raises UserError for a group that matches no parameter, and for an optimizer that can't be made.
         """
         self._lr = recipe.optimizer.lr
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._shapes = {
+            name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
         self._parts = self._planned(recipe, model)
         for part in self._parts:
             self._check(part)
@@ -72,9 +74,7 @@ class OptimizerPlan:
         for number, group in enumerate(recipe.groups):
             where = f"recipe.groups.{number}"
             names = [name for name in self._shapes if taken.get(name) == number]
-            section = _Section(
-                where=where, names=names, settings=_settings(group), weight_decay=group.weight_decay
-            )
+            section = _Section(where=where, names=names, settings=_settings(group), weight_decay=group.weight_decay)
             spec = group.optimizer or recipe.optimizer
             known = next((at for at, part in enumerate(parts) if part.spec == spec), None)
             if known is None:
@@ -204,7 +204,9 @@ def _check_found(
     known = [name for names in every_name.values() for name in names]
     for pattern in group.parameters:
         if not any(fnmatchcase(name, pattern) for name in known):
-            raise UserError(f'{where}.parameters: "{pattern}" matches no parameter of the model; {_some(pattern, known)}')
+            raise UserError(
+                f'{where}.parameters: "{pattern}" matches no parameter of the model; {_some(pattern, known)}'
+            )
     if not found:
         raise UserError(
             f"{where}: no parameter that matches has {group.dims} dimensions; leave dims out, or match others"
@@ -226,4 +228,3 @@ def _some(pattern: str, known: Sequence[str]) -> str:
     if len(known) <= _SHOWN:
         return closest(pattern, known)
     return f"{closest(pattern, known[:_SHOWN])}, and {len(known) - _SHOWN} more"
-

@@ -33,7 +33,14 @@ from samestep.engines.base import (
     Trainer,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.resolve import check, check_buckets, check_communication, check_sparse_rows, resolve
+from samestep.engines.resolve import (
+    check,
+    check_average,
+    check_buckets,
+    check_communication,
+    check_sparse_rows,
+    resolve,
+)
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
@@ -41,7 +48,7 @@ from samestep.parallel.initial import move
 from samestep.parallel.pipeline.rules import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.parallel.spread import Details
-from samestep.recipe import Precision
+from samestep.recipe import Average, Precision
 from samestep.tasks.base import Samples, default_scores
 from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training import evaluation
@@ -86,12 +93,14 @@ class Session:
         communication: Communication | None = None,
         bucket_mb: float | None = None,
         sparse_rows: SparseRows = "auto",
+        average: Average | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision, engine_config)
         check_communication(communication, engine, layout, precision)
         check_buckets(bucket_mb, engine, layout, communication)
         check_sparse_rows(sparse_rows, engine, layout, communication)
+        check_average(average, engine)
         self.world = world
         self.layout = layout
         self.engine = engine
@@ -111,6 +120,7 @@ class Session:
         self._engine_config = engine_config
         self._communication = communication
         self._sparse_rows: SparseRows = sparse_rows
+        self._average = average
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
         self._group: ProcessGroup | None = None
@@ -182,6 +192,7 @@ class Session:
                     optimizer_of=optimizer_of,
                     schedule_of=schedule_of,
                     details=details,
+                    average=self._average,
                     communication=self._communication,
                 ),
             )
@@ -311,7 +322,10 @@ class Session:
             dtype=self._dtype,
             workers=self._workers,
         )
-        with bar.part("evaluate", len(chunks)) if bar is not None else nullcontext() as advance:
+        with (
+            bar.part("evaluate", len(chunks)) if bar is not None else nullcontext() as advance,
+            self.trainer.averaged(),
+        ):
             return evaluation.evaluate(
                 self.trainer,
                 chunks,
@@ -345,6 +359,7 @@ def session(
     transport: Transport = "auto",
     bucket_mb: float | None = None,
     sparse_rows: SparseRows = "auto",
+    average: Average | None = None,
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -373,6 +388,7 @@ def session(
             engine_config=engine_config,
             bucket_mb=bucket_mb,
             sparse_rows=sparse_rows,
+            average=average,
         )
         yield training
         training.close()  # not after an error, when other ranks may be gone
