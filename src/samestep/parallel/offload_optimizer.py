@@ -21,7 +21,7 @@ from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.parts import local
 
 # Optimizers that treat every number of a parameter by itself, so that a shard can be stepped like a whole.
-_BY_NUMBER = (
+BY_NUMBER = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adam,
@@ -210,8 +210,8 @@ class _Lot:
 
 def _check_shards(parameters: Sequence[Tensor], kind: Any) -> None:
     """Raise LayoutError where a shard can't be stepped by itself."""
-    if kind not in _BY_NUMBER and any(isinstance(parameter, DTensor) for parameter in parameters):
+    if kind not in BY_NUMBER and any(isinstance(parameter, DTensor) for parameter in parameters):
         raise LayoutError(
             f"offload of optimizer {getattr(kind, '__name__', kind)}: of shards of parameters only "
-            f"{', '.join(each.__name__ for each in _BY_NUMBER)} can be offloaded; dp or zero1 would do"
+            f"{', '.join(each.__name__ for each in BY_NUMBER)} can be offloaded; dp or zero1 would do"
         )

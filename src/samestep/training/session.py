@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ from samestep.tasks.base import Samples, default_scores
 from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training import evaluation
 from samestep.training.evaluation import Scores
-from samestep.training.own_optimizer import no_schedule, point_to
+from samestep.training.own_optimizer import OwnOptimizers, no_schedule
 from samestep.training.progress import Bar
 from samestep.training.session_checks import check_dealt, check_lengths, check_prepared, check_step
 from samestep.training.state import load_state, save_state
@@ -139,22 +138,27 @@ class Session:
     def prepare(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         example: Any = None,
         *,
         batch_buffers: Mapping[str, str] | None = None,
-    ) -> tuple[nn.Module, Optimizer]:
+    ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer]]:
         """Spread a model and its optimizer, which must not have stepped yet, and return both.
+
+        Several optimizers are a list of them, such as Muon of the hidden matrices and AdamW of the rest.
 
         The model must be the same on every rank: build it under `torch.manual_seed(...)`. Tensor, pipeline,
         context and expert parallel layouts want an `example` too: what the model may be called with, a few samples.
         `batch_buffers` is as in `Task.batch_buffers`.
         """
         check_prepared(model, optimizer)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if not isinstance(optimizer, Optimizer) and not self.engine.abilities.own_optimizers:
+            raise UserError(
+                f'session.prepare: engine "{self.engine.name}" takes one optimizer; give one, or use engine native'
+            )
         self.prepare_with(
             model,
-            optimizer_of=partial(point_to, optimizer, names),
+            optimizer_of=OwnOptimizers(optimizer, model),
             schedule_of=no_schedule,
             details=Details(
                 example=example,
