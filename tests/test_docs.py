@@ -16,7 +16,7 @@ from samestep import layout
 from samestep.cli.main import _parser
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
 from samestep.job import Checkpointing, Profiling, Run
-from samestep.recipe import SGD, AdamW, EarlyStop, Evaluation, LoRA, Recipe, Schedule
+from samestep.recipe import SGD, AdamW, Average, EarlyStop, Evaluation, Group, LoRA, NamedOptimizer, Recipe, Schedule
 from samestep.tasks.decoder_model import DecoderModel
 from samestep.tasks.image_data import ImageData
 from samestep.tasks.image_model import ImageModel
@@ -178,7 +178,10 @@ SCHEMAS = (
     (Recipe, "recipe"),
     (AdamW, "recipe.optimizer"),
     (SGD, "recipe.optimizer"),
+    (NamedOptimizer, "recipe.optimizer"),
+    (Group, "recipe.groups"),
     (Schedule, "recipe.schedule"),
+    (Average, "recipe.average"),
     *(
         (schema, "recipe.communication")
         for schema in (Bf16, Fp16, PowerSGD, OneBitAdam, ZeroOneAdam, LocalSGD, DiLoCo)

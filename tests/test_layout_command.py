@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samestep.cli.main import main
 from samestep.comm.mesh import build_mesh
 from samestep.layout import MESH_DIMENSIONS, Layout
-from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.apply import spread
 from samestep.parallel.spread import Details
+from samestep.parallel.spread_optimizer import spread_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))

@@ -34,10 +34,14 @@ def test_biases_before_a_batch_norm_are_no_false_alarm() -> None:
 
 
 def test_what_rounding_may_move_is_an_adam_step_of_it() -> None:
-    rounding = Rounding(eps=1e-8)
+    rounding = Rounding()
     gradient = torch.tensor([0.5, 1e-17, 0.0, 1e-9], dtype=torch.float64)
     for lr in (0.01, 0.02):
-        rounding.add([("weight", gradient), ("filter", gradient + 0j)], norm=2.0, lr=lr)
+        rounding.add(
+            [("weight", gradient), ("filter", gradient + 0j)],
+            norm=2.0,
+            settings={"weight": (lr, 1e-8), "filter": (lr, 1e-8)},
+        )
     rounded = 4 * 2.0**-52 * 2.0
     expected = [
         0.01 * rounded / (each + 1e-8) + 0.02 * rounded / (each / math.sqrt(2) + 1e-8) for each in gradient.tolist()

@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from samestep.job_check import Checked, check
     from samestep.layout import Layout
     from samestep.proof import Proof
-    from samestep.recipe import SGD, AdamW, EarlyStop, Evaluation, LoRA, Recipe, Schedule
+    from samestep.recipe import (
+        SGD,
+        AdamW,
+        Average,
+        EarlyStop,
+        Evaluation,
+        Group,
+        LoRA,
+        NamedOptimizer,
+        Recipe,
+        Schedule,
+    )
     from samestep.tasks.base import Batch, Samples, Task, Work
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
@@ -49,6 +60,9 @@ _HOME = {
     "Recipe": "samestep.recipe",
     "AdamW": "samestep.recipe",
     "SGD": "samestep.recipe",
+    "NamedOptimizer": "samestep.recipe",
+    "Group": "samestep.recipe",
+    "Average": "samestep.recipe",
     "Schedule": "samestep.recipe",
     "Evaluation": "samestep.recipe",
     "LoRA": "samestep.recipe",
@@ -72,6 +86,7 @@ _HOME = {
 __all__ = [
     "SGD",
     "AdamW",
+    "Average",
     "Batch",
     "Checked",
     "CheckpointError",
@@ -79,11 +94,13 @@ __all__ = [
     "Comparison",
     "EarlyStop",
     "Evaluation",
+    "Group",
     "InterruptedJobError",
     "Job",
     "Layout",
     "LayoutError",
     "LoRA",
+    "NamedOptimizer",
     "NonFiniteError",
     "Proof",
     "RankFailedError",

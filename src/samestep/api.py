@@ -323,6 +323,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     engines.check_communication(recipe.communication, engine, layout, recipe.precision)
     engines.check_sparse_rows(job.run.sparse_rows, engine, layout, recipe.communication)
     engines.check_shared_replicas(job, engine, layout)
+    engines.check_optimizers(job, engine, layout)
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device)

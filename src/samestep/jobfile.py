@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from samestep import environment
 from samestep.errors import UserError
 from samestep.job import Job
+from samestep.recipe import NamedOptimizer
 from samestep.validation import explain, shown
 
 Keys = tuple[str, ...]
@@ -222,7 +223,16 @@ def _resolve_paths(job: Job, file: Path) -> Job:
     config = job.run.engine_config
     if config is not None and not config.is_absolute() and _exists(base / config):
         job = replace(job, run=replace(job.run, engine_config=base / config))
-    return replace(job, recipe=replace(recipe, task=task, data=data, model=model))
+    named = {"optimizer": _beside_optimizer(recipe.optimizer, beside)}
+    groups = tuple(
+        replace(group, optimizer=_beside_optimizer(group.optimizer, beside)) if group.optimizer else group
+        for group in recipe.groups
+    )
+    return replace(job, recipe=replace(recipe, task=task, data=data, model=model, groups=groups, **named))
+
+
+def _beside_optimizer(optimizer: Any, beside: Callable[[Any], Any]) -> Any:
+    return replace(optimizer, name=beside(optimizer.name)) if isinstance(optimizer, NamedOptimizer) else optimizer
 
 
 def _exists(path: Path) -> bool:

@@ -19,7 +19,8 @@ from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
-from samestep.recipe import AdamW
+from samestep.parallel.optimizer_pieces import innermost
+from samestep.recipe import SGD, Recipe
 from samestep.supervision.nonfinite import without_nonfinite
 from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, FirstStep, dense, hold_as_built
@@ -34,6 +35,7 @@ from samestep.training.nonfinite_values import (
     of_sides,
     watched,
 )
+from samestep.training.optimizer import SCHEDULE
 from samestep.training.progress import Bar
 from samestep.training.rounding import Rounding
 
@@ -43,6 +45,8 @@ TOLERANCE = 1e-10
 # nearly zero by a whole step of Adam, and a sample at the border of two classes from one to the other; so parameters
 # and metrics are shown, and losses and gradient norms, which sum over all of them, are judged.
 FLOAT32_TOLERANCE = 1e-4
+_AVERAGE = " (its average)"
+_EPS = 2.0**-52  # an optimizer that divides by less than the rounding of a gradient follows the rounding alone
 _JUDGED_IN_FLOAT32 = ("loss", "grad_norm")
 
 
@@ -148,20 +152,21 @@ def reference(job: Job, task: Task, steps: int, folder: Path, *, held_out: int |
     with join(alone=True, device=alone.device, threads=alone.threads) as world:
         training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout(), held_out=held_out)
         first: list[FirstStep] = []
-        optimizer = recipe.optimizer
-        rounding = Rounding(optimizer.eps) if isinstance(optimizer, AdamW) else None
+        optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups if group.optimizer)]
+        divides = any(not isinstance(optimizer, SGD) for optimizer in optimizers)
+        rounding = Rounding() if divides else None
 
         def after(report: StepReport) -> None:
             if not first:
                 first.append(_first(training, report))
             if rounding is not None:
                 norm = report.grad_norm.item()
-                rounding.add(_gradients(training), norm * _clipping(training, norm), report.lr)
+                rounding.add(_gradients(training), norm * _clipping(training, norm), _settings(training, report.lr))
 
         before = _buffers(training.session.trainer)
         taken = _take(training, steps, ONE_PROCESS, after)
         buffers = _buffers(training.session.trainer)
-        parameters = {name: value.cpu().clone() for name, value in training.session.trainer.parameters()}
+        parameters = {name: value.cpu().clone() for name, value in _weights(training.session.trainer, recipe)}
         found = first_of_steps(ONE_PROCESS, taken.losses, taken.grad_norms, taken.gradient)
         last = len(taken.losses) - 1
         _save({name: as_real(value) for name, value in parameters.items()}, folder / "parameters.safetensors")
@@ -208,10 +213,38 @@ def _gradients(training: Training) -> Iterator[tuple[str, Tensor]]:
             yield name, dense(parameter.grad)
 
 
+def _settings(training: Training, lr: float) -> dict[str, tuple[float, float]]:
+    """Learning rate and eps of each parameter whose gradient its optimizer divides by its size, such as AdamW."""
+    trainer = training.session.trainer
+    assert isinstance(trainer, NativeTrainer)
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    first = trainer.optimizer.param_groups[0]
+    found: dict[str, tuple[float, float]] = {}
+    for optimizer in innermost(trainer.optimizer):
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, torch.optim.SGD):
+                continue
+            eps = group.get("eps", _EPS)
+            eps = next((each for each in eps if each is not None), _EPS) if isinstance(eps, tuple) else eps
+            # The group's own rate of this step, where it has the recipe's schedule.
+            own = SCHEDULE in group or not first["initial_lr"]
+            rate = group["initial_lr"] * (1.0 if own else lr / first["initial_lr"])
+            found |= {names[parameter]: (float(rate), max(float(eps), _EPS)) for parameter in group["params"]}
+    return found
+
+
 def _clipping(training: Training, norm: float) -> float:
     """What a step multiplied a gradient of this norm with."""
     clip = training.recipe.clip
     return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+
+
+def _weights(trainer: Trainer, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, whole, and after it what their average is where the recipe keeps one."""
+    yield from trainer.parameters()
+    if recipe.average is not None:
+        with trainer.averaged():
+            yield from ((f"{name}{_AVERAGE}", value.clone()) for name, value in trainer.parameters())
 
 
 def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Reference | None) -> Proof:
@@ -225,7 +258,8 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     training = Training(job, task, world, layout, held_out=expected.held_out)
     taken = _take(training, steps, str(layout))
     last = len(taken.losses) - 1
-    compared = _compare_parameters(training.session.trainer, known, world.device, expected.rounding is not None)
+    weights = list(_weights(training.session.trainer, job.recipe))
+    compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
     if expected.buffers:
         compared = _compare_buffers(training.session.trainer, expected, compared)
     mine = {
@@ -300,9 +334,9 @@ class _Compared:
 
 
 def _compare_parameters(
-    trainer: Trainer, known: Reference | None, device: torch.device, rounding_is_known: bool
+    named: Sequence[tuple[str, Tensor]], known: Reference | None, device: torch.device, rounding_is_known: bool
 ) -> _Compared:
-    """The largest difference of this rank's parameters from those that rank 0 knows, and where it is.
+    """The largest difference of the parameters that this rank sees, `named`, from those that rank 0 knows, and where.
 
     A parameter's difference is max|a - b| / max(max|b|, root mean square of all parameters). The floor is for
     parameters whose true gradient is zero, such as the biases of attention's keys: they start at zero, and all
@@ -310,7 +344,6 @@ def _compare_parameters(
     """
     reference = load_file(known.parameters) if known is not None else None
     moves = load_file(known.rounding) if known is not None and known.rounding is not None else None
-    named = list(trainer.parameters())
     floor = _root_mean_square(parameter for _, parameter in named)
     worst, where, nonfinite = 0.0, named[0][0], None
     for name, mine in named:
@@ -318,7 +351,9 @@ def _compare_parameters(
         theirs = _from_rank_0(reference, name, mine, device)
         apart = relative_tensors(mine, theirs, floor)
         if rounding_is_known and TOLERANCE <= _on_any_rank(apart, device) < math.inf:
-            apart = relative_tensors(mine, theirs, floor, rounding=_from_rank_0(moves, name, mine, device))
+            apart = relative_tensors(
+                mine, theirs, floor, rounding=_from_rank_0(moves, name.removesuffix(_AVERAGE), mine, device)
+            )
         if apart > worst:
             worst, where = apart, name
         nonfinite = nonfinite or first_parameter("", 0, {name: mine})

@@ -3,8 +3,8 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
-from pydantic import BeforeValidator, Field, model_validator
+from annotated_types import Ge, Gt, Len, Lt
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 from pydantic.dataclasses import dataclass
 
 from samestep.communication import Communication, OneBitAdam, ZeroOneAdam
@@ -43,11 +43,40 @@ class SGD:
         return self
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class NamedOptimizer:
+    """Any optimizer: a class or function that takes parameters, or groups of them, and gives a torch.optim.Optimizer.
+
+    `name` is "torch.optim.Muon", "package.module:function", "path/to/file.py:function", or the class itself.
+    """
+
+    name: Any
+    lr: Annotated[Real, Gt(0)] | None = None  # None: its own default
+    weight_decay: Annotated[Real, Ge(0)] | None = None  # None: its own default
+    decay_all: bool = False  # also biases and norms, which take no decay otherwise
+    args: dict[str, Any] = field(default_factory=dict)  # every further argument that it takes
+
+    @model_validator(mode="after")
+    def _names_something(self) -> "NamedOptimizer":
+        if not callable(self.name) and not (isinstance(self.name, str) and self.name.strip()):
+            raise broken_rule("name", "name should be adamw, sgd, or an optimizer such as torch.optim.Muon")
+        return self
+
+
 def _name_or_adamw(value: Any) -> Any:
     return {"name": "adamw", **value} if isinstance(value, dict) else value
 
 
-Optimizer = Annotated[AdamW | SGD, Field(discriminator="name"), BeforeValidator(_name_or_adamw)]
+def _which_optimizer(value: Any) -> str:
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    return name if name in ("adamw", "sgd") else "named"
+
+
+Optimizer = Annotated[
+    Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")] | Annotated[NamedOptimizer, Tag("named")],
+    Discriminator(_which_optimizer),
+    BeforeValidator(_name_or_adamw),
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -66,6 +95,44 @@ class Schedule:
                 f"warmup is {self.warmup}; below 1 it is a fraction of all steps, else a whole number of them",
             )
         return self
+
+
+def _one_or_several(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Group:
+    """Parameters that are trained otherwise than the rest: by their names, and by how many dimensions they have."""
+
+    # Names or patterns with * and ?, such as "*.bias"; one of them must match.
+    parameters: Annotated[tuple[str, ...], Len(min_length=1), BeforeValidator(_one_or_several)]
+    dims: Annotated[Whole, Ge(0)] | None = None  # only those of so many dimensions, such as 2 for matrices
+    lr: Annotated[Real, Gt(0)] | None = None  # None: the optimizer's
+    weight_decay: Annotated[Real, Ge(0)] | None = None  # of all of them; None: the optimizer's
+    schedule: Schedule | None = None  # None: the recipe's
+    optimizer: Optimizer | None = None  # None: the recipe's
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Group":
+        if all(getattr(self, name) is None for name in ("lr", "weight_decay", "schedule", "optimizer")):
+            raise broken_rule(
+                "parameters", "the group changes nothing; give it lr, weight_decay, schedule or optimizer"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Average:
+    """An exponential moving average of the weights, which is what is evaluated and exported.
+
+    After a step it becomes `decay` times itself and 1 - `decay` times the weights (Polyak & Juditsky 1992 average all
+    alike; with a decay as in Tarvainen & Valpola 2017, section 2).
+    """
+
+    decay: Annotated[Real, Ge(0), Lt(1)] = 0.999
+    start: Annotated[Whole, Ge(0)] = 0  # steps before it begins, with the weights of then
+    every: Positive = 1  # steps from one change to the next
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -124,7 +191,9 @@ class Recipe:
     steps: Positive | None = None
     epochs: Positive | None = None
     optimizer: Optimizer = field(default_factory=AdamW)
+    groups: tuple[Group, ...] = ()  # parameters with settings of their own; the first that matches counts
     schedule: Schedule = field(default_factory=Schedule)
+    average: Average | None = None  # a moving average of the weights; None: the weights themselves
     clip: Annotated[Real, Gt(0)] | None = None  # largest norm of the whole gradient
     precision: Precision = "fp32"
     dropout: bool = True  # False switches every dropout of the model off
@@ -153,11 +222,24 @@ class Recipe:
 
     @model_validator(mode="after")
     def _adam_of_few_bits(self) -> "Recipe":
-        if isinstance(self.communication, (OneBitAdam, ZeroOneAdam)) and not isinstance(self.optimizer, AdamW):
+        if not isinstance(self.communication, (OneBitAdam, ZeroOneAdam)):
+            return self
+        for optimizer in (self.optimizer, *(group.optimizer for group in self.groups)):
+            if optimizer is not None and not isinstance(optimizer, AdamW):
+                raise broken_rule(
+                    "communication",
+                    f"communication is {self.communication.kind}, which is a kind of Adam, and optimizer is "
+                    f"{optimizer.name}; use adamw, or powersgd, local-sgd or diloco",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _average_of_one_model(self) -> "Recipe":
+        if self.average is not None and self.communication is not None:
             raise broken_rule(
-                "communication",
-                f"communication is {self.communication.kind}, which is a kind of Adam, and optimizer is "
-                f"{self.optimizer.name}; use adamw, or powersgd, local-sgd or diloco",
+                "average",
+                f"average is given and communication is {self.communication.kind}, whose ranks may each have their "
+                "own weights; use one",
             )
         return self
 

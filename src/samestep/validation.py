@@ -3,7 +3,7 @@
 import difflib
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -142,13 +142,20 @@ def _path_in(given: Any, detail: Any) -> Path:
 
 def _keys_at(schema: Any, path: Path, given: Any) -> list[str]:
     """The keys that may stand at `path` below a dataclass."""
-    here, value = _dataclasses(schema, given), given
+    here, value, item = _dataclasses(schema, given), given, None
     for part in path:
         if not here:
             return []
+        if isinstance(value, Sequence) and part.isdigit():  # an item of a list of sections
+            value = value[int(part)]
+            here = _dataclasses(item, value)
+            continue
         value = value.get(part) if isinstance(value, Mapping) else None
-        here = _dataclasses(get_type_hints(here[0], include_extras=True).get(part), value)
-    return [field.name for field in fields(here[0])] if here else []
+        hint = get_type_hints(here[0], include_extras=True).get(part)
+        here = _dataclasses(hint, value)
+        if get_origin(hint) is tuple:
+            item, here = get_args(hint)[0], here or [hint]
+    return [field.name for field in fields(here[0])] if here and is_dataclass(here[0]) else []
 
 
 def _dataclasses(hint: Any, value: Any) -> list[Any]:
@@ -160,7 +167,9 @@ def _dataclasses(hint: Any, value: Any) -> list[Any]:
     if get_origin(hint) in (typing.Union, UnionType):
         found = [cls for argument in get_args(hint) for cls in _dataclasses(argument, value)]
         wanted = [value.get(key) for key in _TAGS] if isinstance(value, Mapping) else [None, None]
-        return [cls for cls in found if _tag_of(cls) in wanted] or found
+        tagged = [cls for cls in found if _tag_of(cls) in wanted]
+        others = [cls for cls in found if _tag_of(cls) is MISSING]  # those that take any name
+        return tagged or (others if wanted != [None, None] else found) or found
     return []
 
 

@@ -50,5 +50,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[f"{prefix}{key}"] = None if value == [] else value  # as of a recipe from before there was the key
     return flat

@@ -29,6 +29,7 @@ from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
 from samestep.contract.where import ContractError
 from samestep.job import Job
 from samestep.tasks.base import Task
+from samestep.training.optimizer_plan import OptimizerPlan
 
 # Each part of the contract, and what is true of a task that keeps it.
 PARTS = {
@@ -95,6 +96,7 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
         check_collate(sampled)
         yield COLLATE
         trial = Trial(job, task, sampled, world.device)
+        OptimizerPlan(job.recipe, trial.model)  # what it says of parameters that the model has not
         yield MODEL
         total, count = check_loss(trial)
         total = total.detach()  # what was kept for its backward may go

@@ -11,6 +11,7 @@ from samestep.checkpoint.sums import fault_of
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
 from samestep.parallel.pieces import MODEL
+from samestep.parallel.weight_average import AVERAGE
 from samestep.run_folder import candidates, step_of
 from samestep.versions import versions
 
@@ -34,9 +35,11 @@ def open_(path: Path) -> Iterator[Weights]:
         raise CheckpointError(f"checkpoint {found[0]} is damaged: {fault}")
     tensors = Tensors(found[0])
     names = [name.removeprefix(MODEL) for name in tensors.entries if name.startswith(MODEL)]
+    # Where an average of the weights is kept, that is what is evaluated and exported.
+    stored = {name: AVERAGE + name if AVERAGE + name in tensors.entries else MODEL + name for name in names}
     yield Weights(
-        entries={name: tensors.entries[MODEL + name] for name in names},
-        read=lambda name: tensors.read(MODEL + name),
+        entries={name: tensors.entries[there] for name, there in stored.items()},
+        read=lambda name: tensors.read(stored[name]),
         tied=info.tied,
         recipe=info.recipe,
         base=info.base,

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from samestep.parallel.pieces import Piece
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.spread import Details
 from samestep.profiling.clock import StepClock
+from samestep.recipe import Average
 from samestep.tasks.base import Batch, Task
 
 # The loss summed over a batch's terms, and how many terms those are.
@@ -55,6 +57,8 @@ class Abilities:
     compiles: bool = False  # run.compile: torch.compile for each block
     sends_less: bool = False  # recipe.communication
     adapters: bool = False  # recipe.adapter: layers with further parameters inside, beside frozen ones
+    own_optimizers: bool = False  # optimizers by name, and groups of parameters with settings of their own
+    averages: bool = False  # recipe.average
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
@@ -82,6 +86,10 @@ class Trainer(ABC):
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode, without gradients; None where other ranks have it."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Meanwhile the model has the average of its weights for weights, where one is kept; every rank enters."""
+        return nullcontext()
 
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -163,6 +171,7 @@ class Preparation:
     optimizer_of: OptimizerOf  # from the parameters that this rank then holds
     schedule_of: ScheduleOf
     details: Details
+    average: Average | None = None  # of the weights, which is evaluated and exported; None: there is none
     communication: Communication | None = None  # how less is sent than every step's gradient; None: it isn't
 
 

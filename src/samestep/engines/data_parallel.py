@@ -33,6 +33,8 @@ class DataParallel(Engine):
         checkpoints=True,
         complex_parameters=True,
         skips=True,
+        own_optimizers=True,
+        averages=True,
     )
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
@@ -68,6 +70,7 @@ class DataParallel(Engine):
             clip=how.clip,
             mesh=how.mesh,
             device=how.device,
+            average=how.average,
             answers_draws=devices < 2,  # each device's thread draws for its own part of the batch
         )
 

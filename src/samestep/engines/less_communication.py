@@ -24,13 +24,14 @@ from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
-from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.apply import spread
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.optimizer_pieces import OPTIMIZER, optimizer_pieces
 from samestep.parallel.parts import Entry
 from samestep.parallel.pieces import MODEL, Box, Piece, model_pieces, whole_piece
 from samestep.parallel.replicate import GradientExchange
+from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.parallel.used import Used, UsedAlone
 
 STATE = "communication."

@@ -17,18 +17,29 @@ from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Prepara
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.layout import Layout, Offload
-from samestep.parallel.apply import spread, spread_optimizer
+from samestep.parallel.apply import spread
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.layout_failure import LayoutFailures
-from samestep.parallel.optimizer_pieces import OptimizerToFill, optimizer_pieces
+from samestep.parallel.offload_optimizer import OffloadedOptimizer
+from samestep.parallel.optimizer_pieces import OptimizerToFill, innermost, optimizer_pieces
 from samestep.parallel.parts import Entry, Parts, local
 from samestep.parallel.pieces import Piece, model_entries, model_pieces
 from samestep.parallel.spread import Spread
+from samestep.parallel.spread_optimizer import spread_optimizer
+from samestep.parallel.weight_average import WeightAverage
 from samestep.profiling.clock import Phase, StepClock
 from samestep.profiling.gradients import told_of_gradients
+from samestep.recipe import Average
 from samestep.tasks.base import sum_and_count
 from samestep.tasks.out_of_range import in_one_sentence
+
+_CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
+
+
+def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
+    for each in innermost(optimizer):
+        yield from each.stepping() if isinstance(each, OffloadedOptimizer) else (each,)
 
 
 class NativeTrainer(Checkpointed, Skipping):
@@ -47,6 +58,7 @@ class NativeTrainer(Checkpointed, Skipping):
         device: torch.device,
         failures: LayoutFailures | None = None,
         answers_draws: bool = True,
+        average: Average | None = None,
     ) -> None:
         """`failures` tells what goes wrong in the first step and the first forward without gradients.
 
@@ -63,6 +75,8 @@ class NativeTrainer(Checkpointed, Skipping):
         self._device = device
         self._draws_checked = not answers_draws
         self._failures_of_step = self._failures_of_forward = failures
+        self._casts = not all(type(each) in _CASTS_NOTHING for each in _stepping(optimizer))
+        self._average = None if average is None else WeightAverage(model, average)
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
@@ -101,6 +115,8 @@ class NativeTrainer(Checkpointed, Skipping):
             self.pass_over()
         else:
             self.update()
+        if self._average is not None:
+            self._average.after(batch.step + 1)
         return StepReport(loss=totals[0] / totals[1], grad_norm=grad_norm, lr=lr)
 
     def _is_finite(self, totals: Tensor, grad_norm: Tensor) -> bool:
@@ -208,7 +224,9 @@ class NativeTrainer(Checkpointed, Skipping):
 
     def update(self) -> None:
         """Step the optimizer and the schedule."""
-        self._precision.update(self.optimizer)
+        # An optimizer of one's own may cast what it computes with, as Muon does to bfloat16.
+        with self._precision.throughout() if self._casts else nullcontext():
+            self._precision.update(self.optimizer)
         if self.schedule is not None:
             self.schedule.step()
 
@@ -218,6 +236,9 @@ class NativeTrainer(Checkpointed, Skipping):
         failures, self._failures_of_forward = self._failures_of_forward, None
         with self._precision.throughout(), nullcontext() if failures is None else failures.told():
             return self._spread.predict(inputs)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._average is None else self._average.in_place()
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._spread.parts.whole_parameters(self.model)
@@ -229,6 +250,7 @@ class NativeTrainer(Checkpointed, Skipping):
             self.optimizer,
             spread.parts.layout,
             host_activations=spread.host.lent(),
+            average=() if self._average is None else self._average.tensors(),
             file=spread.disk,
         )
 
@@ -248,6 +270,7 @@ class NativeTrainer(Checkpointed, Skipping):
         return {
             **model_pieces(self.model, self._spread.parts),
             **optimizer_pieces(self.optimizer, *self._optimized()),
+            **({} if self._average is None else self._average.pieces(self._spread.parts)),
         }
 
     def _optimized(self) -> tuple[nn.Module, Parts]:
@@ -265,7 +288,8 @@ class NativeTrainer(Checkpointed, Skipping):
         scaler: Mapping[str, float],
     ) -> None:
         to_fill = OptimizerToFill(self.optimizer, *self._optimized(), saved)
-        read({**model_pieces(self.model, self._spread.parts), **to_fill.pieces})
+        average = {} if self._average is None else self._average.to_fill(saved, self._spread.parts)
+        read({**model_pieces(self.model, self._spread.parts), **to_fill.pieces, **average})
         to_fill.fill()
         self._precision.restore(scaler)
         self._advance_schedule(step)
@@ -308,6 +332,8 @@ class Native(Engine):
         skips=True,
         sends_less=True,
         adapters=True,
+        own_optimizers=True,
+        averages=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 
@@ -358,4 +384,5 @@ class Native(Engine):
             mesh=how.mesh,
             device=how.device,
             failures=failures,
+            average=how.average,
         )

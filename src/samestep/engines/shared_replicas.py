@@ -16,6 +16,7 @@ from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.parts import Parts
 from samestep.parallel.replicate import GradientExchange
 from samestep.parallel.shared_replicas import SharedReplicas
+from samestep.parallel.spread_optimizer import check_by_number
 
 
 def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "SharedReplicasTrainer":
@@ -41,6 +42,7 @@ def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "Sh
     )
     shared = SharedReplicas(model, how.layout, spread_model.parts, how.mesh.data_group)
     optimizer = how.optimizer_of(shared.held.named_parameters())
+    check_by_number(optimizer, how.layout, "run.share_replicas is true, with which ranks step rows of a parameter")
     return SharedReplicasTrainer(
         shared=shared,
         model=model,

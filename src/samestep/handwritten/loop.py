@@ -31,7 +31,8 @@ from samestep.training.curves import named_parts
 from samestep.training.dropout import switch_off
 from samestep.training.evaluation import apart, plain
 from samestep.training.fit import build_model
-from samestep.training.optimizer import make_optimizer, make_schedule
+from samestep.training.optimizer import make_schedule
+from samestep.training.optimizer_plan import OptimizerPlan
 
 
 class Part(NamedTuple):
@@ -81,7 +82,7 @@ class Loop:
         self._replicas = self._replicate(self.model)
         # PyTorch's advice for DistributedDataParallel: compile what it returns, so that graphs break between buckets.
         self.module = torch.compile(self._replicas) if compile else self._replicas
-        self.optimizer = make_optimizer(recipe.optimizer, self.model.named_parameters())
+        self.optimizer = OptimizerPlan(recipe, self.model)(self.model.named_parameters())
         self.schedule = make_schedule(recipe.schedule, self.total_steps, self.optimizer)
         torch.manual_seed(recipe.seed + rank)  # dropout draws other numbers on every rank
 

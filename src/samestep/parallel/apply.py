@@ -2,13 +2,11 @@
 
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
@@ -30,17 +28,14 @@ from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.moment import Now
 from samestep.parallel.offload_activations import offload_activations
-from samestep.parallel.offload_optimizer import offloaded_kind
-from samestep.parallel.offload_parameters import empty_in, keep_state, move_parameters
+from samestep.parallel.offload_parameters import empty_in, move_parameters
 from samestep.parallel.owners import Owners
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.cut import cut
 from samestep.parallel.pipeline.pipeline import Pipeline
-from samestep.parallel.rebuild import rebuild
 from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import GradientExchange, replicate
 from samestep.parallel.shard import shard, without_messages
-from samestep.parallel.shard_optimizer import shard_optimizer
 from samestep.parallel.shard_units import agreed_units
 from samestep.parallel.sparse_rows import SMALLEST, Choice, RowExchange, Table, find_tables
 from samestep.parallel.spread import Context, Details, Spread, WholeModel
@@ -194,26 +189,6 @@ def _look(model: nn.Module, layout: Layout, example: Any) -> Trace | None:
     seen = trace(model, example)
     check_asking(model, layout, seen)
     return seen
-
-
-def spread_optimizer(
-    optimizer: Optimizer,
-    layout: Layout,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    spread_model: Spread,
-    offload_folder: Path | None = None,
-) -> Optimizer:
-    """Spread an optimizer as its layout says; shards of parameters bring their shards of state along."""
-    kind = offloaded_kind(type(optimizer), layout, device, offload_folder)
-    if layout.zero == 1:
-        sharded = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
-        spread_model.parts.find_owners(spread_model.model, sharded)
-        return sharded
-    if spread_model.disk is not None:
-        keep_state(optimizer, spread_model.disk)
-    return optimizer if kind is type(optimizer) else rebuild(optimizer, kind)
 
 
 def _make_contiguous(model: nn.Module) -> None:

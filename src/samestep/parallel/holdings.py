@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 from samestep.layout import Layout
 from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.offload_optimizer import OffloadedOptimizer
+from samestep.parallel.optimizer_pieces import innermost
 from samestep.parallel.parts import local
 
 
@@ -31,20 +31,22 @@ def holdings(
     *,
     host_activations: Iterable[Tensor] = (),
     file: MappedFile | None = None,
+    average: Iterable[Tensor] = (),
 ) -> Holdings:
-    """What a spread model and its spread optimizer hold; `file` is where offloaded parameters lie."""
+    """What a spread model and its spread optimizer hold; `file` is where offloaded parameters lie.
+
+    `average`: a moving average of the weights, which counts as state of the optimizer.
+    """
     parameters = [local(parameter.detach()) for parameter in model.parameters()]
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    inner: Any = optimizer
-    while hasattr(inner, "optim"):  # ZeroRedundancyOptimizer keeps the one of its part there
-        inner = inner.optim
     host, disk = list(host_activations), list[Tensor]()
-    state = list[Tensor]()
-    if isinstance(inner, OffloadedOptimizer):
-        host += inner.host_tensors()
-        disk += inner.disk_tensors()
-    else:
-        state += state_tensors(inner)
+    state = list[Tensor](average)
+    for inner in innermost(optimizer):
+        if isinstance(inner, OffloadedOptimizer):
+            host += inner.host_tensors()
+            disk += inner.disk_tensors()
+        else:
+            (host if layout.offloads("optimizer") else state).extend(state_tensors(inner))
     if layout.offloads_parameters:  # the shards, and with them all that is made of them
         for tensor in (*parameters, *gradients, *state):
             (disk if file is not None and file.holds(tensor) else host).append(tensor)

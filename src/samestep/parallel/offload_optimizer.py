@@ -21,7 +21,7 @@ from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.parts import local
 
 # Optimizers that treat every number of a parameter by itself, so that a shard can be stepped like a whole.
-_BY_NUMBER = (
+BY_NUMBER = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adam,
@@ -47,12 +47,15 @@ class OffloadedOptimizer(Optimizer):
         *,
         kind: Callable[..., Optimizer],
         memory: HostMemory | MappedFile,
+        by_number: bool = False,
         **settings: Any,
     ) -> None:
+        """`by_number`: the kind is known to treat every number of a parameter by itself."""
         super().__init__(params, settings)
         self._memory = memory
         for group in self.param_groups:
-            _check_shards(group["params"], kind)
+            if not by_number:
+                _check_shards(group["params"], kind)
         copies = [[_Copy(p, memory) for p in group["params"]] for group in self.param_groups]
         if isinstance(memory, MappedFile):  # one parameter at a time is in memory
             lots = [{number: [copy]} for number, mine in enumerate(copies) for copy in mine]
@@ -88,6 +91,11 @@ class OffloadedOptimizer(Optimizer):
                         state[name] = value.cpu() if isinstance(value, Tensor) else value
                     self.state[copy.parameter] = state
                     self._move(state)
+
+    def stepping(self) -> Iterator[Optimizer]:
+        """The optimizers that step the copies."""
+        for lot in self._lots:
+            yield lot.optimizer
 
     def host_tensors(self) -> Iterator[Tensor]:
         """What it holds in the host's memory, besides the counts of steps."""
@@ -202,8 +210,8 @@ class _Lot:
 
 def _check_shards(parameters: Sequence[Tensor], kind: Any) -> None:
     """Raise LayoutError where a shard can't be stepped by itself."""
-    if kind not in _BY_NUMBER and any(isinstance(parameter, DTensor) for parameter in parameters):
+    if kind not in BY_NUMBER and any(isinstance(parameter, DTensor) for parameter in parameters):
         raise LayoutError(
             f"offload of optimizer {getattr(kind, '__name__', kind)}: of shards of parameters only "
-            f"{', '.join(each.__name__ for each in _BY_NUMBER)} can be offloaded; dp or zero1 would do"
+            f"{', '.join(each.__name__ for each in BY_NUMBER)} can be offloaded; dp or zero1 would do"
         )

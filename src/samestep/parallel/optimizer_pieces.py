@@ -1,6 +1,7 @@
 """An optimizer's state as pieces, by the names of the parameters that it belongs to, and back into an optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,37 +9,106 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.errors import UserError
-from samestep.parallel.parts import Entry, Parts
+from samestep.parallel.joined_optimizer import Joined, LocalOptimizer
+from samestep.parallel.offload_optimizer import OffloadedOptimizer
+from samestep.parallel.parts import Entry, Parts, local
 from samestep.parallel.pieces import Piece, piece_of, whole_piece
+from samestep.parallel.whole_optimizer import WholeOptimizer
 
 OPTIMIZER = "optimizer."
+
+# Numbers of Python's that an optimizer keeps as state, and the tensors that they are saved as.
+_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "bool": (bool, torch.bool),
+    "int": (int, torch.int64),
+    "float": (float, torch.float64),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stepped:
+    """Parameters that an optimizer steps: by what it steps, their names and this rank's tensors of the model."""
+
+    optimizer: Optimizer
+    names: Mapping[Tensor, str]
+    held: Mapping[Tensor, nn.Parameter]  # nothing for whole parameters, whose state is whole
+
+
+def innermost(optimizer: Any) -> Iterator[Optimizer]:
+    """The optimizers that keep the state of what this rank steps."""
+    if isinstance(optimizer, Joined):
+        for each in optimizer.optimizers():
+            yield from innermost(each)
+    elif isinstance(optimizer, WholeOptimizer):
+        yield from (inner for inner, _ in optimizer.owned())
+    elif isinstance(optimizer, LocalOptimizer):
+        if optimizer.inner is not None:
+            yield optimizer.inner
+    elif hasattr(optimizer, "optim"):  # ZeroRedundancyOptimizer keeps the one of its part there
+        yield from innermost(optimizer.optim)
+    else:
+        yield optimizer
+
+
+def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    if isinstance(optimizer, Joined):
+        for each in optimizer.optimizers():
+            yield from _stepped(each, model)
+    elif isinstance(optimizer, WholeOptimizer):
+        for inner, owned in optimizer.owned():
+            yield _Stepped(optimizer=inner, names=owned, held={})
+    elif isinstance(optimizer, LocalOptimizer):
+        if optimizer.inner is not None:
+            held = optimizer.stepped()
+            of_shards = {shard: names[parameter] for shard, parameter in held.items()}
+            yield _Stepped(optimizer=optimizer.inner, names=of_shards, held=held)
+    elif hasattr(optimizer, "optim"):
+        yield from _stepped(optimizer.optim, model)
+    else:
+        yield _Stepped(optimizer=optimizer, names=names, held={each: each for each in model.parameters()})
 
 
 def optimizer_pieces(optimizer: Optimizer, model: nn.Module, parts: Parts) -> dict[str, Piece]:
     """What this rank holds of an optimizer's state: `optimizer.<parameter>.<key>`.
 
-    Raises UserError for state that isn't a tensor.
+    Raises UserError for state that is neither a tensor nor a number.
     """
-    inner = _innermost(optimizer)
     pieces: dict[str, Piece] = {}
-    for name, parameter in model.named_parameters():
-        for key, value in inner.state.get(parameter, {}).items():
-            if value is None:
-                continue
-            if not isinstance(value, Tensor):
-                raise UserError(
-                    f"a checkpoint can't hold {key} of {type(inner).__name__}, which is a {type(value).__name__}; "
-                    "an optimizer whose state is tensors, such as AdamW or SGD, would do"
-                )
-            pieces[f"{OPTIMIZER}{name}.{key}"] = _piece(name, parameter, key, value, parts)
+    for some in _stepped(optimizer, model):
+        for stepped, name in some.names.items():
+            for key, value in some.optimizer.state.get(stepped, {}).items():
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    key, value = _saved_number(some.optimizer, key, value)
+                pieces[f"{OPTIMIZER}{name}.{key}"] = _piece(name, some.held.get(stepped), key, value, parts)
     return pieces
 
 
-def _piece(name: str, parameter: nn.Parameter, key: str, value: Tensor, parts: Parts) -> Piece:
-    """State of a parameter's shape is cut as the parameter is; other state is every rank's, such as a count."""
+def _saved_number(optimizer: Optimizer, key: str, value: Any) -> tuple[str, Tensor]:
+    """A number of Python's as a tensor, under a key that says what it was."""
+    for kind, (of, dtype) in _NUMBERS.items():
+        if type(value) is of:
+            return f"{key}#{kind}", torch.tensor(value, dtype=dtype)
+    raise UserError(
+        f"a checkpoint can't hold {key} of {type(optimizer).__name__}, which is a {type(value).__name__}; "
+        "an optimizer whose state is tensors and numbers, such as AdamW or SGD, would do"
+    )
+
+
+def _piece(name: str, parameter: nn.Parameter | None, key: str, value: Tensor, parts: Parts) -> Piece:
+    """State of a parameter's shape is cut as the parameter is; other state is every rank's, such as a count.
+
+    `parameter`: None where a whole one is stepped.
+    """
+    if parameter is None:
+        return whole_piece(value)
     whole = parts.parameters[name].shape
-    if value.shape == parameter.shape and value.ndim:
+    if value.ndim and value.shape == parameter.shape:
         return piece_of(value, parts.part(name), whole)
+    if value.ndim and value.shape == local(parameter.detach()).shape:
+        return piece_of(parameter, parts.part(name), whole, memory=local(value.detach()))
     if value.ndim and parameter.shape != whole:
         raise UserError(
             f"a checkpoint can't hold {key} of {name}: it has shape {tuple(value.shape)}, the parameter "
@@ -51,38 +121,44 @@ class OptimizerToFill:
     """An optimizer that is to get its state from a checkpoint, read into `pieces` first."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, parts: Parts, saved: Mapping[str, Entry]) -> None:
-        self._optimizer = _innermost(optimizer)
-        self._state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        self._filled: list[tuple[Optimizer, dict[Tensor, dict[str, Tensor]]]] = []
         self.pieces: dict[str, Piece] = {}
-        names = {parameter: name for name, parameter in model.named_parameters()}
         keys = _keys(saved)
-        for parameter in self._parameters():
-            name = names[parameter]
-            for key in keys.get(name, ()):
-                full_name = f"{OPTIMIZER}{name}.{key}"
-                entry = saved[full_name]
-                value = _empty(parameter, entry, parts.parameters[name])
-                self._state.setdefault(parameter, {})[key] = value
-                self.pieces[full_name] = _piece(name, parameter, key, value, parts)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for some in _stepped(optimizer, model):
+            states: dict[Tensor, dict[str, Tensor]] = {}
+            for parameter in _parameters(some.optimizer):
+                name, held = some.names[parameter], some.held.get(parameter)
+                for key in keys.get(name, ()):
+                    full_name = f"{OPTIMIZER}{name}.{key}"
+                    offloaded = isinstance(some.optimizer, OffloadedOptimizer)  # its state is that of plain copies
+                    like = local(parameter.detach()) if offloaded else parameter.detach()
+                    value = _empty(like, held, saved[full_name], parts.parameters[name])
+                    states.setdefault(parameter, {})[key] = value
+                    self.pieces[full_name] = _piece(name, held, key, value, parts)
+            self._filled.append((some.optimizer, states))
 
     def fill(self) -> None:
-        """Give the optimizer what was read, and leave its groups' settings as they are."""
-        numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
-        groups: list[dict[str, Any]] = [
-            {**group, "params": [numbers[parameter] for parameter in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]
-        state = {numbers[parameter]: values for parameter, values in self._state.items()}
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        """Give the optimizers what was read, and leave their groups' settings as they are."""
+        for optimizer, states in self._filled:
+            numbers: dict[Tensor, int] = {each: number for number, each in enumerate(_parameters(optimizer))}
+            groups: list[dict[str, Any]] = [
+                {**group, "params": [numbers[parameter] for parameter in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            state = {
+                numbers[parameter]: dict(_restored(key, value) for key, value in values.items())
+                for parameter, values in states.items()
+            }
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _innermost(optimizer: Any) -> Optimizer:
-    while hasattr(optimizer, "optim"):  # ZeroRedundancyOptimizer keeps the one of its part there
-        optimizer = optimizer.optim
-    return optimizer
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _restored(key: str, value: Tensor) -> tuple[str, Any]:
+    name, _, kind = key.partition("#")
+    return (name, _NUMBERS[kind][0](value.item())) if kind in _NUMBERS else (key, value)
 
 
 def _keys(saved: Mapping[str, Entry]) -> dict[str, list[str]]:
@@ -95,7 +171,8 @@ def _keys(saved: Mapping[str, Entry]) -> dict[str, list[str]]:
     return keys
 
 
-def _empty(parameter: nn.Parameter, saved: Entry, whole: Entry) -> Tensor:
-    if saved.shape == whole.shape and len(saved.shape):
-        return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
+def _empty(stepped: Tensor, held: nn.Parameter | None, saved: Entry, whole: Entry) -> Tensor:
+    """Memory for what was saved of a parameter that is stepped whole (`held` is None) or as this rank holds it."""
+    if held is not None and saved.shape == whole.shape and len(saved.shape):
+        return torch.zeros_like(stepped, dtype=saved.dtype)
     return torch.zeros(saved.shape, dtype=saved.dtype)

@@ -1,8 +1,7 @@
 """Parts: what of the whole model's parameters a rank holds, and how the ranks' parts belong together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,10 +159,13 @@ class Parts:
         for group, parameters in self._sums(model).items():
             sum_gradients_over(group, parameters, self.mesh.grid.device_type)
 
-    def find_owners(self, model: nn.Module, optimizer: Any) -> None:
-        """Note which rank steps which parameter, where gradients go to that rank alone; every rank must ask."""
+    def find_owners(self, model: nn.Module, stepped: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """Note which rank steps which parameter, where gradients go to that rank alone; every rank must ask.
+
+        `stepped` gives the parameters that this rank's position on the shard axis steps.
+        """
         if self.owners is not None:
-            mine = [parameter for group in optimizer.optim.param_groups for parameter in group["params"]]
+            mine = stepped()
             shared = self.not_of_experts(model)
             kept = set(shared)
             sums = {group: [p for p in parameters if p in kept] for group, parameters in self._sums(model).items()}

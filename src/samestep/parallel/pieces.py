@@ -53,8 +53,27 @@ def whole_piece(tensor: Tensor) -> Piece:
     return piece_of(tensor, Part(), tensor.shape)
 
 
-def piece_of(tensor: Tensor, part: Part, shape: torch.Size) -> Piece:
-    """The piece that a rank's tensor is: all of a whole of this shape, a slice of it, or a shard of either."""
+def piece_of(tensor: Tensor, part: Part, shape: torch.Size, memory: Tensor | None = None) -> Piece:
+    """The piece that a rank's tensor is: all of a whole of this shape, a slice of it, or a shard of either.
+
+    `memory`: other numbers of the same place, such as an optimizer's state of a shard.
+    """
+    memory = local(tensor.detach()) if memory is None else memory
+    boxes = [Box(offsets=place.offsets, values=memory[place.memory]) for place in places_of(tensor, part, shape)]
+    return Piece(shape=shape, dtype=memory.dtype, boxes=boxes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where numbers that lie together in the whole are in this rank's memory."""
+
+    offsets: tuple[int, ...]  # where they begin in the whole
+    memory: tuple[slice, ...]
+    sizes: tuple[int, ...]
+
+
+def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
+    """The boxes of the whole that a rank's tensor is, and where it has them."""
     spans = [[_Span(whole=0, memory=0, length=length)] for length in shape]
     if part.slice is not None:
         spans[part.slice.dim] = _spans_of(part.slice)
@@ -64,16 +83,15 @@ def piece_of(tensor: Tensor, part: Part, shape: torch.Size) -> Piece:
             [span.within(start, length) for span in along]
             for along, start, length in zip(spans, chunk.offsets, chunk.sizes, strict=True)
         ]
-    memory = local(tensor.detach())
-    boxes = [
-        Box(
+    return [
+        Placed(
             offsets=tuple(span.whole for span in box),
-            values=memory[tuple(slice(span.memory, span.memory + span.length) for span in box)],
+            memory=tuple(slice(span.memory, span.memory + span.length) for span in box),
+            sizes=tuple(span.length for span in box),
         )
         for box in product(*spans)
         if all(span.length for span in box)
     ]
-    return Piece(shape=shape, dtype=tensor.dtype, boxes=boxes)
 
 
 def _spans_of(part: Slice) -> list[_Span]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from samestep.parallel.optimizer_kinds import Make
 from samestep.parallel.rebuild import rebuild
 
 
@@ -16,6 +17,23 @@ def shard_optimizer(optimizer: Optimizer, group: ProcessGroup, kind: Callable[..
 
     `kind` makes the optimizer of a part.
     """
+    sharded = rebuild(optimizer, partial(_class(), optimizer_class=kind, process_group=group))
+    # The same groups, so that a schedule of the given optimizer also sets the rates here.
+    sharded.param_groups = optimizer.param_groups
+    return sharded
+
+
+def shard_joined(optimizer: Optimizer, group: ProcessGroup, make: Make) -> Optimizer:
+    """The same of an optimizer that `make` makes of groups with their settings."""
+    groups = optimizer.param_groups
+    # PyTorch hands on the defaults that it was given, and settings of groups beside them.
+    sharded = _class()([{**each} for each in groups], optimizer_class=lambda part: make(part), process_group=group)
+    sharded.param_groups = groups
+    return sharded
+
+
+def _class() -> Any:
+    """PyTorch's sharded optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from what it imports along
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -30,8 +48,4 @@ def shard_optimizer(optimizer: Optimizer, group: ProcessGroup, kind: Callable[..
         def _verify_same_dense_param_type(self) -> None:
             pass
 
-    maker: Any = kind  # PyTorch's hint says a class; it calls whatever it is
-    sharded = rebuild(optimizer, partial(OfAnyDtype, optimizer_class=maker, process_group=group))
-    # The same groups, so that a schedule of the given optimizer also sets the rates here.
-    sharded.param_groups = optimizer.param_groups
-    return sharded
+    return OfAnyDtype

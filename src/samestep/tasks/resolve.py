@@ -52,7 +52,7 @@ def _find_class(name: str) -> type[Task]:
     file, separator, class_name = name.rpartition(":")
     if not separator or not file.endswith(".py"):
         raise UserError(f'recipe.task is "{name}"; {closest(name, TASKS)}, or path/to/file.py:ClassName')
-    module = _import_file(Path(file))
+    module = import_file(Path(file))
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = "is not a subclass of samestep.Task" if found is not None else "is not in that file"
@@ -68,9 +68,10 @@ def _is_whole_task(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Task) and not inspect.isabstract(value)
 
 
-def _import_file(path: Path) -> ModuleType:
+def import_file(path: Path, key: str = "recipe.task") -> ModuleType:
+    """The module of a user's file. Raises UserError, about the key that names it, where it can't be imported."""
     if not path.is_file():
-        raise UserError(f"recipe.task: no file {path}")
+        raise UserError(f"{key}: no file {path}")
     # A name of its own for every path, so that two files called task.py don't meet; and the same name in
     # every process, so that objects of its classes can be sent between processes.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
@@ -88,7 +89,7 @@ def _import_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-        raise UserError(f"recipe.task: {path} fails to import: {what}, at {_line_of(error, path)}") from error
+        raise UserError(f"{key}: {path} fails to import: {what}, at {_line_of(error, path)}") from error
     return module
 
 
@@ -120,7 +121,7 @@ def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
     An argument without a type hint, or with one that only type checkers see, is handed over as it is.
     """
     parameters = {} if task_class.__init__ is object.__init__ else dict(inspect.signature(task_class).parameters)
-    hints = _hints_of(task_class.__init__)
+    hints = hints_of(task_class.__init__)
     given: dict[str, tuple[str, Any]] = {}  # argument -> where it stands, value
     for section in _SECTIONS:
         value = getattr(recipe, section)
@@ -142,10 +143,10 @@ def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
         )
         if name not in given and not optional:
             raise UserError(f'recipe.args.{name} is missing; task "{recipe.task}" needs it')
-    return {name: _checked(value, hints.get(name), where) for name, (where, value) in given.items()}
+    return {name: checked_value(value, hints.get(name), where) for name, (where, value) in given.items()}
 
 
-def _hints_of(function: Any) -> dict[str, Any]:
+def hints_of(function: Any) -> dict[str, Any]:
     if function is object.__init__:
         return {}
     try:
@@ -154,7 +155,8 @@ def _hints_of(function: Any) -> dict[str, Any]:
         return {}
 
 
-def _checked(value: Any, hint: Any, where: str) -> Any:
+def checked_value(value: Any, hint: Any, where: str) -> Any:
+    """A value as its type hint wants it. Raises UserError, about the key `where`, for one that does not fit."""
     if hint is None:
         return value
     check_keys(value, hint, where)

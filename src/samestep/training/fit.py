@@ -35,7 +35,8 @@ from samestep.training.checkpoints import Checkpoints
 from samestep.training.dropout import switch_off
 from samestep.training.early_stop import Stopped
 from samestep.training.loop import StepLog, take_all_steps
-from samestep.training.optimizer import make_optimizer, make_schedule
+from samestep.training.optimizer import make_schedule
+from samestep.training.optimizer_plan import OptimizerPlan
 from samestep.training.progress import Bar
 from samestep.training.records import Records
 from samestep.training.result import TrainResult
@@ -68,6 +69,7 @@ class Training:
             workers=job.run.workers,
             engine_config=job.run.engine_config,
             communication=recipe.communication,
+            average=recipe.average,
             bucket_mb=job.run.bucket_mb,
             sparse_rows=job.run.sparse_rows,
         )
@@ -83,7 +85,7 @@ class Training:
         self.complex = [name for name, tensor in built.model.state_dict().items() if tensor.is_complex()]
         self.session.prepare_with(
             built.model,
-            optimizer_of=partial(make_optimizer, recipe.optimizer),
+            optimizer_of=OptimizerPlan(recipe, built.model),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
             details=Details(
                 example=_example(task, self.samples),
@@ -337,7 +339,8 @@ def _finish(
         own_step_seconds=results.gather_own_step_seconds(supervision.pace.seconds()),
         profile=_profile(training, job, folder),
     )
-    state = session.trainer.state()
+    with session.trainer.averaged():
+        state = session.trainer.state()
     schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
         results.write(result, session, peaks=peaks, state=state, schedule=schedule)

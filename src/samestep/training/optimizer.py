@@ -1,12 +1,11 @@
 """Optimizers and learning-rate schedules from a recipe."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -14,10 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from samestep.recipe import SGD, AdamW, Schedule
 
 
-def make_optimizer(spec: AdamW | SGD, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """An optimizer over named parameters, fused where PyTorch has a fused one for them."""
+def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """AdamW or SGD over groups of parameters, fused where PyTorch has a fused one for them."""
     make = _MAKERS[type(spec)](spec)
-    groups = parameter_groups(parameters, weight_decay=spec.weight_decay, decay_all=spec.decay_all)
     given = [parameter for group in groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in given)
     if (sharded and type(spec) not in _FUSED_ON_SHARDS) or any(parameter.is_complex() for parameter in given):
@@ -42,31 +40,21 @@ _MAKERS: dict[type, Callable[[Any], Callable[..., Optimizer]]] = {AdamW: _adamw,
 _FUSED_ON_SHARDS = {AdamW}
 
 
-def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, decay_all: bool
-) -> list[dict[str, Any]]:
-    """Two groups: matrices and tables, which decay, and vectors (biases, norms), which don't.
-
-    Decay pulls a weight towards zero to keep a product small; a norm's scale and a bias are no products.
-    """
-    trained = [parameter for _, parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if decay_all or p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if not decay_all and p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [part for group in groups for part in _of_one_kind(group) if part["params"]]
-
-
-def _of_one_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
+def of_one_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
     """Shards apart from what a sharded model keeps whole: PyTorch's fused kernels don't take both at once."""
     shards = [p for p in group["params"] if isinstance(p, DTensor)]
     whole = [p for p in group["params"] if not isinstance(p, DTensor)]
     return [{**group, "params": shards}, {**group, "params": whole}]
 
 
+SCHEDULE = "schedule"  # of a group of parameters that has its own
+
+
 def make_schedule(spec: Schedule, total_steps: int, optimizer: Optimizer) -> LambdaLR:
     """The learning rate of each step: step `s` of warm-up W has (s + 1) / W of it, so that no step is lost."""
-    return LambdaLR(optimizer, partial(rate, spec, total_steps))
+    return LambdaLR(
+        optimizer, [partial(rate, group.get(SCHEDULE) or spec, total_steps) for group in optimizer.param_groups]
+    )
 
 
 def rate(spec: Schedule, total_steps: int, step: int) -> float:

@@ -6,7 +6,7 @@ of summation give the same. SGD moves such a parameter by as little. AdamW divid
 `eps` where that is larger: 1e-16 / 1e-8 is 1e-8 of a whole learning rate, a hundred times a proof's tolerance.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,21 +21,27 @@ _ROUNDING = 4 * 2.0**-52
 class Rounding:
     """Adds up, step by step, by how much a gradient's rounding may move each number of each parameter."""
 
-    def __init__(self, eps: float) -> None:
-        self._eps = eps
+    def __init__(self) -> None:
         self._steps = 0
         self._largest: dict[str, Tensor] = {}  # gradient of each number so far
         self.moves: dict[str, Tensor] = {}
 
-    def add(self, gradients: Iterable[tuple[str, Tensor]], norm: float, lr: float) -> None:
-        """Take notice of a step: gradients and their norm, both as the optimizer saw them, and the learning rate.
+    def add(
+        self, gradients: Iterable[tuple[str, Tensor]], norm: float, settings: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """Take notice of a step: gradients and their norm, both as the optimizer saw them.
+
+        `settings`: learning rate and eps by parameter; those that are not named are stepped without a division.
 
         AdamW divides by the root of a mean of squares, of which each of `steps` steps has at least its share.
         """
         self._steps += 1
         for name, gradient in gradients:
+            if name not in settings:
+                continue
+            lr, eps = settings[name]
             size = as_real(gradient).abs()
             largest = torch.maximum(self._largest.get(name, torch.zeros_like(size)), size)
-            move = lr * _ROUNDING * norm / (largest / self._steps**0.5 + self._eps)
+            move = lr * _ROUNDING * norm / (largest / self._steps**0.5 + eps)
             self._largest[name] = largest
             self.moves[name] = self.moves.get(name, torch.zeros_like(move)) + move

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,14 @@ from samestep.engines.base import (
     Trainer,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.resolve import check, check_buckets, check_communication, check_sparse_rows, resolve
+from samestep.engines.resolve import (
+    check,
+    check_average,
+    check_buckets,
+    check_communication,
+    check_sparse_rows,
+    resolve,
+)
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
@@ -42,13 +48,13 @@ from samestep.parallel.initial import move
 from samestep.parallel.pipeline.rules import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.parallel.spread import Details
-from samestep.recipe import Precision, Recipe
+from samestep.recipe import Average, Precision, Recipe
 from samestep.tasks.base import Samples, default_scores
 from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training import evaluation
 from samestep.training.adapters import AdapterFacts, facts_of
 from samestep.training.evaluation import Scores
-from samestep.training.own_optimizer import no_schedule, point_to
+from samestep.training.own_optimizer import OwnOptimizers, no_schedule
 from samestep.training.progress import Bar
 from samestep.training.session_checks import check_dealt, check_lengths, check_prepared, check_step
 from samestep.training.state import base_of, load_state, save_state
@@ -88,12 +94,14 @@ class Session:
         communication: Communication | None = None,
         bucket_mb: float | None = None,
         sparse_rows: SparseRows = "auto",
+        average: Average | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision, engine_config)
         check_communication(communication, engine, layout, precision)
         check_buckets(bucket_mb, engine, layout, communication)
         check_sparse_rows(sparse_rows, engine, layout, communication)
+        check_average(average, engine)
         self.world = world
         self.layout = layout
         self.engine = engine
@@ -113,6 +121,7 @@ class Session:
         self._engine_config = engine_config
         self._communication = communication
         self._sparse_rows: SparseRows = sparse_rows
+        self._average = average
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
         self._group: ProcessGroup | None = None
@@ -133,22 +142,27 @@ class Session:
     def prepare(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         example: Any = None,
         *,
         batch_buffers: Mapping[str, str] | None = None,
-    ) -> tuple[nn.Module, Optimizer]:
+    ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer]]:
         """Spread a model and its optimizer, which must not have stepped yet, and return both.
+
+        Several optimizers are a list of them, such as Muon of the hidden matrices and AdamW of the rest.
 
         The model must be the same on every rank: build it under `torch.manual_seed(...)`. Tensor, pipeline,
         context and expert parallel layouts want an `example` too: what the model may be called with, a few samples.
         `batch_buffers` is as in `Task.batch_buffers`.
         """
         check_prepared(model, optimizer)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if not isinstance(optimizer, Optimizer) and not self.engine.abilities.own_optimizers:
+            raise UserError(
+                f'session.prepare: engine "{self.engine.name}" takes one optimizer; give one, or use engine native'
+            )
         self.prepare_with(
             model,
-            optimizer_of=partial(point_to, optimizer, names),
+            optimizer_of=OwnOptimizers(optimizer, model),
             schedule_of=no_schedule,
             details=Details(
                 example=example,
@@ -196,6 +210,7 @@ class Session:
                     optimizer_of=optimizer_of,
                     schedule_of=schedule_of,
                     details=details,
+                    average=self._average,
                     communication=self._communication,
                 ),
             )
@@ -334,7 +349,10 @@ class Session:
             dtype=self._dtype,
             workers=self._workers,
         )
-        with bar.part("evaluate", len(chunks)) if bar is not None else nullcontext() as advance:
+        with (
+            bar.part("evaluate", len(chunks)) if bar is not None else nullcontext() as advance,
+            self.trainer.averaged(),
+        ):
             return evaluation.evaluate(
                 self.trainer,
                 chunks,
@@ -368,6 +386,7 @@ def session(
     transport: Transport = "auto",
     bucket_mb: float | None = None,
     sparse_rows: SparseRows = "auto",
+    average: Average | None = None,
 ) -> Iterator[Session]:
     """Take part in a training from a script of one's own, as the rank that torchrun made of this process.
 
@@ -396,6 +415,7 @@ def session(
             engine_config=engine_config,
             bucket_mb=bucket_mb,
             sparse_rows=sparse_rows,
+            average=average,
         )
         yield training
         training.close()  # not after an error, when other ranks may be gone

@@ -1,6 +1,6 @@
 """What a loop of one's own hands to its session, checked where it is handed over."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from samestep.tasks.base import check_samples
 from samestep.training.built_model import check_memory, check_model, lazy_modules
 
 
-def check_prepared(model: nn.Module, optimizer: Optimizer) -> None:
+def check_prepared(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:
     """Raise UserError for a model or an optimizer that can't be spread."""
     check_model(model, "session.prepare")
     check_memory(model, "session.prepare")
@@ -23,13 +23,15 @@ def check_prepared(model: nn.Module, optimizer: Optimizer) -> None:
             f"session.prepare: {lazy[0]} has no shape yet; call the model once with a few samples before, under the "
             "same seed on every rank"
         )
-    if not isinstance(optimizer, Optimizer):
-        raise UserError(
-            f"session.prepare: the optimizer is {_named(optimizer)}; use a torch.optim.Optimizer of the model's "
-            "parameters"
-        )
-    if optimizer.state:
-        raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
+    several = optimizer if isinstance(optimizer, (list, tuple)) and optimizer else [optimizer]
+    for each in several:
+        if not isinstance(each, Optimizer):
+            raise UserError(
+                f"session.prepare: the optimizer is {_named(each)}; use a torch.optim.Optimizer of the model's "
+                "parameters"
+            )
+        if each.state:
+            raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
 
 
 def check_dealt(samples: Any, collate: Any, what: str, **numbers: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.recipe import AdamW, Recipe
+from samestep.recipe import AdamW, NamedOptimizer, Recipe
 from samestep.translate.base import Writer, Written
 from samestep.translate.unsaid import unsaid
 
@@ -68,6 +68,9 @@ def _batch(job: Job, layout: Layout) -> dict[str, Any]:
 
 def _optimizer(recipe: Recipe, remarks: list[str]) -> dict[str, Any]:
     given = recipe.optimizer
+    if isinstance(given, NamedOptimizer):
+        remarks.append(f"recipe.optimizer = {given.name}: make it in the script, and hand it to deepspeed.initialize")
+        return {}
     if isinstance(given, AdamW):
         settings = {"lr": given.lr, "betas": list(given.betas), "eps": given.eps, "weight_decay": given.weight_decay}
         made = {"type": "AdamW", "params": settings}

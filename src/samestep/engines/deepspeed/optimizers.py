@@ -5,7 +5,7 @@ from typing import Any
 
 from samestep.engines.deepspeed import config as configuration
 from samestep.errors import UserError
-from samestep.recipe import SGD, AdamW, Recipe
+from samestep.recipe import SGD, AdamW, NamedOptimizer, Recipe
 from samestep.validation import checked
 
 _SCHEMAS: dict[str, type[AdamW] | type[SGD]] = {"adam": AdamW, "adamw": AdamW, "sgd": SGD}
@@ -22,9 +22,13 @@ def optimizer_of(given: configuration.Config, recipe: Recipe) -> AdamW | SGD:
 
     A kind that recipes don't have is DeepSpeed's own business. Raises UserError where both say different ones.
     """
-    section = given.get("optimizer")
+    section, mine = given.get("optimizer"), recipe.optimizer
+    if isinstance(mine, NamedOptimizer):
+        raise UserError(
+            f'recipe.optimizer is {mine.name}, and engine "deepspeed" takes adamw or sgd; use one, or engine native'
+        )
     if section is None:
-        return recipe.optimizer
+        return mine
     theirs = None if _foreign(section) else _mirrored(section, recipe)
     if theirs is None and configuration.has_auto(section):
         raise UserError(
@@ -36,7 +40,7 @@ def optimizer_of(given: configuration.Config, recipe: Recipe) -> AdamW | SGD:
             f"recipe.optimizer is {recipe.optimizer} and the DeepSpeed configuration has optimizer {section}; "
             "leave one of them out"
         )
-    return theirs or recipe.optimizer
+    return theirs or mine
 
 
 def check_proof(given: configuration.Config) -> None:

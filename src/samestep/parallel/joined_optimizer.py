@@ -1,0 +1,119 @@
+"""Several optimizers as one: each steps some of the parameters, such as Muon the matrices and AdamW the rest."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.errors import LayoutError, UserError
+from samestep.layout import Layout
+from samestep.parallel.optimizer_kinds import Kind, Make, Shapes, kind_of
+from samestep.parallel.parts import local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One of the optimizers."""
+
+    title: str  # for messages, such as "recipe.optimizer (torch.optim.Muon)"
+    make: Make
+    groups: Sequence[Shapes]  # of the whole model, which other ranks hold parts of
+    optimizer: Optimizer | None  # None: this rank holds none of its parameters
+
+    def kind(self, layout: Layout) -> Kind:
+        """What kind it is. Raises UserError where its steps would not be the same under this layout."""
+        kind = kind_of(self.make, self.groups, self.title)
+        if kind.draws and layout.size > 1:
+            raise UserError(
+                f'layout "{layout}": {self.title} draws random numbers in its step, and every rank would draw '
+                "others; use layout single, or an optimizer that draws none"
+            )
+        apart = layout.pipeline > 1 or layout.zero or layout.tensor > 1 or layout.expert > 1
+        if not kind.alone and apart:
+            others = layout.replicate * layout.shard * layout.expert * layout.pipeline * layout.tensor
+            raise LayoutError(
+                f'layout "{layout}": {self.title} steps a parameter by what all parameters together are, of which a '
+                f"rank holds a part; use dp{others}"
+            )
+        return kind
+
+
+class Joined(Optimizer):
+    """Steps every member. Its groups are theirs, after one without parameters that has the rate of the recipe."""
+
+    def __init__(self, members: Sequence[Member], *, lr: float) -> None:
+        super().__init__([{"params": [], "lr": lr}], {"lr": lr})
+        self.members = members
+        self.param_groups += [group for each in self.optimizers() for group in each.param_groups]
+
+    def optimizers(self) -> Iterator[Optimizer]:
+        for member in self.members:
+            if member.optimizer is not None:
+                yield member.optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def each(self, function: Callable[[Member], Optimizer | None]) -> "Joined":
+        """The same of what `function` makes of each member; group 0, which a schedule may have, stays."""
+        members = [replace(member, optimizer=function(member)) for member in self.members]
+        joined = Joined(members, lr=self.param_groups[0]["lr"])
+        joined.param_groups[0] = self.param_groups[0]
+        return joined
+
+
+class LocalOptimizer(Optimizer):
+    """Steps the shards that this rank holds as plain tensors, by an optimizer that treats every number by itself.
+
+    Operators of one's own need not know of PyTorch's sharded tensors.
+    """
+
+    def __init__(self, optimizer: Optimizer, make: Make) -> None:
+        """`optimizer`: of sharded parameters; its groups stay those of this one, so that a schedule sets both."""
+        super().__init__([{"params": []}], {})
+        self.param_groups = optimizer.param_groups
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # sharded, and its shard here
+        groups = []
+        for number, group in enumerate(self.param_groups):
+            held = []
+            for parameter in group["params"]:
+                if local(parameter.detach()).numel():
+                    shard = nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad)
+                    self._pairs.append((parameter, shard))
+                    held.append(shard)
+            if held:
+                groups.append((number, {**group, "params": held}))
+        self._numbers = [number for number, _ in groups]
+        self.inner = make([group for _, group in groups]) if groups else None
+
+    def stepped(self) -> dict[Tensor, nn.Parameter]:
+        """The sharded parameter of every one that the inner optimizer steps."""
+        return {shard: parameter for parameter, shard in self._pairs}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.inner is None:
+            return
+        follow(self.inner, self.param_groups, self._numbers)
+        for parameter, shard in self._pairs:
+            shard.data = local(parameter.detach())
+            shard.grad = None if parameter.grad is None else local(parameter.grad)
+        self.inner.step()
+        for _, shard in self._pairs:
+            shard.grad = None
+
+
+def follow(inner: Optimizer, groups: Sequence[dict[str, Any]], numbers: Sequence[int]) -> None:
+    """Give an inner optimizer's groups the settings, such as the rate, of the groups that a schedule sets."""
+    for number, mine in zip(numbers, inner.param_groups, strict=True):
+        mine.update({name: value for name, value in groups[number].items() if name != "params"})

@@ -1,0 +1,124 @@
+"""An optimizer spread as a layout says: its state sharded, offloaded, or kept by the owners of whole parameters."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from samestep.comm.mesh import Mesh
+from samestep.errors import LayoutError, UserError
+from samestep.layout import Layout
+from samestep.parallel.host_memory import HostMemory
+from samestep.parallel.joined_optimizer import Joined, LocalOptimizer, Member
+from samestep.parallel.mapped_file import MappedFile
+from samestep.parallel.offload_optimizer import OffloadedOptimizer, offloaded_kind
+from samestep.parallel.offload_parameters import keep_state
+from samestep.parallel.rebuild import rebuild
+from samestep.parallel.shard_optimizer import shard_joined, shard_optimizer
+from samestep.parallel.spread import Spread
+from samestep.parallel.whole_optimizer import WholeOptimizer
+
+
+def spread_optimizer(
+    optimizer: Optimizer,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    spread_model: Spread,
+    offload_folder: Path | None = None,
+) -> Optimizer:
+    """Spread an optimizer as its layout says; shards of parameters bring their shards of state along.
+
+    Raises UserError where it can't take the same step under this layout.
+    """
+    if isinstance(optimizer, Joined):
+        joined = optimizer.each(partial(_of_member, layout, mesh, device, spread_model, offload_folder))
+        spread_model.parts.find_owners(spread_model.model, lambda: list(_stepped_here(joined, mesh)))
+        return joined
+    kind = offloaded_kind(type(optimizer), layout, device, offload_folder)
+    if layout.zero == 1:
+        sharded: Any = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
+        spread_model.parts.find_owners(spread_model.model, lambda: list(_in_groups(sharded.optim)))
+        return sharded
+    if spread_model.disk is not None:
+        keep_state(optimizer, spread_model.disk)
+    return optimizer if kind is type(optimizer) else rebuild(optimizer, kind)
+
+
+def _in_groups(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _stepped_here(joined: Joined, mesh: Mesh) -> Iterator[nn.Parameter]:
+    """The parameters that under ZeRO-1 this position of the shard axis steps; every rank asks."""
+    for optimizer in joined.optimizers():
+        if isinstance(optimizer, WholeOptimizer):
+            yield from optimizer.stepped_along(mesh.coordinate("shard"), mesh)
+        else:
+            yield from _in_groups(getattr(optimizer, "optim", optimizer))
+
+
+def _of_member(
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    spread_model: Spread,
+    folder: Path | None,
+    member: Member,
+) -> Optimizer | None:
+    kind = member.kind(layout)
+    cut = layout.zero >= 2 or layout.tensor > 1 or layout.expert > 1
+    if not kind.by_number and cut:
+        return _whole(layout, spread_model, member)
+    optimizer = member.optimizer
+    if optimizer is None:
+        return None
+    make = member.make
+    if layout.offloads("optimizer") or layout.offloads("optimizer-disk"):
+        memory = HostMemory(device) if layout.offloads("optimizer") else MappedFile(folder)
+        make = partial(_offloaded, member, memory)
+    if layout.zero == 1:
+        return shard_joined(optimizer, mesh.grid.get_group("shard"), make)
+    if make is not member.make:
+        groups = optimizer.param_groups
+        made = make(groups)
+        for mine, given in zip(made.param_groups, groups, strict=True):  # a schedule sets the given ones
+            given.update({name: value for name, value in mine.items() if name != "params"})
+        made.param_groups = groups
+        return made
+    if spread_model.disk is not None:
+        keep_state(optimizer, spread_model.disk)
+    elif any(isinstance(parameter, DTensor) for parameter in _in_groups(optimizer)):
+        return LocalOptimizer(optimizer, member.make)
+    return optimizer
+
+
+def _offloaded(member: Member, memory: HostMemory | MappedFile, groups: Any) -> OffloadedOptimizer:
+    return OffloadedOptimizer(groups, kind=lambda inner, **_: member.make(inner), memory=memory, by_number=True)
+
+
+def _whole(layout: Layout, spread_model: Spread, member: Member) -> WholeOptimizer:
+    parts = spread_model.parts
+    for option in ("optimizer-disk", "parameters-disk"):
+        if layout.offloads(option):
+            raise LayoutError(
+                f'layout "{layout}": {member.title} looks at whole parameters, which their owners keep in memory; '
+                f"use offload={option.removesuffix('-disk')}"
+            )
+    names: Mapping[Tensor, str] = {parameter: name for name, parameter in spread_model.model.named_parameters()}
+    host = layout.offloads("optimizer") or layout.offloads_parameters
+    return WholeOptimizer(member.optimizer, member.make, names=names, parts=parts, host=host)
+
+
+def check_by_number(optimizer: Optimizer, layout: Layout, why: str) -> None:
+    """Raise UserError for an optimizer that looks at whole parameters, where ranks step rows of them."""
+    for member in optimizer.members if isinstance(optimizer, Joined) else ():
+        if not member.kind(layout).by_number:
+            raise UserError(f"{why}, and {member.title} looks at whole parameters")

@@ -1,0 +1,325 @@
+"""Whole parameters for optimizers that must see them: Muon's matrices, the means of Adafactor, the norms of LAMB.
+
+Where a layout slices or shards parameters, each parameter has an owner among the ranks that hold its parts. In a step
+
+    gather    every rank sends its parts of a parameter and of its gradient to the owner
+    step      the owner steps the whole parameter
+    scatter   the owner sends the stepped parts back to all ranks that hold them
+
+each of which is one all-to-all message of many parameters. Owners are shared out so that every rank of a group owns
+about as many numbers, so the state, which only owners keep, is sharded, and no rank steps what another steps: the
+work is divided too (as in distributed Muon, Liu et al. 2025, arXiv 2502.16982, algorithm 1). Whole parameters and
+gradients exist for the time of one message alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.comm.mesh import Mesh
+from samestep.parallel.joined_optimizer import follow
+from samestep.parallel.optimizer_kinds import Make
+from samestep.parallel.parts import Parts, local
+from samestep.parallel.pieces import Placed, places_of
+
+_AXES = ("shard", "expert", "tensor")  # along which ranks hold different parts, or share out the owners
+
+# Numbers of whole parameters that a rank has at a time, unless one alone has more.
+_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Holding:
+    """What one rank of the group holds of a parameter, as all ranks are told."""
+
+    shape: torch.Size  # of the whole
+    dtype: torch.dtype
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # offsets and sizes in the whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mine:
+    """A parameter that this rank holds parts of."""
+
+    parameter: nn.Parameter
+    places: Sequence[Placed]
+    group: int  # number of its group
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """A parameter's place in the group's ranks."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    owner: int
+    senders: Mapping[int, Sequence[int]]  # rank -> which of its boxes it sends to the owner
+    holders: Mapping[int, _Holding]
+
+
+class WholeOptimizer(Optimizer):
+    """Steps parameters on their owners, whole. Its groups hold this rank's parts, so that a schedule sets them."""
+
+    def __init__(
+        self, optimizer: Optimizer | None, make: Make, *, names: Mapping[Tensor, str], parts: Parts, host: bool
+    ) -> None:
+        """`optimizer`: of this rank's parts, if it holds any; every rank of the group makes one.
+
+        `names`: of its parameters in the whole model. `host`: whole parameters and state are in the host's memory.
+        """
+        super().__init__([{"params": []}], {})
+        self.param_groups = [] if optimizer is None else optimizer.param_groups
+        mesh = parts.mesh
+        self._group = mesh.group(*_AXES)
+        self._rank = dist.get_rank(self._group)
+        self._device = torch.device(mesh.grid.device_type)
+        self._host = host
+        self._mine: dict[str, _Mine] = {}
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                name = names[parameter]
+                places = places_of(parameter, parts.part(name), parts.parameters[name].shape)
+                self._mine[name] = _Mine(parameter=parameter, places=places, group=number)
+        wholes = self._told(parts, mesh)
+        self._rounds = [_Round(self, some, make) for some in _in_rounds(wholes, dist.get_world_size(self._group))]
+
+    def _told(self, parts: Parts, mesh: Mesh) -> list[_Whole]:
+        """All parameters of the group's ranks, with their owners; the same on every rank."""
+        held = {
+            name: _Holding(
+                shape=parts.parameters[name].shape,
+                dtype=mine.parameter.dtype,
+                boxes=tuple((place.offsets, place.sizes) for place in mine.places),
+            )
+            for name, mine in self._mine.items()
+        }
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, (mesh.coordinate("shard"), held), group=self._group)
+        shards = [shard for shard, _ in told]
+        holders: dict[str, dict[int, _Holding]] = {}
+        for name in parts.parameters:
+            here = {rank: theirs[name] for rank, (_, theirs) in enumerate(told) if name in theirs}
+            if here:
+                holders[name] = here
+        loads = [0] * len(told)
+        wholes = []
+        for name, here in sorted(holders.items(), key=lambda item: -next(iter(item[1].values())).shape.numel()):
+            first = next(iter(here.values()))
+            # A rank without numbers of it may be without its settings as well.
+            owner = min(here, key=lambda rank: (loads[rank], rank))
+            loads[owner] += first.shape.numel()
+            senders = _senders(here, owner, shards)
+            wholes.append(
+                _Whole(name=name, shape=first.shape, dtype=first.dtype, owner=owner, senders=senders, holders=here)
+            )
+        return wholes
+
+    def owned(self) -> Iterator[tuple[Optimizer, dict[Tensor, str]]]:
+        """The optimizers of the whole parameters that this rank owns, and the names of these."""
+        for part in self._rounds:
+            if part.inner is not None:
+                yield part.inner, part.names
+
+    def stepped_along(self, axis_rank: int, mesh: Mesh) -> list[nn.Parameter]:
+        """The parameters of this rank whose owner stands at a position of the shard axis."""
+        shards: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(shards, mesh.coordinate("shard"), group=self._group)
+        return [
+            self._mine[whole.name].parameter
+            for part in self._rounds
+            for whole in part.wholes
+            if whole.name in self._mine and shards[whole.owner] == axis_rank
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for part in self._rounds:
+            part.step()
+
+
+class _Round:
+    """Parameters that travel together."""
+
+    def __init__(self, optimizer: WholeOptimizer, wholes: Sequence[_Whole], make: Make) -> None:
+        self.wholes = wholes
+        self._of = optimizer
+        self._ranks = range(dist.get_world_size(optimizer._group))
+        memory = torch.device("cpu") if optimizer._host else optimizer._device
+        self._owned: dict[str, nn.Parameter] = {}
+        groups: dict[int, list[nn.Parameter]] = {}
+        for whole in wholes:
+            if whole.owner == optimizer._rank:
+                # Zeros for the time of making; `step` puts the numbers there.
+                owned = nn.Parameter(torch.zeros(whole.shape, dtype=whole.dtype, device=memory))
+                self._owned[whole.name] = owned
+                groups.setdefault(optimizer._mine[whole.name].group, []).append(owned)
+        self.names: dict[Tensor, str] = {owned: name for name, owned in self._owned.items()}
+        self._numbers = list(groups)
+        self.inner: Optimizer | None = None
+        if groups:
+            settings = optimizer.param_groups
+            self.inner = make([{**settings[number], "params": owned} for number, owned in groups.items()])
+        self._forget()
+
+    def step(self) -> None:
+        dtypes = dict.fromkeys(whole.dtype for whole in self.wholes)
+        for dtype in dtypes:
+            self._gather([whole for whole in self.wholes if whole.dtype == dtype], dtype)
+        if self.inner is not None:
+            follow(self.inner, self._of.param_groups, self._numbers)
+            self.inner.step()
+        for dtype in dtypes:
+            self._scatter([whole for whole in self.wholes if whole.dtype == dtype], dtype)
+        self._forget()
+
+    def _forget(self) -> None:
+        for owned in self._owned.values():
+            owned.grad = None
+            owned.data = torch.empty(0, dtype=owned.dtype, device=owned.device)
+
+    def _gather(self, wholes: Sequence[_Whole], dtype: torch.dtype) -> None:
+        """For each parameter and sender [1 where there is a gradient, the gradient's boxes, the parameter's]."""
+        optimizer = self._of
+        given: list[list[Tensor]] = []
+        for owner in self._ranks:
+            parts: list[Tensor] = []
+            for whole in wholes:
+                if whole.owner == owner and optimizer._rank in whole.senders:
+                    parts += self._sent(whole, whole.senders[optimizer._rank])
+            given.append(parts)
+        sizes = [
+            sum(
+                1 + 2 * _numbers(whole.holders[rank], whole.senders[rank])
+                for whole in wholes
+                if whole.owner == optimizer._rank and rank in whole.senders
+            )
+            for rank in self._ranks
+        ]
+        for rank, taken in enumerate(self._exchanged(given, sizes, dtype)):
+            start = 0
+            for whole in wholes:
+                if whole.owner != optimizer._rank or rank not in whole.senders:
+                    continue
+                start = self._put_whole(whole, rank, taken, start)
+
+    def _sent(self, whole: _Whole, boxes: Sequence[int]) -> list[Tensor]:
+        mine = self._of._mine[whole.name]
+        parameter = local(mine.parameter.detach())
+        gradient = None if mine.parameter.grad is None else local(mine.parameter.grad)
+        values = [parameter[mine.places[number].memory] for number in boxes]
+        flag = parameter.new_full((1,), 0.0 if gradient is None else 1.0)
+        if gradient is None:
+            gradients = [torch.zeros_like(value) for value in values]
+        else:
+            gradients = [gradient[mine.places[number].memory].to(parameter.dtype) for number in boxes]
+        return [each.reshape(-1) for each in (flag, *gradients, *values)]
+
+    def _put_whole(self, whole: _Whole, rank: int, taken: Tensor, start: int) -> int:
+        """Put what a rank sent of a parameter into the whole one; returns where the next one begins."""
+        owned = self._owned[whole.name]
+        if owned.numel() != whole.shape.numel():
+            owned.data = torch.zeros(whole.shape, dtype=whole.dtype, device=owned.device)
+        if owned.grad is None and bool(taken[start].real if taken.is_complex() else taken[start]):
+            owned.grad = torch.zeros_like(owned)
+        start += 1
+        # Without a gradient on any rank all of them send zeros, and the optimizer passes over the parameter.
+        for target in (owned.grad, owned.data):
+            for number in whole.senders[rank]:
+                offsets, sizes = whole.holders[rank].boxes[number]
+                count = torch.Size(sizes).numel()
+                if target is not None:
+                    target[_slices(offsets, sizes)] = taken[start : start + count].view(sizes)
+                start += count
+        return start
+
+    def _scatter(self, wholes: Sequence[_Whole], dtype: torch.dtype) -> None:
+        optimizer = self._of
+        given: list[list[Tensor]] = []
+        for rank in self._ranks:
+            parts = []
+            for whole in wholes:
+                if whole.owner == optimizer._rank and rank in whole.holders:
+                    stepped = self._owned[whole.name].detach()
+                    parts += [stepped[_slices(*box)].reshape(-1) for box in whole.holders[rank].boxes]
+            given.append(parts)
+        mine = [whole for whole in wholes if whole.name in optimizer._mine]
+        sizes = [
+            sum(_numbers(whole.holders[optimizer._rank]) for whole in mine if whole.owner == owner)
+            for owner in self._ranks
+        ]
+        for owner, taken in enumerate(self._exchanged(given, sizes, dtype)):
+            start = 0
+            for whole in mine:
+                if whole.owner != owner:
+                    continue
+                held = optimizer._mine[whole.name]
+                parameter = local(held.parameter.detach())
+                for place in held.places:
+                    count = torch.Size(place.sizes).numel()
+                    parameter[place.memory] = taken[start : start + count].view(place.sizes).to(parameter.device)
+                    start += count
+
+    def _exchanged(self, given: Sequence[Sequence[Tensor]], sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """What every rank of the group sends to this one; `given` is what this one sends to each."""
+        device = self._of._device
+        message = torch.cat(
+            [*(part.to(device) for parts in given for part in parts), torch.empty(0, dtype=dtype, device=device)]
+        )
+        taken = torch.empty(sum(sizes), dtype=dtype, device=device)
+        given_sizes = [sum(part.numel() for part in parts) for parts in given]
+        factor = 1
+        if dtype.is_complex:  # back ends send real numbers
+            message, there, factor = torch.view_as_real(message).reshape(-1), torch.view_as_real(taken).view(-1), 2
+        else:
+            there = taken
+        dist.all_to_all_single(
+            there,
+            message,
+            output_split_sizes=[factor * size for size in sizes],
+            input_split_sizes=[factor * size for size in given_sizes],
+            group=self._of._group,
+        )
+        return [*taken.split(list(sizes))]
+
+
+def _senders(holders: Mapping[int, _Holding], owner: int, shards: Sequence[int]) -> dict[int, list[int]]:
+    """Which rank sends which of its boxes: each distinct box once.
+
+    Ranks at the owner's place of the shard axis come first, since under ZeRO-1 they alone have the gradient.
+    """
+    senders: dict[int, list[int]] = {}
+    seen: set[Any] = set()
+    for rank in sorted(holders, key=lambda rank: (rank != owner, shards[rank] != shards[owner], rank)):
+        for number, box in enumerate(holders[rank].boxes):
+            if box not in seen:
+                seen.add(box)
+                senders.setdefault(rank, []).append(number)
+    return dict(sorted(senders.items()))
+
+
+def _in_rounds(wholes: Sequence[_Whole], ranks: int) -> list[list[_Whole]]:
+    """Parameters in lots of which no rank has too many numbers at a time."""
+    rounds: list[list[_Whole]] = []
+    room = 0
+    for whole in wholes:
+        if whole.shape.numel() > room:
+            rounds.append([])
+            room = _AT_ONCE * ranks
+        rounds[-1].append(whole)
+        room -= whole.shape.numel()
+    return rounds
+
+
+def _numbers(holding: _Holding, boxes: Sequence[int] | None = None) -> int:
+    chosen = range(len(holding.boxes)) if boxes is None else boxes
+    return sum(torch.Size(holding.boxes[number][1]).numel() for number in chosen)
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))

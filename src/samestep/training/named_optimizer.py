@@ -1,0 +1,139 @@
+"""An optimizer of a recipe that is named by its class or function: found, and its arguments checked."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from samestep.errors import UserError
+from samestep.parallel.optimizer_kinds import Shapes
+from samestep.recipe import NamedOptimizer
+from samestep.tasks.resolve import checked_value, hints_of, import_file
+from samestep.validation import closest
+
+Make = Callable[[Sequence[dict[str, Any]]], Optimizer]  # from groups of parameters with their settings
+
+_WHAT = "a class or function such as torch.optim.Muon, package.module:function or path/to/file.py:function"
+
+
+def maker_of(spec: NamedOptimizer, where: str) -> Make:
+    """What makes the optimizer of groups of parameters. `where` is the key of the recipe, for messages.
+
+    Raises UserError where there is no such class or function, or it doesn't take the arguments.
+    """
+    function = _find(spec.name, f"{where}.name")
+    settings: dict[str, Any] = {
+        name: value for name, value in (("lr", spec.lr), ("weight_decay", spec.weight_decay)) if value is not None
+    }
+    for name in ("lr", "weight_decay"):
+        if name in spec.args:
+            raise UserError(f"{where}.args.{name} must stand one level higher, as {where}.{name}")
+    given = {**{name: (f"{where}.{name}", value) for name, value in settings.items()}}
+    given |= {name: (f"{where}.args.{name}", value) for name, value in spec.args.items()}
+    arguments = _checked(function, given, str(spec.name))
+    return partial(_made, function, arguments, where, _shown(spec))
+
+
+def try_out() -> list[Shapes]:
+    """A small matrix, with which an optimizer is tried before there is a model."""
+    return [Shapes(settings={}, shapes=[torch.Size((4, 3))])]
+
+
+def takes(spec: NamedOptimizer, argument: str, where: str) -> bool:
+    """Whether an optimizer takes an argument, such as a weight decay, and so its groups do."""
+    parameters = _parameters(_find(spec.name, f"{where}.name"))
+    return argument in parameters or _takes_any(parameters)
+
+
+def _made(
+    function: Callable[..., Any], arguments: dict[str, Any], where: str, shown: str, groups: Sequence[dict[str, Any]]
+) -> Optimizer:
+    try:
+        made = function(list(groups), **arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where} is {shown}, which can't be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Optimizer):
+        raise UserError(
+            f"{where} is {shown}, which gave a {type(made).__name__}; it must give a torch.optim.Optimizer"
+        )
+    for group in made.param_groups:
+        if not _is_rate(group.get("lr")):
+            raise UserError(
+                f"{where} is {shown}, whose groups have no lr that a schedule could scale; give {where}.lr"
+            )
+    return made
+
+
+def _is_rate(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and float(value) >= 0
+    except (TypeError, ValueError):
+        return False
+
+
+def _shown(spec: NamedOptimizer) -> str:
+    return spec.name if isinstance(spec.name, str) else getattr(spec.name, "__qualname__", str(spec.name))
+
+
+def _find(name: Any, where: str) -> Callable[..., Any]:
+    if not isinstance(name, str):
+        return name
+    place, colon, attribute = name.rpartition(":") if ":" in name else (*name.rpartition(".")[:2], name)
+    if not colon:
+        raise UserError(f'{where} is "{name}"; {closest(name, ("adamw", "sgd"))}, or {_WHAT}')
+    if not place:
+        raise UserError(f'{where} is "{name}"; use {_WHAT}')
+    attribute = name.rpartition(colon)[2]
+    if place.endswith(".py"):
+        module: Any = import_file(Path(place), where)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(f'{where} is "{name}", and {place} can\'t be imported: {error}; use {_WHAT}') from None
+    found = getattr(module, attribute, None)
+    if found is None or not callable(found):
+        there = [key for key, value in vars(module).items() if _is_optimizer(value)]
+        raise UserError(f'{where} is "{name}": {attribute} is not in {place}; {closest(attribute, there)}')
+    return found
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # written in another language than Python
+        return {}
+
+
+def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:
+    return not parameters or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def _checked(function: Callable[..., Any], given: dict[str, tuple[str, Any]], shown: str) -> dict[str, Any]:
+    """The arguments as the function's type hints want them, all but the parameters that it steps."""
+    parameters = _parameters(function)
+    hints = hints_of(function.__init__ if isinstance(function, type) else function)
+    known = list(parameters)[1:]
+    for name, (where, _) in given.items():
+        if name not in known and not _takes_any(parameters):
+            raise UserError(f'unknown key "{where}": {shown} takes no {name}; {closest(name, known)}')
+    for name in known:
+        parameter = parameters[name]
+        must = parameter.default is inspect.Parameter.empty and parameter.kind not in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        )
+        if must and name not in given:
+            raise UserError(f"{shown} needs {name}; give it in args, or as lr or weight_decay")
+    return {name: checked_value(value, hints.get(name), where) for name, (where, value) in given.items()}
