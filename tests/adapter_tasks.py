@@ -16,7 +16,8 @@ class PeftNextWord(NextWord):
     def model(self) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=3, lora_alpha=9, lora_dropout=0.2, target_modules=self.wanted)
+        of_gpt2 = self.kind == "gpt2"  # whose weights are [inputs, outputs]
+        config = LoraConfig(r=3, lora_alpha=9, lora_dropout=0.2, target_modules=self.wanted, fan_in_fan_out=of_gpt2)
         return get_peft_model(super().model(), config)  # pyright: ignore[reportArgumentType]
 
 

@@ -153,7 +153,10 @@ def test_predictions_are_the_same_from_every_kind_of_file(trained: tuple[Job, Pa
 
 def test_a_base_is_asked_for_where_it_is_wanted(trained: tuple[Job, Path], tmp_path: Path) -> None:
     job, folder = trained
-    with pytest.raises(CheckpointError, match=r"holds adapters without their base, .* use --merge, or --to peft"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds adapters without their base, .* use --merge, or --to samestep, state-dict, safetensors, peft",
+    ):
         convert(folder, tmp_path / "whole", from_="samestep", to="hugging-face", job=job)
     with pytest.raises(UserError, match="--merge: the base of these adapters is what a job's task builds"):
         convert(folder, tmp_path / "whole", from_="samestep", to="safetensors", merge=True)

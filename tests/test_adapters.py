@@ -55,6 +55,7 @@ def test_a_llama_with_adapters_takes_the_same_steps() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_models_with_adapters_take_the_same_steps() -> None:
     assert_same_steps(cases((*ALL, *MORE), llama(), gpt2(), bert()), steps=3, dropout=True)
 
@@ -71,6 +72,7 @@ def test_models_of_peft_take_the_same_steps() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_models_of_peft_take_the_same_steps_under_all_layouts() -> None:
     pytest.importorskip("peft")
     every = recipe(PeftNextWord(kind="llama", layers=2)), recipe(PeftNextWord(kind="gpt2", layers=2))

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ class Format:
     open: Callable[[Path], AbstractContextManager[Weights]]
     # Writes into an empty folder: the folder's files, or the file of this name. Raises CheckpointError, OSError.
     write: Callable[[Path, str, Weights, Asked], None]
+    # Whether it is of whole models, of adapters without their base, or of both.
+    holds: Literal["whole", "adapters", "both"] = "whole"
 
 
 def bytes_of(entry: Entry) -> int:

@@ -32,7 +32,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _WRITING = ".writing"
-_WITHOUT_BASE = ("peft", "samestep", "safetensors", "state-dict")  # formats that take adapters alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +77,11 @@ def convert(
         recipe = job.recipe if job is not None else _recipe_of(weights)
         if merge:
             weights = _merged(weights, recipe)
-        elif weights.base is not None and to not in _WITHOUT_BASE:
+        elif weights.base is not None and wanted.holds == "whole":
+            others = [name for name, each in FORMATS.items() if each.holds != "whole"]
             raise CheckpointError(
                 f"{source} holds adapters without their base, and {wanted.title} is of a whole model; use --merge, "
-                f"or --to {', '.join(_WITHOUT_BASE)}"
+                f"or --to {', '.join(others)}"
             )
         weights = weights if dtype is None else weights.cast(DTYPES[dtype])
         with Bar(f"write {target.name}", len(weights.entries)) as bar:

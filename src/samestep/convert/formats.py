@@ -22,6 +22,7 @@ FORMATS: Mapping[str, Format] = {
         fits=own.fits,
         open=own.open_,
         write=own.write,
+        holds="both",
     ),
     "state-dict": Format(
         title="a state dict of torch.save",
@@ -30,6 +31,7 @@ FORMATS: Mapping[str, Format] = {
         fits=state_dict.fits,
         open=state_dict.open_,
         write=state_dict.write,
+        holds="both",
     ),
     "ddp": Format(
         title="a state dict of DDP (module.)",
@@ -46,6 +48,7 @@ FORMATS: Mapping[str, Format] = {
         fits=safetensors_file.fits,
         open=safetensors_file.open_,
         write=safetensors_file.write,
+        holds="both",
     ),
     "hugging-face": Format(
         title="a Hugging Face folder",
@@ -62,6 +65,7 @@ FORMATS: Mapping[str, Format] = {
         fits=never,
         open=peft_folder.open_,
         write=peft_folder.write,
+        holds="adapters",
     ),
     "deepspeed": Format(
         title="a checkpoint of DeepSpeed",
