@@ -22,7 +22,7 @@ from samestep.layout import Layout
 from samestep.parallel.optimizer_kinds import Shapes, kind_of
 from samestep.training.session import Session
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(300)
 
 LANGUAGE = Path(__file__).parent.parent / "examples" / "proof" / "language.yaml"
 MUON = NamedOptimizer(name="torch.optim.Muon", lr=0.02, weight_decay=0.1, args={"momentum": 0.9})

@@ -36,6 +36,7 @@ from samestep.tasks.base import Task, check_data
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.training.checkpoints import check_place
 from samestep.training.fit import try_out
+from samestep.training.optimizer_checks import check_optimizers
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.rollback import fit_with_rollbacks
 from samestep.training.usage import Usage
@@ -323,7 +324,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     engines.check_communication(recipe.communication, engine, layout, recipe.precision)
     engines.check_sparse_rows(job.run.sparse_rows, engine, layout, recipe.communication)
     engines.check_shared_replicas(job, engine, layout)
-    engines.check_optimizers(job, engine, layout)
+    check_optimizers(job, engine, layout)
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device)

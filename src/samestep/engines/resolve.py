@@ -5,7 +5,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from samestep.cluster.device import device_of
 from samestep.communication import Communication
 from samestep.engines import ENGINES
 from samestep.engines.base import Engine
@@ -13,7 +12,7 @@ from samestep.errors import LayoutError, UserError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.pipeline import rules
-from samestep.recipe import Average, NamedOptimizer
+from samestep.recipe import Average
 from samestep.validation import closest
 
 
@@ -70,55 +69,6 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
             f'recipe.precision is {precision}, which engine "{engine.name}" does not have; {would_do} would do'
         )
     engine.check(layout, precision, config)
-
-
-def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
-    """Raise UserError for optimizers, groups or an average that can't be had with this engine, layout or job.
-
-    An optimizer that is named is found, its arguments are checked, and it takes steps of a small matrix.
-    """
-    recipe, able = job.recipe, engine.abilities
-    check_average(recipe.average, engine)
-    if recipe.average is not None and job.run.share_replicas and layout.size > 1:
-        raise UserError(
-            "recipe.average is given and run.share_replicas is true, whose ranks have one copy of the weights; use "
-            "share_replicas: false"
-        )
-    if recipe.groups and not able.own_optimizers:
-        raise UserError(
-            f'recipe.groups is given, and engine "{engine.name}" has one group of all parameters; use engine native'
-        )
-    specs = {"recipe.optimizer": recipe.optimizer}
-    specs |= {f"recipe.groups.{number}.optimizer": group.optimizer for number, group in enumerate(recipe.groups)}
-    for where, spec in specs.items():
-        if not isinstance(spec, NamedOptimizer):
-            continue
-        if not able.own_optimizers:
-            raise UserError(
-                f'{where} is {spec.name}, and engine "{engine.name}" takes adamw or sgd; use one, or engine native'
-            )
-        _check_named(spec, where, job, layout)
-
-
-def _check_named(spec: NamedOptimizer, where: str, job: Job, layout: Layout) -> None:
-    from samestep.parallel.joined_optimizer import Member  # with torch, for which a job without one need not wait
-    from samestep.training.named_optimizer import maker_of, try_out
-
-    make = maker_of(spec, where)
-    if device_of(0, job.run.device).type != "cpu":
-        return  # its options may be for the accelerator, which the ranks alone use
-    member = Member(title=f"{where} ({spec.name})", make=make, groups=try_out(), optimizer=None)
-    kind = member.kind(layout)
-    if kind.settings_change and job.run.checkpoint is not None:
-        raise UserError(
-            f"{where} ({spec.name}) keeps {', '.join(kind.settings_change)} in its groups, which a checkpoint does "
-            "not hold; keep it in its state, or train without run.checkpoint"
-        )
-    if not kind.by_number and job.run.share_replicas and layout.size > 1:
-        raise UserError(
-            f"run.share_replicas is true, with which ranks step rows of a parameter, and {where} ({spec.name}) looks "
-            "at whole parameters; use share_replicas: false"
-        )
 
 
 def check_average(average: Average | None, engine: Engine) -> None:

@@ -149,7 +149,9 @@ class OptimizerToFill:
                 numbers[parameter]: dict(_restored(key, value) for key, value in values.items())
                 for parameter, values in states.items()
             }
+            kept = optimizer.param_groups  # others, and a schedule, have these very groups
             optimizer.load_state_dict({"state": state, "param_groups": groups})
+            optimizer.param_groups = kept
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -341,6 +341,8 @@ def _finish(
     )
     with session.trainer.averaged():
         state = session.trainer.state()
+        if training.recipe.average is not None and session.is_main:  # it may be the model's own memory
+            state = {name: value.clone() for name, value in state.items()}
     schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:
         results.write(result, session, peaks=peaks, state=state, schedule=schedule)
