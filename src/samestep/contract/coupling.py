@@ -202,9 +202,10 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
     """What couples samples before the loss, in words; None where each one's output is the same in both groups."""
     together, apart = trial.sampled.batch(0, number), trial.sampled.batch(0, cut)
     others = f"beside {number - 1} others than beside {cut - 1}"
+    indices = trial.sampled.indices
     if (row := _differs(tuple(together), tuple(apart), number, cut, trial.tolerance)) is not None:
         return (
-            f"collate gives other values for sample {row} {others}: what it makes of a sample must not depend on the "
+            f"collate gives other values for sample {indices[row]} {others}: what it makes of a sample must not depend on the "
             f"samples beside it, padding apart{line_of(trial.task.collate)}"
         )
     with torch.no_grad():
@@ -212,7 +213,7 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
     same_output = _differs(whole[-1].given, part[-1].given, number, cut, trial.tolerance) is None
     if same_output and not sums.losses_add_up:
         return None
-    padded = ", and padding must be masked" * _padded(trial, number, cut)
+    padded = ", and padding must be masked, or all samples padded to one length" * _padded(trial, number, cut)
     for mine, theirs in zip(whole, part, strict=False):
         row = _differs(mine.given, theirs.given, number, cut, trial.tolerance)
         # A module that was given unlike rows has not made them unlike.
@@ -220,7 +221,7 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
         if mine.name != theirs.name or not innocent:
             return (
                 f"{mine.name or 'the model'} ({type(mine.module).__name__}) couples the samples of a batch: it gives "
-                f"another output for sample {row or 0} {others}; a rank has only some of a batch's samples, so a "
+                f"another output for sample {indices[row or 0]} {others}; a rank has only some of a batch's samples, so a "
                 f"sample's output must be computed from that sample alone{padded}{line_of(type(mine.module).forward)}"
             )
     return None

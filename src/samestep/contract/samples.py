@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from samestep.contract.where import ContractError, line_of, said
 from samestep.tasks.base import Batch, Task, as_batch, check_samples
@@ -18,10 +19,11 @@ MOST = 12  # samples that are looked at
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The first samples of a task's training set, and how they are put together."""
+    """The first samples of a task's training set, short ones first, and how they are put together."""
 
     task: Task
     samples: Sequence[Any]
+    indices: Sequence[int]  # of the samples, in the training set
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -42,19 +44,43 @@ def take_samples(task: Task) -> Sampled:
     with said(DATA, "train_set()", of=task.train_set):
         train_set = task.train_set()
         check_samples(train_set, "train_set()")
-    samples = _same_samples(train_set, range(min(MOST, len(train_set))))
+    indices = range(min(MOST, len(train_set)))
+    samples = _same_samples(train_set, indices)
     with said(DATA, "train_set(), called again,", of=task.train_set):
         again = task.train_set()
     if again is not train_set:
         _check_alike(train_set, again, samples, task)
-    return Sampled(task=task, samples=samples)
+    return short_ones_first(Sampled(task=task, samples=samples, indices=indices))
+
+
+def short_ones_first(sampled: Sampled) -> Sampled:
+    """The samples in the order of their sizes, so that the first part's padding is shorter than the whole batch's.
+
+    A model that takes padding for tokens gives then other outputs for the part, and is found out.
+    """
+    try:
+        sizes = [_numbers_in(sampled.batch(place, place + 1).inputs) for place in range(len(sampled))]
+    except ContractError:  # a collate that wants several samples
+        return sampled
+    order = sorted(range(len(sampled)), key=lambda place: sizes[place])  # stable: of one size as they are
+    return replace(
+        sampled,
+        samples=[sampled.samples[place] for place in order],
+        indices=[sampled.indices[place] for place in order],
+    )
+
+
+def _numbers_in(inputs: Any) -> int:
+    leaves = pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def take_others(task: Task) -> Sampled:
     """As many samples from all over the set, the last among them, where nothing counts in the first."""
     train_set = task.train_set()
     last = len(train_set) - 1
-    return Sampled(task=task, samples=_same_samples(train_set, [last * part // (MOST - 1) for part in range(MOST)]))
+    indices = [last * part // (MOST - 1) for part in range(MOST)]
+    return short_ones_first(Sampled(task=task, samples=_same_samples(train_set, indices), indices=indices))
 
 
 def _same_samples(train_set: Any, indices: Sequence[int]) -> list[Any]:
