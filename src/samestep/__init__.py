@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from samestep.proof import Proof
     from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
     from samestep.tasks.base import Batch, Samples, Task, Work
+    from samestep.tasks.gather import Gather, alone
+    from samestep.tasks.turns import InTurns, Turn
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
     from samestep.training.usage import Usage
@@ -58,6 +60,10 @@ _HOME = {
     "Batch": "samestep.tasks.base",
     "Samples": "samestep.tasks.base",
     "Work": "samestep.tasks.base",
+    "InTurns": "samestep.tasks.turns",
+    "Turn": "samestep.tasks.turns",
+    "Gather": "samestep.tasks.gather",
+    "alone": "samestep.tasks.gather",
     "UserError": "samestep.errors",
     "CheckpointError": "samestep.errors",
     "Checkpointing": "samestep.job",
@@ -76,6 +82,8 @@ __all__ = [
     "Checkpointing",
     "Comparison",
     "Evaluation",
+    "Gather",
+    "InTurns",
     "InterruptedJobError",
     "Job",
     "Layout",
@@ -90,9 +98,11 @@ __all__ = [
     "Session",
     "Task",
     "TrainResult",
+    "Turn",
     "Usage",
     "UserError",
     "Work",
+    "alone",
     "check",
     "compare",
     "dry_run",

@@ -24,6 +24,7 @@ from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.spread import Details
 from samestep.profiling.clock import StepClock
 from samestep.tasks.base import Batch, Task
+from samestep.tasks.turns import StepTurns
 
 # The loss summed over a batch's terms, and how many terms those are.
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
@@ -54,6 +55,9 @@ class Abilities:
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block
     sends_less: bool = False  # recipe.communication
+    several_losses: bool = False  # losses of several terms, each with its own count
+    turns: bool = False  # steps in turns, each with its own loss and parameters
+    gathers: bool = False  # a task's loss that couples samples, by `gather`
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
@@ -64,6 +68,7 @@ class StepReport:
     loss: Tensor  # sum over the global batch / global count
     grad_norm: Tensor  # before clipping
     lr: float
+    terms: Mapping[str, Tensor] = field(default_factory=dict)  # the loss's parts by name, where it has some
     sent: int | None = None  # bytes that this rank sent in the step, where they are counted in every step
 
 
@@ -77,6 +82,10 @@ class Trainer(ABC):
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update, advance the schedule: one step of the global batch."""
+
+    def step_in_turns(self, batch: StepBatch, turns: StepTurns) -> StepReport:
+        """A step of several losses, each of which steps its own parameters before the next forward."""
+        raise NotImplementedError  # by the engine's abilities, which were checked
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -65,6 +66,7 @@ class LayoutFailures:
     def of_task(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the task's, whose errors are the task's own."""
 
+        @wraps(function)  # which says whether it is a loss that couples samples
         def run(*arguments: Any, **keywords: Any) -> Any:
             try:
                 return function(*arguments, **keywords)

@@ -33,7 +33,14 @@ from samestep.engines.base import (
     Trainer,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.resolve import check, check_buckets, check_communication, check_sparse_rows, resolve
+from samestep.engines.resolve import (
+    check,
+    check_buckets,
+    check_communication,
+    check_gather,
+    check_sparse_rows,
+    resolve,
+)
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
@@ -287,6 +294,7 @@ class Session:
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update. `loss(output, batch)` gives a sum and a count, never a mean."""
         check_step(batch, loss)
+        check_gather(loss, self.engine, self._communication)
         return self.trainer.step(batch, loss)
 
     def evaluate(
