@@ -29,6 +29,7 @@ from samestep.parallel.trace import first_line
 _OWN = (UserError, RankFailedError, InterruptedJobError, NonFiniteError, HostLostError)
 
 # What is no fault of the layout: a peer that is gone, and memory that is used up.
+_OF_ANOTHER_STAGE = "appears to not have been used in the graph"  # of torch.autograd.grad
 _PEER_LOST = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|remote process exited|recvValue failed|Timed? ?out"
     r"|connectFullMesh|NCCL"
@@ -72,9 +73,21 @@ class LayoutFailures:
                 return function(*arguments, **keywords)
             except BaseException as error:
                 self._of_task = error
+                if self._layout.pipeline > 1 and _OF_ANOTHER_STAGE in str(error):
+                    raise self._slope_of_another_stage() from error
                 raise
 
         return run
+
+    def _slope_of_another_stage(self) -> LayoutError:
+        pipeline, name = self._layout.pipeline, _class_of(self._model)
+        failure = LayoutError(
+            f'layout "{self._layout}": the loss takes gradients of the output of {name} with respect to what an '
+            "earlier pipeline stage has, on another rank, where no graph of the loss's reaches; use "
+            f"dp{pipeline} or tp{pipeline} in place of pp{pipeline}"
+        )
+        failure.alike = False  # the ranks of the last stage find it
+        return failure
 
     def _is_of_layout(self, error: Exception) -> bool:
         return not (

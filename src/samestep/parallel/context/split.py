@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -449,6 +450,7 @@ class _GatherSummed(torch.autograd.Function):
         return torch.cat(gathered, 2).narrow(2, 0, tokens)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         summed = gradients[0].contiguous()
         dist.all_reduce(summed, group=ctx.group)
