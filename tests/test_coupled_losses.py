@@ -1,4 +1,4 @@
-"""Losses that couple samples, by `gather`: the step is that of one process with the whole batch, under every layout."""
+"""Losses that couple samples, by `gather`: under every layout the step of one process with the whole batch."""
 
 import re
 from typing import Any
@@ -137,5 +137,5 @@ def test_a_wrong_coupled_loss_is_told_before_a_rank_starts(
 def test_messages_sent_seldom_are_refused_for_coupled_losses(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = samestep.Recipe(task=coupled.Pairs(), batch=8, steps=1, communication={"kind": "powersgd"})  # pyright: ignore
-    with pytest.raises(samestep.UserError, match="the loss takes gather.*recipe.communication is powersgd"):
+    with pytest.raises(samestep.UserError, match=r"the loss takes gather.*recipe.communication is powersgd"):
         samestep.train(recipe, layout="dp2")

@@ -13,8 +13,10 @@ import samestep
 class Rivals(nn.Module):
     """A generator of points and a discriminator that tells them from real ones."""
 
-    def __init__(self, dropout: float = 0.1, norm: bool = False) -> None:
+    def __init__(self, dropout: float = 0.1, norm: bool = False, noise: bool = True) -> None:
+        """`noise`: the generator begins with random numbers; else with the real points."""
         super().__init__()
+        self.noise = noise
         norms = [nn.BatchNorm1d(16)] if norm else []
         self.generator = nn.Sequential(
             nn.Linear(4, 16), *norms, nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 2)
@@ -29,7 +31,7 @@ class Rivals(nn.Module):
         )
 
     def forward(self, real: Tensor, turn: str | None = None) -> Any:
-        fake = self.generator(torch.randn(len(real), 4).to(real))
+        fake = self.generator(torch.randn(len(real), 4).to(real) if self.noise else real.repeat(1, 2))
         if turn == "discriminator":
             return self.discriminator(real), self.discriminator(fake.detach())
         return self.discriminator(fake)
