@@ -1,5 +1,7 @@
 """A contrastive task: which lower half belongs to the upper half of a handwritten digit?"""
 
+from typing import Any
+
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -47,7 +49,8 @@ class Halves(samestep.Task):
     """The upper and the lower half of scikit-learn's digits. Arguments come from `args:`."""
 
     def __init__(self, *, width: int = 128) -> None:
-        images = torch.tensor(load_digits().data / 16.0, dtype=torch.float32)  # [1797, 64]
+        digits: Any = load_digits()
+        images = torch.tensor(digits.data / 16.0, dtype=torch.float32)  # [1797, 64]
         self.samples = [((image[:32], image[32:]), 0) for image in images]
         self.width = width
 

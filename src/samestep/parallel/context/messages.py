@@ -4,6 +4,9 @@ Parts are of one length, as an exchange wants them: the last ones are filled up 
 tokens are put together.
 """
 
+# PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any
 
 import torch

@@ -6,6 +6,9 @@ gives its tokens of most heads away and gets all tokens of a few heads; after it
 gathered instead.
 """
 
+# PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
+# pyright: reportIncompatibleMethodOverride=false
+
 import inspect
 import re
 import sys
