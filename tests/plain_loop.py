@@ -42,6 +42,7 @@ def train(recipe: samestep.Recipe, task: samestep.Task, *, left_out: Collection[
         model.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(parameters, recipe.clip or math.inf)
+        assert isinstance(recipe.optimizer, samestep.AdamW | samestep.SGD)
         lr = recipe.optimizer.lr * rate(recipe.schedule, step, steps)
         with torch.no_grad():
             for parameter, state in zip(parameters, moments, strict=True) if step not in left_out else ():

@@ -86,6 +86,7 @@ def there_and_back(job: dict[str, Any], form: str, folder: Path) -> tuple[Job, J
 def curve(job: Job) -> list[float]:
     """The learning rate of each step."""
     assert job.recipe.steps is not None
+    assert job.recipe.optimizer.lr is not None
     return [job.recipe.optimizer.lr * rate(job.recipe.schedule, job.recipe.steps, s) for s in range(job.recipe.steps)]
 
 

@@ -22,7 +22,8 @@ from samestep.training.curves import named_parts
 from samestep.training.dropout import switch_off
 from samestep.training.evaluation import apart, plain
 from samestep.training.fit import build_model
-from samestep.training.optimizer import make_optimizer, make_schedule
+from samestep.training.optimizer import make_schedule
+from samestep.training.optimizer_plan import OptimizerPlan
 from samestep.training.result import is_curve
 from samestep.versions import versions
 
@@ -51,7 +52,7 @@ class PeerJob:
         self.model = build_model(self.task, self.recipe).model
         if not self.recipe.dropout:
             switch_off(self.model)
-        self.optimizer = make_optimizer(self.recipe.optimizer, self.model.named_parameters())
+        self.optimizer = OptimizerPlan(self.recipe, self.model)(self.model.named_parameters())
         self.schedule = make_schedule(self.recipe.schedule, self.total_steps, self.optimizer)
         self.losses: list[float] = []
         self._moments: list[float] = []  # the beginning, the moment when each step's loss was known, and the end

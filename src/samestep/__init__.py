@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         Schedule,
     )
     from samestep.tasks.base import Batch, Samples, Task, Work
+    from samestep.tasks.gather import Gather, alone
+    from samestep.tasks.turns import InTurns, Turn
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
     from samestep.training.usage import Usage
@@ -74,6 +76,10 @@ _HOME = {
     "Batch": "samestep.tasks.base",
     "Samples": "samestep.tasks.base",
     "Work": "samestep.tasks.base",
+    "InTurns": "samestep.tasks.turns",
+    "Turn": "samestep.tasks.turns",
+    "Gather": "samestep.tasks.gather",
+    "alone": "samestep.tasks.gather",
     "UserError": "samestep.errors",
     "CheckpointError": "samestep.errors",
     "Checkpointing": "samestep.job",
@@ -94,7 +100,9 @@ __all__ = [
     "Comparison",
     "EarlyStop",
     "Evaluation",
+    "Gather",
     "Group",
+    "InTurns",
     "InterruptedJobError",
     "Job",
     "Layout",
@@ -111,9 +119,11 @@ __all__ = [
     "Session",
     "Task",
     "TrainResult",
+    "Turn",
     "Usage",
     "UserError",
     "Work",
+    "alone",
     "check",
     "compare",
     "dry_run",

@@ -34,6 +34,7 @@ from samestep.supervision.smaller import smaller
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task, check_data
 from samestep.tasks.resolve import resolve as resolve_task
+from samestep.tasks.several_losses import with_weights
 from samestep.training.checkpoints import check_place
 from samestep.training.fit import try_out
 from samestep.training.optimizer_checks import check_optimizers
@@ -368,6 +369,9 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
         )
     if task.batch_buffers() and not engine.abilities.batch_buffers:
         raise UserError(f'engine "{engine.name}" keeps no batch_buffers() of a task; use engine native')
+    engines.check_gather(task.loss, engine, recipe.communication)
+    engines.check_several_losses(with_weights(task.loss, task.loss_weights), engine, recipe.communication)
+    engines.check_turns(task, engine, layout, job)
     engine.check_task(task, layout, job.run.engine_config)
     if here:
         engine.make_ready(job, layout)

@@ -3,7 +3,7 @@
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,11 @@ from samestep.contract.step import (
     check_repeatable,
 )
 from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
-from samestep.contract.where import ContractError
+from samestep.contract.where import ContractError, said
 from samestep.job import Job
 from samestep.tasks.base import Task
+from samestep.tasks.turns import Turn, turns_of
+from samestep.tasks.turns import check_parameters as check_turns
 from samestep.training.optimizer_plan import OptimizerPlan
 
 # Each part of the contract, and what is true of a task that keeps it.
@@ -95,22 +97,36 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
         yield DATA
         check_collate(sampled)
         yield COLLATE
-        trial = Trial(job, task, sampled, world.device)
-        OptimizerPlan(job.recipe, trial.model)  # what it says of parameters that the model has not
-        yield MODEL
-        total, count = check_loss(trial)
-        total = total.detach()  # what was kept for its backward may go
-        yield FORWARD
-        yield LOSS
-        if not math.isfinite(total.item()):
-            return  # the job goes on without such steps, and nothing can be compared
-        check_parameters(trial, count)
-        yield PARAMETERS
-        check_draws(trial)
-        if job.run.compile:
-            check_no_draws_compiled(trial)
-        yield DRAWS
-        yield from _rest(trial, total, count)
+        turns = turns_of(task)
+        for turn in turns or (None,):
+            try:
+                yield from _kept_in(Trial(job, task, sampled, world.device, turn), turns)
+            except ContractError as error:
+                if turn is None:
+                    raise
+                told = str(error) == error.text
+                raise ContractError(error.part, f"turn {turn.name}: {error.text}", told=told) from error
+
+
+def _kept_in(trial: Trial, turns: Sequence[Turn]) -> Iterator[str]:
+    """The parts that are kept by a task's steps, or in one of their turns."""
+    with said(MODEL, "turns()"):
+        check_turns(turns, trial.model)
+    OptimizerPlan(trial.job.recipe, trial.model)  # what it says of parameters that the model has not
+    yield MODEL
+    total, count = check_loss(trial)
+    total = total.detach()  # what was kept for its backward may go
+    yield FORWARD
+    yield LOSS
+    if not math.isfinite(total.item()):
+        return  # the job goes on without such steps, and nothing can be compared
+    check_parameters(trial, count)
+    yield PARAMETERS
+    check_draws(trial)
+    if trial.job.run.compile:
+        check_no_draws_compiled(trial)
+    yield DRAWS
+    yield from _rest(trial, total, count)
 
 
 def _rest(trial: Trial, total: torch.Tensor, count: float) -> Iterator[str]:

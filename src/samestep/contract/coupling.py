@@ -9,6 +9,7 @@ the whole batch's, and samples that are coupled in a branch whose weights begin 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,8 +122,9 @@ def _sums(trial: Trial, number: int, cut: int) -> Sums:
     norms: list[float] = []
     found: list[tuple[float, float]] = []
     # The whole batch's gradient is taken from what the parts have gathered, so that nothing is left of it.
-    for first, last, sign in ((0, cut, 1), (cut, number, 1), (0, number, -1)):
-        total, count = trial.loss(first, last)
+    parts = ((0, cut), (cut, number))
+    losses = chain(trial.losses_of_parts(parts), trial.losses_of_parts([(0, number)]))
+    for (first, last), sign, (total, count) in zip((*parts, (0, number)), (1, 1, -1), losses, strict=True):
         if total.requires_grad:
             with said(SUM, f"backward of samples {first} to {last - 1}"):
                 (sign * total).backward()
@@ -168,14 +170,15 @@ def _gradient_hooks(model: nn.Module) -> Iterator[str]:
 
 
 def _loss_at_fault(trial: Trial, sums: Sums, number: int, cut: int) -> str:
-    where = line_of(trial.task.loss)
+    where = line_of(trial.loss_function)
     whole, first, rest = sums.losses
     parts = f"{cut} and {number - cut} of them"
     if not sums.counts_add_up:
         a, b, c = sums.counts
         return (
             f"the loss counts {a:g} terms for {number} samples, and {b:g} + {c:g} for {parts}; give the sum over the "
-            f"batch's terms and how many terms those are, never a mean with a count of its own{where}"
+            f"batch's terms and how many terms those are, never a mean with a count of its own"
+            f"{', and of what is gathered the terms of this call alone' * trial.coupled}{where}"
         )
     means = [loss / count if count else loss for loss, count in zip(sums.losses, sums.counts, strict=True)]
     weighted = (first * sums.counts[1] + rest * sums.counts[2]) / sums.counts[0]
@@ -184,11 +187,18 @@ def _loss_at_fault(trial: Trial, sums: Sums, number: int, cut: int) -> str:
             f"the loss is a mean: {whole:.6g} for {number} samples, {first:.6g} and {rest:.6g} for {parts}; give the "
             f'sum, with reduction="sum", and the count beside it{where}'
         )
+    if trial.coupled:
+        return (
+            f"the loss gathers the rows of all samples, and its sum over {number} of them is {whole:.6g}, while "
+            f"{parts} give {first:.6g} + {rest:.6g}; hold each sample of the call against gathered rows alone, use "
+            f"gather.rows(output) for where it stands among them, and give the terms of the call's samples{where}"
+        )
     return (
         f"the loss couples the samples of a batch: its sum over {number} samples is {whole:.6g}, and {parts} give "
         f"{first:.6g} + {rest:.6g} (means {means[0]:.6g}, {means[1]:.6g} and {means[2]:.6g}); a rank has only some "
-        f"of a batch's samples, so each sample's term must be computed from that sample alone"
-        f"{', and padding must be masked' * _padded(trial, number, cut)}{where}"
+        "of a batch's samples, so compute each sample's term from that sample alone"
+        f"{', with padding masked' * _padded(trial, number, cut)}, or write loss(self, output, batch, gather), where "
+        f"gather(output) has the rows of the whole batch{where}"
     )
 
 
@@ -205,8 +215,8 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
     indices = trial.sampled.indices
     if (row := _differs(tuple(together), tuple(apart), number, cut, trial.tolerance)) is not None:
         return (
-            f"collate gives other values for sample {indices[row]} {others}: what it makes of a sample must not depend on the "
-            f"samples beside it, padding apart{line_of(trial.task.collate)}"
+            f"collate gives other values for sample {indices[row]} {others}: what it makes of a "
+            f"sample must not depend on the samples beside it, padding apart{line_of(trial.task.collate)}"
         )
     with torch.no_grad():
         whole, part = _ended(trial, 0, number), _ended(trial, 0, cut)
@@ -221,8 +231,9 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
         if mine.name != theirs.name or not innocent:
             return (
                 f"{mine.name or 'the model'} ({type(mine.module).__name__}) couples the samples of a batch: it gives "
-                f"another output for sample {indices[row or 0]} {others}; a rank has only some of a batch's samples, so a "
-                f"sample's output must be computed from that sample alone{padded}{line_of(type(mine.module).forward)}"
+                f"another output for sample {indices[row or 0]} {others}; a rank has only some of a "
+                f"batch's samples, so a sample's output must be computed from that sample alone{padded}"
+                f"{line_of(type(mine.module).forward)}"
             )
     return None
 

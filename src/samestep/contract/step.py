@@ -40,7 +40,7 @@ def check_loss(trial: Trial) -> tuple[Tensor, float]:
         if error.part == FORWARD and lost is not None:
             raise _not_registered(trial, *lost) from error
         raise
-    where = line_of(trial.task.loss)
+    where = line_of(trial.loss_function)
     if not total.requires_grad:
         raise ContractError(
             LOSS,

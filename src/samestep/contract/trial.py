@@ -1,6 +1,6 @@
 """A trial: the task's model in one process, called as a training step calls it, with its draws answered by sample."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,11 +17,15 @@ from samestep.engines.precision import Precision
 from samestep.job import Job
 from samestep.parallel.batch_norm import by_running_statistics, global_batch_norm
 from samestep.parallel.cache import keep_no_cache
+from samestep.parallel.coupled_loss import Coupling, Rows
 from samestep.parallel.dropout import Dropout, same_dropout
 from samestep.parallel.exact import generators
 from samestep.parallel.initial import move
 from samestep.parallel.moment import Now
-from samestep.tasks.base import Batch, Task, call, sum_and_count
+from samestep.tasks.base import Batch, InTurn, Task, call, sum_and_count
+from samestep.tasks.gather import takes_gather
+from samestep.tasks.several_losses import with_weights
+from samestep.tasks.turns import Turn
 from samestep.training.dropout import switch_off
 from samestep.training.fit import build_model
 
@@ -31,7 +35,10 @@ MODEL, FORWARD, LOSS = "model", "forward", "loss"
 class Trial:
     """A task's model with its initial weights, and the first samples to call it with."""
 
-    def __init__(self, job: Job, task: Task, sampled: Sampled, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, task: Task, sampled: Sampled, device: torch.device, turn: Turn | None = None
+    ) -> None:
+        """`turn`: the one turn of the task's steps that is tried."""
         self.job = job
         self.task = task
         self.sampled = sampled
@@ -42,6 +49,11 @@ class Trial:
         self.plain_leaves = {
             id(held): held for name, module in self.model.named_modules() for _, _, held in held_in(module, name)
         }
+        self.loss_function = task.loss if turn is None else turn.loss  # what the user wrote
+        self._loss = with_weights(task.loss, task.loss_weights) if turn is None else turn.loss_of_step()
+        self.coupled = takes_gather(self.loss_function)
+        self._coupling = Coupling(self._loss, None)
+        self._turn = turn
         self.dropout: Dropout
         self._now = Now()
         self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -97,14 +109,33 @@ class Trial:
             self._now.at(moment),
             self._context(),
         ):
-            return call(self.model, batch.inputs), batch
+            inputs = batch.inputs if self._turn is None else InTurn(batch.inputs, self._turn.name)
+            return call(self.model, inputs), batch
 
     def loss(self, first: int, last: int) -> tuple[Tensor, float]:
         """The loss summed over some samples, a tensor of no dimension, and its count."""
         output, batch = self.output(first, last)
-        with said(LOSS, f"the loss of samples {first} to {last - 1}", of=self.task.loss), self._context():
-            total, count = sum_and_count(self.task.loss(output, batch))
+        with said(LOSS, f"the loss of samples {first} to {last - 1}", of=self.loss_function), self._context():
+            if self.coupled:
+                rows = Rows(numbers=torch.arange(last - first))
+                total, count = self._coupling.of_output(output, batch, rows)
+            else:
+                total, count = sum_and_count(self._loss(output, batch))
             return total, float(count)
+
+    def losses_of_parts(self, parts: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, float]]:
+        """The losses of parts of the samples, each when it is asked for: as micro-batches of one step take them."""
+        if not self.coupled:
+            yield from (self.loss(first, last) for first, last in parts)
+            return
+        with torch.no_grad():
+            outputs, batches = zip(*(self.output(first, last) for first, last in parts), strict=True)
+        rows = [Rows(numbers=torch.arange(first, last)) for first, last in parts]
+        with said(LOSS, "the loss of parts of the samples", of=self.loss_function), self._context():
+            found = self._coupling.of_parts(outputs, batches, rows)
+        for (first, last), each in zip(parts, found, strict=True):
+            total, count = each.of(self.output(first, last)[0])
+            yield total, float(count)
 
     def elsewhere(self) -> tuple[Tensor, float] | None:
         """Go on with samples from all over the set, where some count; their loss and count. None where none do."""

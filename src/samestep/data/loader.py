@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from samestep.data.order import Place, SampleOrder, Share
+from samestep.data.order import Indices, Place, SampleOrder, Share
 from samestep.errors import UserError
 from samestep.tasks.base import Batch, Samples, as_batch, missing_sample
 
@@ -29,6 +30,8 @@ class Moment:
     lent: bool  # they belong to another rank; this forward is for company alone
     seed: int = 0  # of the recipe
     micro_batches: int = 1  # of this step on every rank
+    # [samples] where they stand in the step's global batch; None: they are all of it
+    rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +145,15 @@ class Loader:
                 lent=share.lent,
                 seed=self.order.seed,
                 micro_batches=micro_batches,
+                rows=_rows(self.order.global_batch(step), share),
             ),
         )
+
+
+def _rows(global_batch: Indices, share: Share) -> torch.Tensor:
+    """Where a share's samples stand in the global batch, which has each sample once. [samples] int64"""
+    sorting = np.argsort(global_batch)
+    return torch.from_numpy(sorting[np.searchsorted(global_batch, share.samples, sorter=sorting)])
 
 
 class _Indices:

@@ -26,6 +26,7 @@ from samestep.parallel.spread import Details
 from samestep.profiling.clock import StepClock
 from samestep.recipe import Average
 from samestep.tasks.base import Batch, Task
+from samestep.tasks.turns import StepTurns
 
 # The loss summed over a batch's terms, and how many terms those are.
 Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
@@ -59,6 +60,9 @@ class Abilities:
     adapters: bool = False  # recipe.adapter: layers with further parameters inside, beside frozen ones
     own_optimizers: bool = False  # optimizers by name, and groups of parameters with settings of their own
     averages: bool = False  # recipe.average
+    several_losses: bool = False  # losses of several terms, each with its own count
+    turns: bool = False  # steps in turns, each with its own loss and parameters
+    gathers: bool = False  # a task's loss that couples samples, by `gather`
     scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
@@ -69,6 +73,7 @@ class StepReport:
     loss: Tensor  # sum over the global batch / global count
     grad_norm: Tensor  # before clipping
     lr: float
+    terms: Mapping[str, Tensor] = field(default_factory=dict)  # the loss's parts by name, where it has some
     sent: int | None = None  # bytes that this rank sent in the step, where they are counted in every step
 
 
@@ -82,6 +87,10 @@ class Trainer(ABC):
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update, advance the schedule: one step of the global batch."""
+
+    def step_in_turns(self, batch: StepBatch, turns: StepTurns) -> StepReport:
+        """A step of several losses, each of which steps its own parameters before the next forward."""
+        raise NotImplementedError  # by the engine's abilities, which were checked
 
     @abstractmethod
     def predict(self, inputs: Any) -> Any:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -27,12 +28,15 @@ from samestep.parallel.parts import Entry, Parts, local
 from samestep.parallel.pieces import Piece, model_entries, model_pieces
 from samestep.parallel.spread import Spread
 from samestep.parallel.spread_optimizer import spread_optimizer
+from samestep.parallel.step_loss import joint, step_loss
 from samestep.parallel.weight_average import WeightAverage
 from samestep.profiling.clock import Phase, StepClock
 from samestep.profiling.gradients import told_of_gradients
 from samestep.recipe import Average
-from samestep.tasks.base import sum_and_count
+from samestep.tasks.base import InTurn
 from samestep.tasks.out_of_range import in_one_sentence
+from samestep.tasks.several_losses import SeveralLosses
+from samestep.tasks.turns import StepTurns, Turn
 
 _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
 
@@ -84,7 +88,7 @@ class NativeTrainer(Checkpointed, Skipping):
         if failures is None:
             return self._step(batch, loss)
         with failures.told():
-            return self._step(batch, failures.of_task(loss))
+            return self._step(batch, _wrapped(loss, failures.of_task))
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
         with self._phase("forward"):
@@ -94,7 +98,49 @@ class NativeTrainer(Checkpointed, Skipping):
             kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
             totals = self.backward(batch, loss)
         with self._phase("optimizer"):
-            return self._change(batch, totals, kept)
+            return self._change(batch, loss, totals, kept)
+
+    def step_in_turns(self, batch: StepBatch, turns: StepTurns) -> StepReport:
+        """Loss and norm of the report are over all turns; each turn's gradient is clipped by itself."""
+        failures, self._failures_of_step = self._failures_of_step, None
+        losses: dict[str, Tensor] = {}
+        told: dict[str, Tensor] = {}
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        gradients: dict[nn.Parameter, Tensor] = {}
+        lr = self.optimizer.param_groups[0]["lr"]
+        for turn in turns.of_step(batch.step):
+            with nullcontext() if failures is None else failures.told():
+                loss = turn.loss_of_step() if failures is None else _wrapped(turn.loss_of_step(), failures.of_task)
+                losses[turn.name], norm, terms = self._take_turn(turn, batch_of_turn(batch, turn), loss)
+            told |= {turn.name: losses[turn.name], **{f"{turn.name}.{name}": each for name, each in terms.items()}}
+            squares += norm.double().square()
+            gradients |= {each: each.grad for each in self.model.parameters() if each.grad is not None}
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient  # as other steps leave them
+        if self.schedule is not None:
+            self.schedule.step()
+        total = torch.stack(list(losses.values())).sum()
+        return StepReport(loss=total, grad_norm=squares.sqrt(), lr=lr, terms=told)
+
+    def _take_turn(self, turn: Turn, batch: StepBatch, loss: Loss) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Step the parameters of a turn; its loss, its gradient's norm before clipping, its loss's terms."""
+        with self._phase("forward"):
+            self.model.train()
+            self.model.zero_grad()
+            kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
+            totals = self.backward(batch, loss)
+            for name, parameter in self.model.named_parameters():
+                if not turn.steps(name):
+                    parameter.grad = None  # which the optimizer passes over
+        with self._phase("optimizer"):
+            totals[1].clamp_(min=1)
+            grad_norm = self.scale_and_clip(batch, totals)
+            if self.skips_nonfinite and not self._is_finite(totals, grad_norm):
+                for buffer, value in kept:
+                    buffer.copy_(value)
+            else:
+                self._precision.update(self.optimizer)
+        return totals[0] / totals[1], grad_norm, _terms(loss, totals)
 
     def _phase(self, phase: Phase) -> AbstractContextManager[None]:
         clock = self._running_clock()
@@ -103,7 +149,9 @@ class NativeTrainer(Checkpointed, Skipping):
     def _running_clock(self) -> StepClock | None:
         return self.clock if self.clock is not None and self.clock.runs else None
 
-    def _change(self, batch: StepBatch, totals: Tensor, kept: Sequence[tuple[Tensor, Tensor]]) -> StepReport:
+    def _change(
+        self, batch: StepBatch, loss: Loss, totals: Tensor, kept: Sequence[tuple[Tensor, Tensor]]
+    ) -> StepReport:
         """Clip the gradients and step with them. `kept`: buffers as they are to be if the step can't be taken."""
         # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
         totals[1].clamp_(min=1)
@@ -117,7 +165,7 @@ class NativeTrainer(Checkpointed, Skipping):
             self.update()
         if self._average is not None:
             self._average.after(batch.step + 1)
-        return StepReport(loss=totals[0] / totals[1], grad_norm=grad_norm, lr=lr)
+        return StepReport(loss=totals[0] / totals[1], grad_norm=grad_norm, lr=lr, terms=_terms(loss, totals))
 
     def _is_finite(self, totals: Tensor, grad_norm: Tensor) -> bool:
         """Whether a step can be taken; the same on every rank, since the whole gradient's norm is."""
@@ -133,25 +181,36 @@ class NativeTrainer(Checkpointed, Skipping):
         return lr
 
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
-        """Leave sum over the global batch / its samples in the gradients; return [loss sum, count] over all ranks."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        """Leave sum over the global batch / its samples in the gradients.
+
+        Returns over all ranks [loss sum, count], and behind them sums and counts of the loss's terms, where it
+        has several.
+        """
         pending: list[dist.Work | None] = []
-        loss, backward = self._spread.around(loss, self._precision.backward)
+        if joint(loss):
+            self._spread.give_whole_outputs()
+            backward = self._precision.backward
+        else:
+            loss, backward = self._spread.around(loss, self._precision.backward)
+        of_step = step_loss(loss, batch, self._spread, self._mesh)
+        totals = torch.zeros(2 + 2 * len(of_step.names), dtype=torch.float64, device=self._device)
         clock = self._spread.clock = self._running_clock()
         if clock is not None:
             backward = told_of_gradients(clock, backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
-            loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
+            loss_sum, count = of_step.of(output, micro_batch)
             totals[0] += loss_sum.detach() * micro_batch.weight
             totals[1] += count * micro_batch.weight
             return loss_sum * (micro_batch.weight * self.gradient_scale(batch))
 
         def forwards_done() -> None:
+            of_step.add_terms(totals[2:])
             pending.append(self.sum_totals(totals))  # two numbers, on their way while backward runs
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
         with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
+            of_step.prepare()
             self._spread.take(batch.micro_batches, term=term, backward=backward, forwards_done=forwards_done)
         for work in pending:
             if work is not None:
@@ -303,6 +362,27 @@ class NativeTrainer(Checkpointed, Skipping):
             self.schedule.step()
 
 
+def _wrapped(loss: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    return loss.around(wrap) if isinstance(loss, SeveralLosses) else wrap(loss)
+
+
+def _terms(loss: Loss, totals: Tensor) -> dict[str, Tensor]:
+    """The terms of a loss by name, each its sum / its count over all ranks, without its weight."""
+    if not isinstance(loss, SeveralLosses):
+        return {}
+    sums, counts = totals[2:].chunk(2)
+    return dict(zip(loss.weights, sums / counts.clamp(min=1), strict=True))
+
+
+def batch_of_turn(batch: StepBatch, turn: Turn) -> StepBatch:
+    """A step's samples as the model is called with them in a turn."""
+    in_turn = [
+        replace(each, batch=each.batch._replace(inputs=InTurn(each.batch.inputs, turn.name)))
+        for each in batch.micro_batches
+    ]
+    return replace(batch, micro_batches=in_turn)
+
+
 def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one device and dtype together, as PyTorch's operators over lists want them."""
     kinds: dict[Any, list[Tensor]] = {}
@@ -334,6 +414,9 @@ class Native(Engine):
         adapters=True,
         own_optimizers=True,
         averages=True,
+        gathers=True,
+        several_losses=True,
+        turns=True,
     )
     trainer_class: type[NativeTrainer] = NativeTrainer
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.pipeline import rules
 from samestep.recipe import Average
+from samestep.tasks.base import Task
+from samestep.tasks.gather import takes_gather
+from samestep.tasks.several_losses import SeveralLosses
+from samestep.tasks.turns import check_optimizers, turns_of
 from samestep.validation import closest
 
 
@@ -116,6 +121,67 @@ def check_communication(communication: Communication | None, engine: Engine, lay
         )
     if precision == "fp16":
         raise UserError(f"{said} and recipe.precision is fp16, whose scaled gradients it does not take; use bf16")
+
+
+def check_gather(loss: Callable[..., Any], engine: Engine, communication: Communication | None) -> None:
+    """Raise UserError for a loss that couples samples where replicas don't take one step together."""
+    if not takes_gather(loss):
+        return
+    if not engine.abilities.gathers:
+        raise UserError(
+            f'engine "{engine.name}": the loss takes gather, for the rows of the whole batch, which this engine does '
+            "not have; use engine native"
+        )
+    if communication is not None:
+        raise UserError(
+            f"the loss takes gather, for the rows of the whole batch, and recipe.communication is "
+            f"{communication.kind}, whose replicas train on their own samples; use no recipe.communication"
+        )
+
+
+def check_several_losses(loss: Callable[..., Any], engine: Engine, communication: Communication | None) -> None:
+    """Raise UserError for a loss of several terms where each can't be divided by its own count."""
+    if not isinstance(loss, SeveralLosses):
+        return
+    if not engine.abilities.several_losses:
+        raise UserError(
+            f'engine "{engine.name}": the loss has several terms (loss_weights), which this engine lacks; use '
+            "engine native"
+        )
+    if communication is not None:
+        raise UserError(
+            f"the loss has several terms (loss_weights), and recipe.communication is {communication.kind}, which is "
+            "for losses of one count; use no recipe.communication"
+        )
+
+
+def check_turns(task: Task, engine: Engine, layout: Layout, job: Job) -> None:
+    """Raise UserError for a task whose steps are taken in turns where they can't be."""
+    turns = turns_of(task)
+    if not turns:
+        return
+    check_optimizers(turns, job.recipe)
+    for turn in turns:
+        check_gather(turn.loss, engine, job.recipe.communication)
+        check_several_losses(turn.loss_of_step(), engine, job.recipe.communication)
+    if not engine.abilities.turns:
+        raise UserError(f'engine "{engine.name}" takes no steps in turns; use engine native')
+    if job.recipe.communication is not None:
+        raise UserError(
+            f"the task's steps are taken in turns, and recipe.communication is {job.recipe.communication.kind}, "
+            "which is for one loss a step; use no recipe.communication"
+        )
+    if job.run.share_replicas:
+        raise UserError(
+            "the task's steps are taken in turns, and run.share_replicas is true, whose ranks step all parameters at "
+            "once; use share_replicas: false"
+        )
+    if layout.pipeline > 1:
+        raise LayoutError(
+            f'layout "{layout}": the task\'s steps are taken in turns, each of another forward, and pipeline stages '
+            f"are parts of one; use dp{layout.pipeline}, fsdp{layout.pipeline} or tp{layout.pipeline} in place of "
+            f"pp{layout.pipeline}"
+        )
 
 
 def check_sparse_rows(choice: str, engine: Engine, layout: Layout, communication: Communication | None) -> None:

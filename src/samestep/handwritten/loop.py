@@ -27,6 +27,8 @@ from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.initial import move
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, Task, as_batch, call, sum_and_count
+from samestep.tasks.gather import takes_gather
+from samestep.tasks.turns import turns_of
 from samestep.training.curves import named_parts
 from samestep.training.dropout import switch_off
 from samestep.training.evaluation import apart, plain
@@ -70,6 +72,14 @@ class Loop:
         if recipe.precision not in PRECISIONS:
             raise UserError(
                 f"recipe.precision is {recipe.precision}; handwritten methods have {', '.join(PRECISIONS)}"
+            )
+        if task.loss_weights or turns_of(task):
+            raise UserError(
+                "handwritten methods have one loss of one count; use a task without loss_weights or turns"
+            )
+        if takes_gather(task.loss):
+            raise UserError(
+                "the loss takes gather, for the rows of the whole batch, which handwritten methods have not"
             )
         self.recipe, self.task = recipe, task
         self.place, self.device = Place(index=rank, of=world_size), device

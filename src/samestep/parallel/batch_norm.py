@@ -248,17 +248,15 @@ class _OfAnyDimensions(BatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of what every rank's loss asks of it."""
+    """The sum over ranks, whose gradient is the sum of what every rank's loss asks of it, and so is that one's."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore
         ctx.group = group
-        total = part.clone()
+        total = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _SumOverRanks.apply(gradient, ctx.group), None  # pyright: ignore[reportReturnType]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -28,6 +29,7 @@ from samestep.parallel.trace import first_line
 _OWN = (UserError, RankFailedError, InterruptedJobError, NonFiniteError, HostLostError)
 
 # What is no fault of the layout: a peer that is gone, and memory that is used up.
+_OF_ANOTHER_STAGE = "appears to not have been used in the graph"  # of torch.autograd.grad
 _PEER_LOST = re.compile(
     r"Connection (?:closed|reset|refused)|Broken pipe|remote process exited|recvValue failed|Timed? ?out"
     r"|connectFullMesh|NCCL"
@@ -65,14 +67,27 @@ class LayoutFailures:
     def of_task(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the task's, whose errors are the task's own."""
 
+        @wraps(function)  # which says whether it is a loss that couples samples
         def run(*arguments: Any, **keywords: Any) -> Any:
             try:
                 return function(*arguments, **keywords)
             except BaseException as error:
                 self._of_task = error
+                if self._layout.pipeline > 1 and _OF_ANOTHER_STAGE in str(error):
+                    raise self._slope_of_another_stage() from error
                 raise
 
         return run
+
+    def _slope_of_another_stage(self) -> LayoutError:
+        pipeline, name = self._layout.pipeline, _class_of(self._model)
+        failure = LayoutError(
+            f'layout "{self._layout}": the loss takes gradients of the output of {name} with respect to what an '
+            "earlier pipeline stage has, on another rank, where no graph of the loss's reaches; use "
+            f"dp{pipeline} or tp{pipeline} in place of pp{pipeline}"
+        )
+        failure.alike = False  # the ranks of the last stage find it
+        return failure
 
     def _is_of_layout(self, error: Exception) -> bool:
         return not (

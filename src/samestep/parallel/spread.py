@@ -115,6 +115,23 @@ class Spread(ABC):
         """The loss and the backward of a step, as what this spread gives for an output wants them."""
         return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
 
+    def give_whole_outputs(self) -> None:
+        """From here on, training forwards give no output in slices."""
+        if self._vocabulary is not None:
+            self._vocabulary.slices = False
+
+    def rehearse(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        """The outputs of a step's training forwards, without graphs and without a trace in the model.
+
+        Random numbers are drawn by sample, so the forwards of `take` draw the same. None in place of an output on a
+        rank that has no part in the model's last layer.
+        """
+        outputs: list[Any] = []
+        for micro_batch in micro_batches:
+            with torch.no_grad(), self.now.at(micro_batch.moment), self.now.rehearsing(), self.autocast():
+                outputs.append(self.predict(micro_batch.batch.inputs))
+        return outputs
+
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
         """The model's output, or None on a rank that has no part in its last layer."""

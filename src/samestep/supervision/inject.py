@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from samestep.job import Inject
@@ -49,8 +50,9 @@ class Injection:
 def spoiled(loss: Callable[..., Any]) -> Callable[..., Any]:
     """A task's loss, made NaN."""
 
-    def spoiled_loss(output: Any, batch: Any) -> Any:
-        loss_sum, count = loss(output, batch)
+    @wraps(loss)
+    def spoiled_loss(*arguments: Any, **keywords: Any) -> Any:
+        loss_sum, count = loss(*arguments, **keywords)
         return loss_sum * float("nan"), count
 
     return spoiled_loss

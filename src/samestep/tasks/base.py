@@ -67,6 +67,9 @@ class Task(ABC):
     """
 
     predicts_from: ClassVar[str | None] = None  # what `predict` reads, in words; None: held-out samples alone
+    # The weights of the loss's terms, where it gives a mapping of name -> (sum, count); the step's loss is then the
+    # sum over the terms of weight * sum / count.
+    loss_weights: ClassVar[Mapping[str, float]] = {}
     writes_text: ClassVar[bool] = False  # whether `predict` goes on with a text
 
     @abstractmethod
@@ -78,10 +81,12 @@ class Task(ABC):
         """The samples to learn from, in an order that never changes."""
 
     @abstractmethod
-    def loss(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor | int]":
+    def loss(self, output: Any, batch: Batch) -> Any:  # tuple[Tensor, Tensor | int], or a mapping of such by name
         """The loss summed over a batch's terms, and how many terms (samples, or unmasked tokens) those are.
 
-        Never a mean: the step divides the sum over all ranks and micro-batches by the count over all.
+        Never a mean: the step divides the sum over all ranks and micro-batches by the count over all. With
+        `loss_weights`, a mapping of the terms' names to such pairs. A loss that compares the samples of a batch takes
+        a third parameter, `gather` (`samestep.Gather`).
         """
 
     def eval_set(self) -> Samples | None:
@@ -178,13 +183,23 @@ def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
     return output, batch.targets
 
 
+class InTurn(NamedTuple):
+    """What a model is called with in a turn of a step (`tasks.turns`): a batch's inputs, and the keyword `turn`."""
+
+    inputs: Any
+    turn: str
+
+
 def call(model: Any, inputs: Any) -> Any:
     """Call a model with a batch's inputs."""
+    keywords = {}
+    if isinstance(inputs, InTurn):
+        inputs, keywords["turn"] = inputs
     if isinstance(inputs, Mapping):
-        return model(**inputs)
+        return model(**inputs, **keywords)
     if isinstance(inputs, tuple):
-        return model(*inputs)
-    return model(inputs)
+        return model(*inputs, **keywords)
+    return model(inputs, **keywords)
 
 
 def as_batch(collated: Any) -> Batch:

@@ -260,7 +260,11 @@ def _fix(model: nn.Module, trials: Sequence[_Trial]) -> str:
         return 'use ctc_loss_reduction="mean", since this is a sum'
     if abs(trials[0].means[0] - sum(trials[0].means[1:])) <= 1e-5 * abs(trials[0].means[0]):
         return "use a mean, since this is a sum"
-    return "write a task of your own (samestep.Task) with a loss that is a sum over samples"
+    return (
+        "write a task of your own (samestep.Task) with a loss that is a sum over samples, or, where it compares "
+        "samples as contrastive losses do, def loss(self, output, batch, gather) with the rows of the whole batch: "
+        "all_embeds = gather(output.image_embeds)"
+    )
 
 
 @contextmanager

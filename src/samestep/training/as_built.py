@@ -23,6 +23,9 @@ from samestep.data.order import SampleOrder
 from samestep.parallel.complex_parameters import as_real
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, Samples, Task, call, sum_and_count
+from samestep.tasks.gather import of_whole_batch
+from samestep.tasks.several_losses import SeveralLosses
+from samestep.tasks.turns import turns_of
 from samestep.training.adapters import put_adapters
 from samestep.training.dropout import switch_off
 
@@ -82,6 +85,8 @@ def hold_as_built(
     recipe: Recipe, task: Task, samples: Samples, device: torch.device, reference: FirstStep
 ) -> AsBuilt:
     """Hold the first step of the reference against that of the task's model by plain PyTorch, of the same samples."""
+    if turns_of(task):
+        return _not_compared("its steps are taken in turns")
     if recipe.dropout:
         return _not_compared("dropout drops other elements there")
     if not math.isfinite(reference.loss) or not math.isfinite(reference.grad_norm):
@@ -149,7 +154,10 @@ def _on(nest: Any, device: torch.device) -> Any:
 
 def _first_step(model: nn.Module, task: Task, batch: Batch) -> FirstStep:
     model.zero_grad()
-    total, count = sum_and_count(task.loss(call(model, batch.inputs), batch))
+    loss = of_whole_batch(task.loss)
+    if task.loss_weights:
+        loss = SeveralLosses(loss, task.loss_weights).of_whole_batch
+    total, count = sum_and_count(loss(call(model, batch.inputs), batch))
     loss = total / count
     loss.backward()
     gradients = {

@@ -1,18 +1,20 @@
 """A whole training on one rank: build, step, evaluate, record."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from samestep.cluster.world import World
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
-from samestep.engines.base import Skipping, StepReport
+from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport
 from samestep.engines.resolve import resolve as resolve_engine
 from samestep.errors import InterruptedJobError, NonFiniteError
 from samestep.job import Job
@@ -25,7 +27,9 @@ from samestep.profiling.profiler import StepProfiler
 from samestep.recipe import Recipe
 from samestep.supervision.nonfinite import NonFinite, left_out
 from samestep.supervision.rank import RankSupervision
-from samestep.tasks.base import First, Samples, Task, as_batch
+from samestep.tasks.base import First, InTurn, Samples, Task, as_batch
+from samestep.tasks.several_losses import with_weights
+from samestep.tasks.turns import StepTurns, Turn, check_parameters, turns_of
 from samestep.training import result as results
 from samestep.training import usage as usages
 from samestep.training.adapters import put_adapters
@@ -43,6 +47,7 @@ from samestep.training.result import TrainResult
 from samestep.training.session import Session
 from samestep.training.speed import speeds
 from samestep.training.tally import Tally
+from samestep.training.turn_optimizer import optimizer_of_turns
 from samestep.training.usage import Usage
 
 
@@ -73,6 +78,7 @@ class Training:
             bucket_mb=job.run.bucket_mb,
             sparse_rows=job.run.sparse_rows,
         )
+        self.turns = turns_of(task)
         self.samples = task.train_set()
         self._lengths = task.sample_lengths() if job.run.group_by_length else None
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
@@ -80,15 +86,16 @@ class Training:
         self.first_step = 0  # above 0 where it goes on from a checkpoint
         built = build_model(task, recipe, recorded=self.session.engine.can_fill(layout))
         check_alike(self.samples, built.model)
+        check_parameters(self.turns, built.model)
         if not recipe.dropout:
             switch_off(built.model)
         self.complex = [name for name, tensor in built.model.state_dict().items() if tensor.is_complex()]
         self.session.prepare_with(
             built.model,
-            optimizer_of=OptimizerPlan(recipe, built.model),
+            optimizer_of=self._optimizer_of(built.model),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
             details=Details(
-                example=_example(task, self.samples),
+                example=_example(task, self.samples, self.turns),
                 initial=built.values,
                 tensor_plan=job.run.tensor_plan,
                 expert_plan=job.run.expert_plan,
@@ -105,6 +112,11 @@ class Training:
             ),
             recipe=recipe,
         )
+
+    def _optimizer_of(self, model: nn.Module) -> OptimizerOf:
+        if not self.turns:
+            return OptimizerPlan(self.recipe, model)
+        return partial(optimizer_of_turns, self.recipe, model, self.turns)
 
     def late_step(self) -> int:
         """The last step of a whole batch, where there is one: what a step looks like when all is warm."""
@@ -136,14 +148,24 @@ class Training:
             if batch.step in left_out:
                 yield batch, self._passed_over()
                 continue
-            loss = self.task.loss if supervision is None else supervision.loss(batch.step, self.task.loss)
-            take = partial(self.session.step, batch, loss)
+            take = self._take(batch, supervision)
             with nullcontext() if supervision is None else supervision.step(batch.step):
                 if batch.step == measured:
                     report, self.usage = usages.measured(self.session.trainer, take)
                 else:
                     report = take()
             yield batch, report
+
+    def _take(self, batch: StepBatch, supervision: RankSupervision | None) -> Callable[[], StepReport]:
+        """What takes a step."""
+
+        def watched(loss: Loss) -> Loss:
+            return loss if supervision is None else supervision.loss(batch.step, loss)
+
+        if not self.turns:
+            return partial(self.session.step, batch, with_weights(watched(self.task.loss), self.task.loss_weights))
+        turns = [replace(turn, loss=watched(turn.loss)) for turn in self.turns]
+        return partial(self.session.trainer.step_in_turns, batch, StepTurns(turns))
 
     def _passed_over(self) -> StepReport:
         trainer = self.session.trainer
@@ -202,14 +224,15 @@ def build_model(task: Task, recipe: Recipe, *, recorded: bool = False) -> Initia
         built = build_recorded(make) if recorded else InitialModel(model=make(), values=None)
         if built.values is None:
             check_memory(built.model, "model()")
-            materialize(built.model, lambda: _example(task, task.train_set()), "model()")
+            materialize(built.model, lambda: _example(task, task.train_set(), turns_of(task)), "model()")
         return built
 
 
-def _example(task: Task, samples: Samples) -> Any:
+def _example(task: Task, samples: Samples, turns: Sequence[Turn]) -> Any:
     """What the model is called with: the inputs of the first samples."""
     first = [samples[index] for index in range(min(2, len(samples)))]
-    return as_batch(task.collate(first)).inputs
+    inputs = as_batch(task.collate(first)).inputs
+    return InTurn(inputs, turns[0].name) if turns else inputs
 
 
 def fit(

@@ -52,6 +52,7 @@ class StepLog:
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": report.lr,
+                **({"losses": {name: each.item() for name, each in report.terms.items()}} if report.terms else {}),
                 "samples": batch.global_samples,
                 "step_seconds": seconds,
                 "data_seconds": batch.data_seconds,

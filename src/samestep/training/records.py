@@ -44,7 +44,8 @@ class Records:
     def step(self, values: Mapping[str, Any]) -> None:
         if self._steps is not None:
             self._steps.write(json.dumps(without_nonfinite(dict(values))) + "\n")
-        self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")})
+        terms = {f"train/losses/{name}": value for name, value in values.get("losses", {}).items()}
+        self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")} | terms)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         numbers = scalars(metrics)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from samestep.engines.resolve import (
     check_average,
     check_buckets,
     check_communication,
+    check_gather,
     check_sparse_rows,
     resolve,
 )
@@ -69,6 +70,9 @@ class Resumed:
 
     step: int  # the number of the next step, counted from 0
     extra: Mapping[str, Any]  # what was given to `save`
+
+
+OneOrSeveral = TypeVar("OneOrSeveral", bound=Optimizer | Sequence[Optimizer])
 
 
 class Session:
@@ -142,11 +146,11 @@ class Session:
     def prepare(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
+        optimizer: OneOrSeveral,
         example: Any = None,
         *,
         batch_buffers: Mapping[str, str] | None = None,
-    ) -> tuple[nn.Module, Optimizer | Sequence[Optimizer]]:
+    ) -> tuple[nn.Module, OneOrSeveral]:
         """Spread a model and its optimizer, which must not have stepped yet, and return both.
 
         Several optimizers are a list of them, such as Muon of the hidden matrices and AdamW of the rest.
@@ -325,6 +329,7 @@ class Session:
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update. `loss(output, batch)` gives a sum and a count, never a mean."""
         check_step(batch, loss)
+        check_gather(loss, self.engine, self._communication)
         return self.trainer.step(batch, loss)
 
     def evaluate(

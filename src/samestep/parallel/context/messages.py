@@ -4,11 +4,15 @@ Parts are of one length, as an exchange wants them: the last ones are filled up 
 tokens are put together.
 """
 
+# PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 # The fewest tokens of a part: attention takes a lone query for one that is decoded after others.
@@ -69,6 +73,7 @@ class _GradientSummed(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         summed = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=ctx.group)
@@ -82,6 +87,7 @@ class _GradientShared(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] / ctx.ranks, None
 
@@ -93,6 +99,7 @@ class _Split(torch.autograd.Function):
         return own_part(whole, group, dim).clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return all_parts(gradients[0], ctx.group, ctx.tokens, ctx.dim), None, None
 
@@ -104,6 +111,7 @@ class _Gather(torch.autograd.Function):
         return all_parts(part, group, tokens, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return own_part(gradients[0], ctx.group, ctx.dim), None, None, None
 
@@ -123,6 +131,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(tensor, group, split_dim, join_dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchanged(gradients[0], ctx.group, ctx.join_dim, ctx.split_dim), None, None, None
 

@@ -6,6 +6,9 @@ gives its tokens of most heads away and gets all tokens of a few heads; after it
 gathered instead.
 """
 
+# PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
+# pyright: reportIncompatibleMethodOverride=false
+
 import inspect
 import re
 import sys
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -449,6 +453,7 @@ class _GatherSummed(torch.autograd.Function):
         return torch.cat(gathered, 2).narrow(2, 0, tokens)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         summed = gradients[0].contiguous()
         dist.all_reduce(summed, group=ctx.group)

@@ -1,4 +1,7 @@
-"""The messages of sliced layers over whole tokens, forward and backward (Shoeybi et al. 2019, section 3: f and g)."""
+"""The messages of sliced layers over whole tokens, forward and backward (Shoeybi et al. 2019, section 3: f and g).
+
+`copy` and `reduce` are each other's backward, so a loss may take gradients of gradients through them.
+"""
 
 # PyTorch's stub of backward takes any number of gradients; these functions give one.
 # pyright: reportIncompatibleMethodOverride=false
@@ -35,19 +38,19 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _summed(gradient, ctx.group), None
+        return reduce(gradient, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return _summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+        return copy(gradient, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):

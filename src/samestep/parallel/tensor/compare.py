@@ -52,12 +52,17 @@ class Departure:
 
 
 def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -> Output:
-    """The output for the example in evaluation mode. `marks` also has those of a forward that fails."""
+    """The output for the example in evaluation mode, with the same random numbers in each call.
+
+    `marks` also has those of a forward that fails.
+    """
     training = {module: module.training for module in model.modules()}
     marks = [] if marks is None else marks
     model.eval()
     try:
         with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(0)
             for name, module in model.named_modules():
                 stack.callback(module.register_forward_hook(_marker(name, marks)).remove)
             output = call(model, example)

@@ -1,0 +1,342 @@
+"""Losses that couple the samples of a batch: each call of the loss sees the rows of all ranks and micro-batches.
+
+The loss of a step is the sum over ranks and micro-batches of loss(x, G), where x is the output of the micro-batch and
+G holds the rows that all of them have gathered, themselves functions of the outputs. The gradient of an output is
+then
+
+    d loss(x, G) / dx  +  sum over all calls of d loss / dG, the rows of this micro-batch, times dG / dx
+
+The second term is taken in here, from the last `gather` to the first, with messages between the ranks outside of
+autograd. What is left is a backward of each micro-batch by itself.
+
+Where a rank has several micro-batches, a loss needs the outputs of all of them before the first backward. They are
+then computed once without graphs, the gradients of the outputs are taken, and each micro-batch's forward is run again
+with a graph, whose backward begins with these gradients (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch
+Size under Memory Limited Setup", section 3.2).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.data.loader import MicroBatch
+from samestep.errors import UserError
+from samestep.parallel.nests import map_tensors, tensors_in
+from samestep.tasks.base import Batch, sum_and_count
+from samestep.tasks.gather import Gather
+
+CoupledLoss = Callable[..., tuple[Tensor, Tensor | int]]  # (output, batch, gather=...)
+
+
+class _Unknown(BaseException):
+    """Ends a call of the loss at the first `gather` whose rows are not known yet; holds what was to be gathered.
+
+    No Exception, which a loss may catch.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Which rows of the global batch the samples of a call are."""
+
+    numbers: Tensor  # [samples of the call] int64, on the CPU
+    counted: bool = True  # False: another rank has these samples too, and gathers them
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What all calls of one `gather` must have in common, of one tensor."""
+
+    shape: tuple[int, ...]  # of a row
+    dtype: torch.dtype
+
+
+class _Answers(Gather):
+    """The `gather` of one call of the loss: gives what is known, and ends the call where nothing is."""
+
+    def __init__(self, known: "Sequence[_Gathered]", rows: Rows) -> None:
+        self._known = known
+        self._rows = rows
+        self.given: list[list[Tensor]] = []  # by `gather`: this call's own tensors
+        self.leaves: list[list[Tensor]] = []  # and those that it got in their place
+
+    def __call__(self, nest: Any) -> Any:
+        tensors: list[Tensor] = tensors_in(nest)
+        samples = len(self._rows.numbers)
+        for tensor in tensors:
+            if tensor.ndim == 0 or len(tensor) != samples:
+                raise UserError(
+                    f"gather was given a tensor of shape {list(tensor.shape)} for {samples} samples; use one row a "
+                    f"sample, such as .view({samples}, -1), and leave out what has none, such as a temperature"
+                )
+        number = len(self.given)
+        if number == len(self._known):
+            raise _Unknown(tensors)
+        leaves = self._known[number].leaves()
+        self.given.append(tensors)
+        self.leaves.append(leaves)
+        each = iter(leaves)
+        return map_tensors(lambda _: next(each), nest)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        return self._rows.numbers.to(tensor.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gathered:
+    """What all calls have given to one `gather`, in the order of the global batch."""
+
+    values: Sequence[Tensor]  # [samples of the batch, ...] each
+    needs_gradient: Sequence[bool]  # whether any call's tensor does
+
+    def leaves(self) -> list[Tensor]:
+        """The same values, where a call's graph ends."""
+        return [
+            value.clone().requires_grad_(needed)
+            for value, needed in zip(self.values, self.needs_gradient, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of the loss that had all rows."""
+
+    loss_sum: Tensor
+    count: Tensor | int
+    gather: _Answers
+    counted: bool
+    ends: list[Tensor]  # what its graph begins backward from, beside the loss: tensors that it gathered
+    gradients: list[Tensor]  # of these
+
+    def roots(self) -> tuple[list[Tensor], list[Tensor]]:
+        """All that backward begins from, and the gradients of that."""
+        roots, gradients = list(self.ends), list(self.gradients)
+        if self.loss_sum.requires_grad:
+            roots.append(self.loss_sum)
+            gradients.append(torch.ones_like(self.loss_sum))
+        return roots, gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The loss of one micro-batch, and what its backward begins with."""
+
+    loss_sum: Tensor
+    count: Tensor | int
+    gradients: Sequence[Tensor | None]  # of the output's tensors, in the order of `tensors_in`
+
+    def of(self, output: Any) -> tuple[Tensor, Tensor | int]:
+        """The same sum and count, whose backward gives an output, computed anew, its gradients."""
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in zip(tensors_in(output), self.gradients, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        return _begin(self.loss_sum, [tensor for tensor, _ in pairs], [each for _, each in pairs]), self.count
+
+
+class Coupling:
+    """Calls a loss for the micro-batches of a step with the rows of the whole batch. The same calls on every rank."""
+
+    def __init__(self, loss: CoupledLoss, group: dist.ProcessGroup | None) -> None:
+        """`group`: the ranks that have the other samples; None: this process has all of them."""
+        self._loss = loss
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+
+    def of_one(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
+        """The loss of a rank's only micro-batch, whose output has its graph."""
+        return self.of_output(output, micro_batch.batch, rows_of(micro_batch))
+
+    def of_output(self, output: Any, batch: Batch, rows: Rows) -> tuple[Tensor, Tensor | int]:
+        """The same for what is the whole of a batch, or of a rank's part of it."""
+        (call,) = self._calls([output], [batch], [rows])
+        roots, gradients = call.roots()
+        return _begin(call.loss_sum, roots, gradients), call.count
+
+    def of_all(self, outputs: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> list[Found]:
+        """The losses of a rank's micro-batches, whose outputs have no graphs, and the gradients of these outputs."""
+        rows = [rows_of(each) for each in micro_batches]
+        return self.of_parts(outputs, [each.batch for each in micro_batches], rows)
+
+    def of_parts(self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[Rows]) -> list[Found]:
+        """The same for parts of a batch, of which `rows` says which ones they are."""
+        with torch.enable_grad():
+            apart = [map_tensors(_leaf, output) for output in outputs]
+            calls = self._calls([map_tensors(_changeable, output) for output in apart], batches, rows)
+            return [
+                Found(
+                    loss_sum=call.loss_sum.detach(),
+                    count=call.count,
+                    gradients=_gradients(*call.roots(), tensors_in(output), keep=False),
+                )
+                for call, output in zip(calls, apart, strict=True)
+            ]
+
+    def _calls(self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[Rows]) -> list[_Call]:
+        """Call the loss for each micro-batch until it knows all rows, and take the gradients of these rows."""
+        order = self._order(rows)
+        known: list[_Gathered] = []
+        while True:
+            calls: list[_Call] = []
+            asked: list[list[Tensor]] = []
+            for output, batch, mine in zip(outputs, batches, rows, strict=True):
+                gather = _Answers(known, mine)
+                try:
+                    loss_sum, count = sum_and_count(self._loss(output, batch, gather=gather))
+                except _Unknown as unknown:
+                    asked.append(unknown.tensors)
+                    continue
+                calls.append(
+                    _Call(loss_sum=loss_sum, count=count, gather=gather, counted=mine.counted, ends=[], gradients=[])
+                )
+            kinds = self._agreed(asked, calls=len(outputs))
+            if kinds is None:
+                break
+            known.append(self._gathered(asked, rows, kinds, order))
+        for number in reversed(range(len(known))):
+            self._hand_back(number, known[number], calls, rows)
+        return calls
+
+    def _agreed(self, asked: Sequence[Sequence[Tensor]], *, calls: int) -> list[tuple[_Kind, bool]] | None:
+        """What all calls on all ranks want gathered, each with whether it needs a gradient; None where none does."""
+        wants: set[tuple[_Kind, ...] | None] = {
+            tuple(_Kind(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors) for tensors in asked
+        }
+        if len(asked) < calls:
+            wants.add(None)
+        needed = [any(tensors) for tensors in zip(*([t.requires_grad for t in some] for some in asked), strict=False)]
+        everyone = self._from_all((wants, needed))
+        wanted = set().union(*(theirs for theirs, _ in everyone))
+        if len(wanted) > 1:
+            told = sorted("nothing more" if want is None else _in_words(want) for want in wanted)
+            raise UserError(
+                f"the calls of the loss in one step gather different things ({' and '.join(told)}), for each its own "
+                "samples; gather tensors of the same kinds in every call"
+            )
+        (want,) = wanted
+        if want is None:
+            return None
+        return [(kind, any(flags[number] for _, flags in everyone)) for number, kind in enumerate(want)]
+
+    def _order(self, rows: Sequence[Rows]) -> Tensor:
+        """Where each row of what `_all_rows` gives stands in the global batch. [samples of the batch]"""
+        mine = torch.cat([each.numbers for each in rows if each.counted] or [torch.zeros(0, dtype=torch.int64)])
+        self._counts, numbers = [], []
+        for theirs in self._from_all(mine.tolist()):
+            self._counts.append(len(theirs))
+            numbers += theirs
+        return torch.tensor(numbers, dtype=torch.int64).argsort()
+
+    def _gathered(
+        self,
+        asked: Sequence[Sequence[Tensor]],
+        rows: Sequence[Rows],
+        kinds: Sequence[tuple[_Kind, bool]],
+        order: Tensor,
+    ) -> _Gathered:
+        values: list[Tensor] = []
+        for number in range(len(kinds)):
+            tensors = [some[number].detach() for some in asked]
+            mine = [tensor for tensor, each in zip(tensors, rows, strict=True) if each.counted]
+            together = torch.cat(mine) if mine else tensors[0][:0]
+            values.append(self._all_rows(together)[order.to(together.device)])
+        return _Gathered(values=values, needs_gradient=[needed for _, needed in kinds])
+
+    def _hand_back(self, number: int, gathered: _Gathered, calls: Sequence[_Call], rows: Sequence[Rows]) -> None:
+        """Sum what all calls ask of gathered rows, and note for each call the gradient of what it has given."""
+        for index, value in enumerate(gathered.values):
+            if not gathered.needs_gradient[index]:
+                continue
+            total = torch.zeros_like(value)
+            for call in calls:
+                if call.counted:
+                    leaf = call.gather.leaves[number][index]
+                    (gradient,) = _gradients(*call.roots(), [leaf], keep=True)
+                    total += 0 if gradient is None else gradient
+            if self._group is not None:
+                dist.all_reduce(total, group=self._group)
+            for call, each in zip(calls, rows, strict=True):
+                given = call.gather.given[number][index]
+                if call.counted and given.requires_grad:
+                    call.ends.append(given)
+                    call.gradients.append(total[each.numbers.to(total.device)])
+
+    def _all_rows(self, mine: Tensor) -> Tensor:
+        """The rows of all ranks, one rank's after the other's."""
+        if self._group is None:
+            return mine
+        real = torch.view_as_real(mine) if mine.is_complex() else mine
+        padded = real.new_zeros(max(self._counts), *real.shape[1:])
+        padded[: len(real)] = real
+        found = [torch.empty_like(padded) for _ in self._counts]
+        dist.all_gather(found, padded, group=self._group)
+        rows = torch.cat([theirs[:count] for theirs, count in zip(found, self._counts, strict=True)])
+        return torch.view_as_complex(rows) if mine.is_complex() else rows
+
+    def _from_all(self, mine: Any) -> list[Any]:
+        if self._group is None:
+            return [mine]
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+
+def rows_of(micro_batch: MicroBatch) -> Rows:
+    """Which rows of the global batch a micro-batch's samples are."""
+    moment = micro_batch.moment
+    numbers = torch.arange(len(moment.samples)) if moment.rows is None else moment.rows
+    return Rows(numbers=numbers, counted=not moment.lent)
+
+
+def _in_words(kinds: Sequence[_Kind]) -> str:
+    told = (f"[samples{''.join(f', {size}' for size in kind.shape)}] of {kind.dtype}" for kind in kinds)
+    return ", ".join(told).replace("torch.", "") or "no tensor"
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same values, cut from the graph that made them, with a gradient of their own."""
+    tensor = tensor.detach()
+    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def _changeable(tensor: Tensor) -> Tensor:
+    """What a loss may change in place, which a leaf is not."""
+    return tensor.clone() if tensor.requires_grad else tensor
+
+
+def _gradients(
+    roots: Sequence[Tensor], given: Sequence[Tensor], of: Sequence[Tensor], *, keep: bool
+) -> list[Tensor | None]:
+    """The gradients of some tensors; None where a root does not depend on one. `keep`: the graph is needed again."""
+    wanted = [tensor for tensor in of if tensor.requires_grad]
+    found: list[Tensor | None] = [None] * len(wanted)
+    if roots and wanted:
+        found = list(torch.autograd.grad(roots, wanted, given, retain_graph=keep, allow_unused=True))
+    each = iter(found)
+    return [next(each) if tensor.requires_grad else None for tensor in of]
+
+
+def _begin(value: Tensor, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """A value whose backward gives each root its gradient, times the value's own."""
+    if not roots:
+        return value
+    return _Begin.apply(value.detach(), gradients, *roots)  # pyright: ignore[reportReturnType]
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *roots: Tensor) -> Tensor:  # pyright: ignore
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return None, None, *((gradient * each).to(each.dtype) for each in ctx.gradients)

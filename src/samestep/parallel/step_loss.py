@@ -1,0 +1,144 @@
+"""The loss of a step: what is asked of it for each micro-batch's output, whatever kind of loss a task has."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.comm.mesh import Mesh
+from samestep.data.loader import MicroBatch, StepBatch
+from samestep.parallel.coupled_loss import Coupling
+from samestep.parallel.nests import map_tensors
+from samestep.parallel.spread import Spread
+from samestep.tasks.base import Batch, sum_and_count
+from samestep.tasks.gather import takes_gather
+from samestep.tasks.several_losses import SeveralLosses
+
+Loss = Callable[..., tuple[Tensor, Tensor | int]]
+
+
+class StepLoss:
+    """A loss as it is: the sum and the count of a micro-batch are a function of its output."""
+
+    names: Sequence[str] = ()  # of the loss's terms, where it has several
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def prepare(self) -> None:
+        """Called once, before the step's forwards; every rank calls."""
+
+    def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
+        """The sum and the count of a micro-batch's loss."""
+        return sum_and_count(self._loss(output, micro_batch.batch))
+
+    def add_terms(self, totals: Tensor) -> None:
+        """Add this rank's sums and counts of the terms to [sums, counts]."""
+
+
+class JointLoss(StepLoss):
+    """A loss that depends on the whole step: it couples samples, or its terms have counts of their own.
+
+    With one micro-batch a rank, the ranks exchange what they need while the loss is computed. With several, all
+    outputs are computed first, without graphs (`Spread.rehearse`).
+    """
+
+    def __init__(self, loss: Loss, batch: StepBatch, spread: Spread, mesh: Mesh) -> None:
+        super().__init__(loss)
+        self._batch = batch
+        self._spread = spread
+        self._group = mesh.data_group
+        self._couples = takes_gather(loss)
+        self._found: dict[int, Callable[[Any], tuple[Tensor, Tensor | int]]] = {}
+        self._of_batch = {id(each.batch): each for each in batch.micro_batches}
+        self._several = loss if isinstance(loss, SeveralLosses) else None
+        self.names = list(self._several.weights) if self._several is not None else []
+        device = mesh.grid.device_type
+        self._sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)  # of this rank
+        self._counts = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self._global_counts: Tensor | None = None  # [terms]
+
+    def prepare(self) -> None:
+        micro_batches = self._batch.micro_batches
+        if len(micro_batches) == 1:
+            return
+        outputs = self._spread.rehearse(micro_batches)
+        if outputs[0] is None:  # another rank of the pipeline has them
+            return
+        with self._spread.autocast():
+            if self._several is not None:
+                self._count(outputs)
+            if self._couples:
+                found = Coupling(self._function, self._group).of_all(outputs, micro_batches)
+                self._found = {id(each): of.of for each, of in zip(micro_batches, found, strict=True)}
+
+    def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
+        if (found := self._found.get(id(micro_batch))) is not None:
+            return found(output)
+        if self._several is not None and self._global_counts is None:
+            self._count([output])
+        if self._couples:
+            return Coupling(self._function, self._group).of_one(output, micro_batch)
+        return sum_and_count(self._function(output, micro_batch.batch))
+
+    def add_terms(self, totals: Tensor) -> None:
+        totals += torch.cat([self._sums, self._counts])
+
+    @property
+    def _function(self) -> Loss:
+        return self._loss if self._several is None else self._weighted
+
+    def _count(self, outputs: Sequence[Any]) -> None:
+        """Find the terms' counts over the global batch, by calling the loss for all of this rank's outputs."""
+        assert self._several is not None
+        apart = [map_tensors(Tensor.detach, output) for output in outputs]
+        noting = partial(_noting, self._several, self._noted)
+        with torch.no_grad():
+            if self._couples:
+                Coupling(noting, self._group).of_all(apart, self._batch.micro_batches)
+            else:
+                for output, micro_batch in zip(apart, self._batch.micro_batches, strict=True):
+                    noting(output, micro_batch.batch)
+        self._global_counts = self._counts.clone()
+        dist.all_reduce(self._global_counts, group=self._group)
+
+    def _noted(self, batch: Batch, counts: Sequence[Tensor | int]) -> None:
+        weight = self._of_batch[id(batch)].weight
+        for number, count in enumerate(counts):
+            self._counts[number] += count * weight
+
+    def _weighted(self, output: Any, batch: Batch, **gather: Any) -> tuple[Tensor, int]:
+        """The sum over the terms of weight * sum / count * samples of the step, and the samples of this batch."""
+        assert self._several is not None
+        assert self._global_counts is not None
+        micro_batch = self._of_batch[id(batch)]
+        terms = self._several.terms(output, batch, **gather)
+        parts: list[Tensor] = []
+        for number, (name, (value, _)) in enumerate(terms.items()):
+            count = self._global_counts[number].clamp(min=1)
+            factor = self._several.weights[name] * self._batch.global_samples / count
+            parts.append(value * factor.to(value.dtype))
+            self._sums[number] += value.detach() * micro_batch.weight
+        return torch.stack(parts).sum(), len(micro_batch.moment.samples)
+
+
+def _noting(
+    several: SeveralLosses, noted: Callable[..., None], output: Any, batch: Batch, **gather: Any
+) -> tuple[Tensor, int]:
+    """A loss of nothing, which notes the counts of the terms."""
+    counts = [count for _, count in several.terms(output, batch, **gather).values()]
+    noted(batch, counts)
+    return torch.zeros(()), 1
+
+
+def joint(loss: Loss) -> bool:
+    """Whether a loss depends on the whole step."""
+    return takes_gather(loss) or isinstance(loss, SeveralLosses)
+
+
+def step_loss(loss: Loss, batch: StepBatch, spread: Spread, mesh: Mesh) -> StepLoss:
+    """What computes a step's loss on this rank."""
+    return JointLoss(loss, batch, spread, mesh) if joint(loss) else StepLoss(loss)

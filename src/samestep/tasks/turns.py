@@ -1,0 +1,126 @@
+"""Turns: a step in several parts, each with its own loss, its own parameters and its own rates, as GANs take it.
+
+In each turn the model's forward runs with the keyword `turn`, the turn's name; its loss goes backward, and the turn's
+parameters are stepped before the next turn's forward. What the loss asks of other parameters is thrown away.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import UserError
+from samestep.tasks.base import Batch, Task
+from samestep.tasks.several_losses import with_weights
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from samestep.recipe import SGD, AdamW, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One part of a step."""
+
+    name: str  # what the model's forward gets as `turn`
+    parameters: Sequence[str]  # names or patterns of the parameters that it steps, such as "generator.*"
+    loss: Callable[..., Any]  # (output, batch) -> sum and count, as `Task.loss`
+    loss_weights: Mapping[str, float] = field(default_factory=dict)  # as `Task.loss_weights`
+    optimizer: "AdamW | SGD | None" = None  # None: the recipe's
+    every: int = 1  # it is taken in steps `every` - 1, 2 * `every` - 1, ..., counted from 0
+
+    def loss_of_step(self) -> Callable[..., Any]:
+        """Its loss as a trainer takes it."""
+        return with_weights(self.loss, self.loss_weights)
+
+    def steps(self, name: str) -> bool:
+        """Whether it steps the parameter of that name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.parameters)
+
+    def is_of(self, step: int) -> bool:
+        """Whether a step, counted from 0, has this turn."""
+        return (step + 1) % self.every == 0
+
+
+class InTurns(Task):
+    """A task whose steps are taken in turns. Its model's forward takes the keyword `turn`.
+
+    Evaluation and prediction call the model without it: give it a default, such as None.
+    """
+
+    @abstractmethod
+    def turns(self) -> Sequence[Turn]:
+        """The turns of a step, in their order. Each trained parameter belongs to one of them."""
+
+    def loss(self, output: Any, batch: Batch) -> Any:
+        raise UserError(f"{type(self).__name__} has no loss of its own; use those of its turns()")
+
+
+@dataclass(frozen=True)
+class StepTurns:
+    """The turns of a task's steps, as a trainer gets them in place of a loss."""
+
+    turns: Sequence[Turn]
+
+    def of_step(self, step: int) -> Iterator[Turn]:
+        return (turn for turn in self.turns if turn.is_of(step))
+
+
+def turns_of(task: Task) -> Sequence[Turn]:
+    """The turns of a task's steps; none where it has one loss. Raises UserError for what are no turns."""
+    if not isinstance(task, InTurns):
+        return ()
+    turns = task.turns()
+    if not isinstance(turns, (list, tuple)) or not turns or not all(isinstance(turn, Turn) for turn in turns):
+        raise UserError("turns() gives no list of turns; use [samestep.Turn(name=..., parameters=[...], loss=...)]")
+    names = [turn.name for turn in turns]
+    if len(set(names)) < len(names):
+        raise UserError(f"turns(): two turns are called {max(names, key=names.count)}; use names of their own")
+    for turn in turns:
+        if isinstance(turn.parameters, str) or not callable(turn.loss):
+            raise UserError(
+                f'turns(): turn {turn.name} wants parameters=["..."], a list of names or patterns, and loss=, a '
+                "function of output and batch"
+            )
+        if not isinstance(turn.every, int) or turn.every < 1:
+            raise UserError(f"turns(): turn {turn.name} has every={turn.every}; use a number of steps, 1 or more")
+    if all(turn.every > 1 for turn in turns):
+        raise UserError("turns(): no turn is taken in every step; use every=1 for one of them")
+    return turns
+
+
+def check_parameters(turns: Sequence[Turn], model: "nn.Module") -> None:
+    """Raise UserError where a trained parameter is in no turn or in several, or a turn has none."""
+    if not turns:
+        return
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name in names:
+        mine = [turn.name for turn in turns if turn.steps(name)]
+        if len(mine) != 1:
+            where = "none" if not mine else " and ".join(mine)
+            raise UserError(
+                f"turns(): the parameter {name} belongs to {where} of the turns; have one of them name it, or use "
+                "requires_grad_(False) for what is not trained"
+            )
+    for turn in turns:
+        for pattern in turn.parameters:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
+                raise UserError(f'turns(): turn {turn.name} names the parameters "{pattern}"; the model has {known}')
+
+
+def check_optimizers(turns: Sequence[Turn], recipe: "Recipe") -> None:
+    """Raise UserError where turns want optimizers of several kinds, or such as only whole steps can have."""
+    from samestep.recipe import NamedOptimizer
+
+    kinds = {type(turn.optimizer or recipe.optimizer).__name__: turn.name for turn in turns}
+    if len(kinds) > 1:
+        told = " and ".join(f"turn {turn} has {kind}" for kind, turn in kinds.items())
+        raise UserError(f"turns(): {told}; use one kind of optimizer, with rates of each turn's own")
+    if recipe.groups:
+        raise UserError("recipe.groups is given, and the task takes its steps in turns; give each Turn its optimizer")
+    for turn in turns:
+        if isinstance(named := turn.optimizer or recipe.optimizer, NamedOptimizer):
+            raise UserError(f"turns(): turn {turn.name} has the optimizer {named.name}; use AdamW or SGD")
