@@ -32,6 +32,7 @@ recipe:
     nesterov: false          # default
     weight_decay: 0.0        # default
     decay_all: false         # default
+  groups: []                 # default
   schedule:
     warmup: 0.1              # job.yaml:11
     decay: linear            # job.yaml:12

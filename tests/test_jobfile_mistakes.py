@@ -131,9 +131,13 @@ BOTH_LENGTHS = (
         ("  optimizer: {betas: [0.5]}", "job.yaml:3: recipe.optimizer.betas is [0.5]; its item 2 is missing"),
         (
             "  optimizer: {name: adam}",
-            "job.yaml:3: recipe.optimizer.name is 'adam'; did you mean \"adamw\"? known: adamw, sgd",
+            'job.yaml:3: recipe.optimizer.name: name is "adam"; did you mean "adamw"? known: adamw, sgd, or such as '
+            "torch.optim.Muon",
         ),
-        ("  optimizer: {name: }", "job.yaml:3: recipe.optimizer.name is empty; known: adamw, sgd"),
+        (
+            "  optimizer: {name: }",
+            "job.yaml:3: recipe.optimizer.name: name should be adamw, sgd, or an optimizer such as torch.optim.Muon",
+        ),
         (
             "  precision: fp8",
             "job.yaml:3: recipe.precision is 'fp8'; it should be 'fp64', 'fp32', 'bf16' or 'fp16'",

@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from samestep.communication import Communication, OneBitAdam, ZeroOneAdam
 from samestep.field_types import STRICT, Beta, Fraction, Positive, Real, Whole, broken_rule
+from samestep.validation import closest
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
@@ -43,6 +44,9 @@ class SGD:
         return self
 
 
+SHORT_NAMES = ("adamw", "sgd")
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class NamedOptimizer:
     """Any optimizer: a class or function that takes parameters, or groups of them, and gives a torch.optim.Optimizer.
@@ -58,8 +62,14 @@ class NamedOptimizer:
 
     @model_validator(mode="after")
     def _names_something(self) -> "NamedOptimizer":
-        if not callable(self.name) and not (isinstance(self.name, str) and self.name.strip()):
+        if callable(self.name):
+            return self
+        if not isinstance(self.name, str) or not self.name.strip():
             raise broken_rule("name", "name should be adamw, sgd, or an optimizer such as torch.optim.Muon")
+        if "." not in self.name and ":" not in self.name:
+            raise broken_rule(
+                "name", f'name is "{self.name}"; {closest(self.name, SHORT_NAMES)}, or such as torch.optim.Muon'
+            )
         return self
 
 
@@ -69,7 +79,7 @@ def _name_or_adamw(value: Any) -> Any:
 
 def _which_optimizer(value: Any) -> str:
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-    return name if name in ("adamw", "sgd") else "named"
+    return name if name in SHORT_NAMES else "named"
 
 
 Optimizer = Annotated[

@@ -30,10 +30,17 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
     return (
         isinstance(module, (nn.ModuleList, nn.Sequential))
         and len(children) > 1
-        and len({type(child) for child in children}) == 1
+        and are_of_one_kind(children)
         and any(True for _ in children[0].children())  # a layer of parts, not a lone linear
         and any(True for _ in children[0].parameters())
     )
+
+
+def are_of_one_kind(children: Sequence[nn.Module]) -> bool:
+    """Whether layers are of one class, or of several with a base class of their own, such as those of hybrids."""
+    kinds = {type(child) for child in children}
+    shared = set.intersection(*(set(kind.__mro__) for kind in kinds))
+    return len(kinds) == 1 or (len(kinds) < len(children) and bool(shared - set(nn.Module.__mro__)))
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from samestep.engines.parameter_server.messages import Wire
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters
 from samestep.errors import UserError
-from samestep.parallel.optimizer_pieces import OPTIMIZER
+from samestep.parallel.optimizer_pieces import OPTIMIZER, innermost
 from samestep.parallel.parts import Entry
 from samestep.parallel.pieces import MODEL, Piece, model_pieces, whole_piece
 
@@ -136,9 +136,10 @@ _ELEMENTWISE: Sequence[type[Optimizer]] = (
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise UserError for an optimizer that may look at whole tensors, of which a server has parts."""
-    if type(optimizer) not in _ELEMENTWISE:
-        known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
-        raise UserError(
-            f'engine "parameter-server": servers step parts of tensors, which {type(optimizer).__name__} is not '
-            f"known to allow; use one of {known}"
-        )
+    for each in innermost(optimizer):
+        if type(each) not in _ELEMENTWISE:
+            known = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+            raise UserError(
+                f'engine "parameter-server": servers step parts of tensors, which {type(each).__name__} is not '
+                f"known to allow; use one of {known}"
+            )

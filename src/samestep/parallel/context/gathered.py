@@ -32,6 +32,9 @@ MIXES_TOKENS = (
     "roll",
 )
 
+# Products in which tokens may meet where a block calls nothing of the above, such as of attention with sinks.
+_PRODUCTS = ("__matmul__", "baddbmm", "bmm", "einsum", "matmul")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
@@ -59,7 +62,8 @@ class Messages:
 def mixing(call: Call, tokens: int) -> str | None:
     """A function called in a module in which its tokens may meet; None where there is none."""
     names = (*MIXES_TOKENS, along("softmax", tokens), along("cumsum", tokens))
-    return next((name for name in names if call.functions.get(name)), None)
+    transforms = (name for name in call.functions if name.startswith("fft_"))
+    return next((name for name in (*names, *transforms) if call.functions.get(name)), None)
 
 
 def _mixes(call: Call, tokens: int) -> bool:
@@ -68,24 +72,34 @@ def _mixes(call: Call, tokens: int) -> bool:
 
 
 def find_gathered(
-    block: Call, trace: Trace, tokens: int, along: Sequence[Seen], *, attentions: bool
+    block: Call, trace: Trace, tokens: int, along: Sequence[Seen], *, attentions: bool, products: bool = False
 ) -> list[Gathered] | None:
     """The modules directly in a block in which tokens meet; None where they meet in the block's own forward.
 
     `along` are those of the block's arguments that have a row a token, of which a rank gets its own. `attentions`:
-    also those that PyTorch's attention is called in.
+    also those that PyTorch's attention is called in. `products`: also those that multiply matrices themselves, in
+    which tokens may meet; these are taken in any case where a block has nothing else.
     """
     children = children_of(block, trace)
-    found = [each for each in children if _mixes(each, tokens) or (attentions and _attends(each))]
+    found = [
+        each
+        for each in children
+        if _mixes(each, tokens) or (attentions and _attends(each)) or (products and _multiplies(each))
+    ]
     if mixing(block, tokens) and not any(mixing(each, tokens) for each in children):
         return None
+    if not found and not _attends(block):
+        found = [each for each in children if _multiplies(each)]
     cut = {seen.identity for seen in along}
     whole = {seen.identity for seen in block.inputs()} - cut
+    batch = block.outputs()[0].shape[0] if block.outputs() and block.outputs()[0].shape else 1
     return [
         Gathered(
             name=call.name,
-            inputs=_carrying((call.arguments, dict(call.keywords)), tokens, cut, whole - _handed(block, tokens)),
-            outputs=_carrying(call.output, tokens, set(), set()),
+            inputs=_carrying(
+                (call.arguments, dict(call.keywords)), tokens, batch, cut, whole - _handed(block, tokens)
+            ),
+            outputs=_carrying(call.output, tokens, batch, set(), set()),
             outside=_outside((call.arguments, dict(call.keywords)), {seen.identity for seen in block.inputs()}),
         )
         for call in found
@@ -117,18 +131,25 @@ def _handed(block: Call, tokens: int) -> set[int]:
     return {seen.identity for seen in block.inputs() if seen.shape == first and _token_dim(seen, tokens) == 1}
 
 
+def _multiplies(call: Call) -> bool:
+    return any(call.functions.get(name) for name in _PRODUCTS)
+
+
 def _attends(call: Call) -> bool:
     return bool(call.functions.get("scaled_dot_product_attention"))
 
 
-def _carrying(nest: Any, tokens: int, cut: set[int], whole: set[int]) -> dict[int, int]:
-    """The leaves of a nest that have tokens of this rank, and at which dimension."""
+def _carrying(nest: Any, tokens: int, batch: int, cut: set[int], whole: set[int]) -> dict[int, int]:
+    """The leaves of a nest that have tokens of this rank, and at which dimension.
+
+    Something with more rows than the batch has samples, such as [batch * heads, tokens, tokens], is a bias.
+    """
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
     found: dict[int, int] = {}
     for index, seen in enumerate(leaves):
         if isinstance(seen, Seen) and seen.identity not in whole:
             dim = 1 if seen.identity in cut else _token_dim(seen, tokens)
-            if dim is not None:
+            if dim is not None and (seen.identity in cut or seen.shape[0] in (1, batch)):
                 found[index] = dim
     return found
 

@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError
@@ -99,32 +100,40 @@ def split_tokens(
     chains: dict[str, list[nn.Module]] = {}
     for block in blocks:
         chains.setdefault(names[block].rpartition(".")[0], []).append(block)
-    found = [_look(model, [names[block] for block in chain], trace, layout) for chain in chains.values()]
+    listed = [[names[block] for block in chain] for chain in chains.values()]
+    found = [_look(model, chain, trace, layout) for chain in listed]
     used_outside = trace.used_outside(model, [names[block] for block in blocks])
     if used_outside is not None:
         raise _refused(layout, used_outside, "is also used outside of its block, on all tokens")
-    gathered = [each for chain in found for block in chain for each in block.gathered]
-    expected = None
-    if gathered or len(found) > 1:
+    if len(found) > 1 or any(block.gathered for chain in found for block in chain):
         with torch.no_grad():
             expected = output_of(model, example)
-    for chain in found:
-        _split_chain(model, chain, group, now)
+        try:
+            _split_chains(model, found, group, now, held=partial(_hold, model, example, expected, group, layout))
+        except LayoutError:  # such as attention that makes its own mask or bias of as many tokens as it sees
+            found = [_look(model, chain, trace, layout, whole=True) for chain in listed]
+            _split_chains(model, found, group, now, held=partial(_hold, model, example, expected, group, layout))
+    else:
+        _split_chains(model, found, group, now)
+    gathered = [each for chain in found for block in chain for each in block.gathered]
     of_all_tokens = parameters_in(model, gathered)
     for block in blocks:
         for name, parameter in block.named_parameters(prefix=names[block]):
             if parameter not in of_all_tokens:
                 parts.add_sum(name, group)
-    if expected is not None:
-        _hold(model, example, expected, group, layout)
     if gathered and dist.get_rank() == 0:
         which = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", each.name) for each in gathered)
         text = f"every rank computes all tokens of {', '.join(which)}, in which tokens meet"
         print(f'samestep: layout "{layout}": {text}', file=sys.stderr, flush=True)
 
 
-def _look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout) -> list[Block]:
-    """How each block of a list works on some tokens. Raises LayoutError where one can't."""
+def _look(
+    model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *, whole: bool = False
+) -> list[Block]:
+    """How each block of a list works on some tokens. Raises LayoutError where one can't.
+
+    `whole`: whatever may be attention gets all tokens, and no heads are exchanged.
+    """
     calls = [_only_call(trace, name, layout) for name in names]
     carried, hands_more = find_hidden(calls, layout)
     found: list[Block] = []
@@ -133,31 +142,60 @@ def _look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout) 
         along = _along(module, call, hidden)
         tokens = dict(_places(call))[hidden].shape[1]
         cut = [seen for key in along for seen in seen_in(dict(_all(call))[key])]
-        gathered = find_gathered(call, trace, tokens, cut, attentions=hands_more)
+        gathered = find_gathered(call, trace, tokens, cut, attentions=hands_more or whole, products=whole)
         if gathered is None:
             raise _refused(layout, call.name, f"calls {mixing(call, tokens)} itself, where tokens meet")
         for each in gathered:
             if whole_and_used(trace.of(each.name)[0], call, trace, tokens):
                 raise _refused(layout, each.name, "gives more than tokens, which its block goes on with")
         inside = {each.name for each in gathered}
-        attentions = [each for each in trace.attentions if call.name in each.modules]
-        outside = [each for each in attentions if not inside & set(each.modules)]
-        if not gathered and not attentions:
+        attends = [each for each in trace.attentions if call.name in each.modules]
+        outside = [each for each in attends if not inside & set(each.modules)]
+        if not gathered and not attends:
             raise _refused(layout, call.name, "does not call scaled_dot_product_attention")
         crossing = tuple(not _attends_to_itself(each, call, trace) for each in outside)
         found.append(Block(module=module, hidden=hidden, along=along, gathered=gathered, crossing=crossing))
     return found
 
 
-def _split_chain(model: nn.Module, chain: Sequence[Block], group: dist.ProcessGroup, now: Now) -> None:
+def _split_chains(
+    model: nn.Module,
+    chains: Sequence[Sequence[Block]],
+    group: dist.ProcessGroup,
+    now: Now,
+    held: Callable[[], None] = lambda: None,
+) -> None:
+    """Make the blocks of every list work on this rank's tokens; leave them as they were where `held` raises."""
+    with ExitStack() as undo:
+        for chain in chains:
+            _split_chain(model, chain, group, now, undo)
+        held()
+        undo.pop_all()
+
+
+def _split_chain(
+    model: nn.Module, chain: Sequence[Block], group: dist.ProcessGroup, now: Now, undo: ExitStack
+) -> None:
     length = Length()
     for block in chain:
         mode = _AttentionOverAll(group, length, now, block.crossing)
         messages = _messages(group, length, mode)
         for each in block.gathered:
-            give_all_tokens(model.get_submodule(each.name), each, messages, now)
+            module = model.get_submodule(each.name)
+            undo.callback(_put_back, module, vars(module).get("forward"))
+            give_all_tokens(module, each, messages, now)
+        undo.callback(_put_back, block.module, vars(block.module).get("forward"))
         block.module.forward = _on_own_tokens(block.module.forward, block, group, length, now, mode)
-    _at_the_edges([block.module for block in chain], chain[0].hidden, group, length)
+    for hook in _at_the_edges([block.module for block in chain], chain[0].hidden, group, length):
+        undo.callback(hook.remove)
+
+
+def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """The forward that a module had; None: that of its class."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
 
 
 def _messages(group: dist.ProcessGroup, length: Length, mode: "_AttentionOverAll") -> Messages:
@@ -204,7 +242,7 @@ def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]
             hidden = [key for key in handed if dict(places)[key].shape == _first(call.output)]
             hands_more = True
             others = [key for key in handed if key not in hidden]
-            handed = handed if any(len(dict(places)[key].shape) == 3 for key in others) else hidden
+            handed = handed if any(_may_carry_tokens(dict(places)[key]) for key in others) else hidden
         if before is None:
             handed = [key for key, seen in places if len(seen.shape) == 3 and seen.shape == _first(call.output)][:1]
         if before is not None and len(handed) != 1:
@@ -214,6 +252,11 @@ def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]
         _check_same_tokens(call, dict(places)[handed[0]], layout)
         found.append(handed[0])
     return found, hands_more
+
+
+def _may_carry_tokens(seen: Seen) -> bool:
+    """Whether a tensor may be [batch, tokens, hidden]; one that is square is a bias between tokens."""
+    return len(seen.shape) == 3 and seen.shape[1] != seen.shape[2]
 
 
 def _other_shapes(places: Sequence[tuple[Key, Seen]], call: Call) -> str:
@@ -281,8 +324,10 @@ def _has_rows(value: Any, tokens: int) -> bool:
     return isinstance(value, Seen) and len(value.shape) in (2, 3) and value.shape[1] == tokens
 
 
-def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessGroup, length: Length) -> None:
-    """Split the hidden state before the first block, and gather it after the last."""
+def _at_the_edges(
+    blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessGroup, length: Length
+) -> list[RemovableHandle]:
+    """Split the hidden state before the first block, and gather it after the last. Return the hooks."""
 
     def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         length.tokens = _get(arguments, keywords, hidden).shape[1]
@@ -293,8 +338,10 @@ def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessG
             return (gather(output[0], group, length.tokens), *output[1:])
         return gather(output, group, length.tokens)
 
-    blocks[0].register_forward_pre_hook(before, with_kwargs=True)
-    blocks[-1].register_forward_hook(after)
+    return [
+        blocks[0].register_forward_pre_hook(before, with_kwargs=True),
+        blocks[-1].register_forward_hook(after),
+    ]
 
 
 def _on_own_tokens(

@@ -101,7 +101,7 @@ def outputs_of(module: nn.Module) -> int:
 
 def outputs_dim(module: nn.Module) -> int:
     """The dimension of the outputs in what such a layer gives, from the end: convolutions have places behind it."""
-    return -1 if is_linear(module) else -1 - len(module.kernel_size)  # pyright: ignore
+    return -1 - len(getattr(module, "kernel_size", ()))
 
 
 def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:

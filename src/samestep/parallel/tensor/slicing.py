@@ -13,6 +13,7 @@ from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel.attributes import Attributes
+from samestep.parallel.blocks import are_of_one_kind
 from samestep.parallel.calls import Trace, seen_in
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts, Slice
@@ -281,7 +282,7 @@ def _repeated(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
     return [
         names[id(block)]
         for like in lists.values()
-        if len(like) > 1 and len({type(block) for block in like}) == 1 and any(True for _ in like[0].children())
+        if len(like) > 1 and are_of_one_kind(like) and any(True for _ in like[0].children())
         for block in like
     ]
 
