@@ -27,6 +27,9 @@ def recipe(name: str, **values: Any) -> samestep.Recipe:
         ("vit", "dp2 cp2", None),
         ("t5", "cp2", None),  # cross-attention, and relative positions that its blocks hand on
         ("encoder", "cp3 recompute=full", 4),  # nn.MultiheadAttention, which gets all tokens
+        ("umt5", "cp2", None),  # each layer makes a bias of as many tokens as it sees
+        ("gpt-oss", "cp2", None),  # a softmax over tokens and a sink
+        ("jamba", "cp2", None),  # layers of two classes: attention, and a mixer whose state runs over the tokens
     ],
 )
 def test_split_tokens_take_the_step_of_one_process(name: str, layout: str, micro_batch: int | None) -> None:

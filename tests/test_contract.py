@@ -74,6 +74,12 @@ BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
         "class C",
     ),
     "batch norm of padding": (odd.Padded(), "sum of parts", "norm .BatchNorm1d. takes.*padding", "def collate"),
+    "padding without a mask": (
+        odd.UnmaskedPadding(),
+        "sum of parts",
+        "UnmaskedMean. couples the samples.* padding must be masked, or all samples padded to one length",
+        "def forward",
+    ),
     "a sparse table": (odd.Odd(odd.Sparse), "", r"table \(Embedding\) has sparse gradients.*sparse=False", None),
     "NumPy's draws": (odd.Odd(odd.NumpyDraw), "draws", "NumPyDraw|NumPy's generator", "np.random.rand()"),
     "Python's draws": (odd.Odd(odd.PythonDraw), "draws", "Python's generator", "random.random()"),

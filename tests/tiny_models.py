@@ -61,6 +61,23 @@ def _t5() -> nn.Module:
     return transformers.AutoModelForSeq2SeqLM.from_config(transformers.T5Config(**sizes))
 
 
+def _umt5() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
+    return transformers.AutoModelForSeq2SeqLM.from_config(transformers.UMT5Config(**sizes))
+
+
+def _gpt_oss() -> nn.Module:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return _causal(transformers.GptOssConfig, head_dim=6, num_hidden_layers=2, **experts)
+
+
+def _jamba() -> nn.Module:
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 8, "expert_layer_offset": 7}
+    state = {"mamba_d_state": 4, "mamba_dt_rank": 3}
+    return _causal(transformers.JambaConfig, num_experts=2, num_experts_per_tok=1, **layers, **state)
+
+
 def _vit() -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 40, "image_size": 8, "patch_size": 4, "num_labels": 3}
@@ -83,6 +100,9 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "qwen3": lambda: _causal(transformers.Qwen3Config, head_dim=6),
     "mistral": lambda: _causal(transformers.MistralConfig, sliding_window=4),
     "t5": _t5,
+    "umt5": _umt5,
+    "gpt-oss": _gpt_oss,
+    "jamba": _jamba,
     "vit": _vit,
     "encoder": Encoder,
     "mlp": _mlp,
@@ -119,7 +139,7 @@ class Tiny(samestep.Task):
             return samestep.Batch(self.points[chosen], self.labels[chosen, None].float())
         ids = nn.utils.rnn.pad_sequence([self.texts[i] for i in chosen], batch_first=True)  # [samples, tokens]
         inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-        if self.name == "t5":
+        if self.name in ("t5", "umt5"):
             inputs["decoder_input_ids"] = ids
         if self.name in CLASSIFIERS:
             return samestep.Batch(inputs, self.labels[chosen])
