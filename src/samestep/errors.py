@@ -1,7 +1,9 @@
 """What can go wrong, in two kinds: the user's mistake (no traceback) and a rank's failure (its traceback)."""
 
+import difflib
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -126,3 +128,11 @@ def _users_line(stack: traceback.StackSummary) -> str | None:
 def shown(file: Path) -> str:
     """A file as messages name it: relative to the current folder where it lies in there."""
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """What would do instead of an unknown word: the closest one first, then all."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f'did you mean "{near[0]}"? ' if near else ""
+    return f"{hint}known: {', '.join(names) or 'nothing'}"

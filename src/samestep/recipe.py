@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 from pydantic.dataclasses import dataclass
 
 from samestep.communication import Communication, OneBitAdam, ZeroOneAdam
+from samestep.errors import closest
 from samestep.field_types import STRICT, Beta, Fraction, Positive, Real, Whole, broken_rule
-from samestep.validation import closest
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 

@@ -1,8 +1,7 @@
 """From pydantic's errors to one line a mistake: where it is, what was given, what would do."""
 
-import difflib
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -10,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 
-from samestep.errors import UserError
+from samestep.errors import UserError, closest
 
 Path = tuple[str, ...]
 
@@ -61,14 +60,6 @@ def checked(schema: Any, values: Mapping[str, Any], *, prefix: Path = ()) -> Any
         return TypeAdapter(schema).validate_python(values)
     except ValidationError as error:
         raise UserError(explain(error, values, schema, prefix=prefix)) from None
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """What would do instead of an unknown word: the closest one first, then all."""
-    names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1)
-    hint = f'did you mean "{near[0]}"? ' if near else ""
-    return f"{hint}known: {', '.join(names) or 'nothing'}"
 
 
 def check_keys(given: Any, schema: Any, name: str) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from samestep import environment
 from samestep.cluster.cluster import Cluster, Host
 from samestep.cluster.discover.place import Found
-from samestep.errors import UserError
-from samestep.validation import closest
+from samestep.errors import UserError, closest
 from samestep.visible import DeviceChoice
 
 _SLOTS = re.compile(r"\d{1,6}(?:,\d{1,6})*", re.ASCII)

@@ -11,8 +11,7 @@ from samestep.cluster.main_memory import available_memory
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.measure import DTYPE
 from samestep.comm_bench.sizes import USUAL, size_in_words
-from samestep.errors import UserError
-from samestep.validation import closest
+from samestep.errors import UserError, closest
 from samestep.visible import DeviceChoice
 
 # Of the largest message that a rank holds: what it gives, what it takes, and what a back end puts beside them.

@@ -7,9 +7,8 @@ from typing import Any
 from samestep.comparison.starts import HANDWRITTEN, LAUNCH, SAMESTEP, SPAWN, TORCHRUN, Start
 from samestep.comparison.words import Words
 from samestep.engines import ENGINES
-from samestep.errors import LayoutError, UserError
+from samestep.errors import LayoutError, UserError, closest
 from samestep.layout import Layout, unsized
-from samestep.validation import closest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from samestep.convert.base import Asked, Format, Weights
 from samestep.convert.formats import FORMATS
 from samestep.convert.memory import give_back
 from samestep.convert.merge import merged
-from samestep.errors import CheckpointError, UserError
+from samestep.errors import CheckpointError, UserError, closest
 from samestep.job import Job
 from samestep.parallel.pieces import MODEL, whole_piece
 from samestep.recipe import Recipe
@@ -22,7 +22,6 @@ from samestep.tasks.resolve import resolve
 from samestep.tasks.transformers_model import Pretrained
 from samestep.training.fit import build_model
 from samestep.training.progress import Bar
-from samestep.validation import closest
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.installed import locate
-from samestep.errors import UserError
-from samestep.validation import closest
+from samestep.errors import UserError, closest
 
 # Called without arguments: one line each.
 SOURCES = {

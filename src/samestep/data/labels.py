@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from samestep.data.texts import Label, LabelledTexts
-from samestep.errors import UserError
-from samestep.validation import closest
+from samestep.errors import UserError, closest
 
 
 @dataclass(frozen=True, kw_only=True)

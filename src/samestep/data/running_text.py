@@ -9,8 +9,7 @@ from pathlib import Path
 from samestep.data.files import read_utf8
 from samestep.data.installed import locate
 from samestep.data.split import check_split, split
-from samestep.errors import UserError
-from samestep.validation import closest
+from samestep.errors import UserError, closest
 
 # Sources by name, each called without arguments: one line each.
 SOURCES = {

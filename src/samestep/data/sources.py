@@ -6,8 +6,7 @@ from typing import Any
 
 from samestep.data.installed import locate
 from samestep.data.texts import LabelledTexts
-from samestep.errors import UserError
-from samestep.validation import closest
+from samestep.errors import UserError, closest
 
 # Called without arguments.
 SOURCES = {

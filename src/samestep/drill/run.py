@@ -12,10 +12,9 @@ from samestep.comparison import process
 from samestep.drill.drill import Drill, Row, row
 from samestep.drill.faults import DRILLS
 from samestep.drill.runs import Runs
-from samestep.errors import UserError
+from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
 from samestep.training.progress import Bar
-from samestep.validation import closest
 
 FEWEST_STEPS = 8
 

@@ -8,9 +8,8 @@ from torch import nn
 
 from samestep import environment
 from samestep.cluster.device import accelerators
-from samestep.errors import UserError
+from samestep.errors import UserError, closest
 from samestep.layout import Layout
-from samestep.validation import closest
 
 _REPLICAS = frozenset({"MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU"})
 _PRECISIONS = {"fp32": "no", "fp64": "no", "bf16": "bf16"}

@@ -9,7 +9,7 @@ from typing import Any
 from samestep.communication import Communication
 from samestep.engines import ENGINES
 from samestep.engines.base import Engine
-from samestep.errors import LayoutError, UserError
+from samestep.errors import LayoutError, UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.pipeline import rules
@@ -18,7 +18,6 @@ from samestep.tasks.base import Task
 from samestep.tasks.gather import takes_gather
 from samestep.tasks.several_losses import SeveralLosses
 from samestep.tasks.turns import check_optimizers, turns_of
-from samestep.validation import closest
 
 
 def resolve(engine: Any) -> Engine:

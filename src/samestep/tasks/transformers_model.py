@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.data.installed import locate
-from samestep.errors import UserError
-from samestep.validation import closest
+from samestep.errors import UserError, closest
 
 if TYPE_CHECKING:
     import torch

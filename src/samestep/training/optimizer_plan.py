@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from samestep.errors import UserError
+from samestep.errors import UserError, closest
 from samestep.parallel.joined_optimizer import Joined, Member
 from samestep.parallel.optimizer_kinds import Make, Shapes
 from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe
 from samestep.training.named_optimizer import maker_of, takes
 from samestep.training.optimizer import SCHEDULE, make_optimizer, of_one_kind
-from samestep.validation import closest
 
 Spec = AdamW | SGD | NamedOptimizer
 _FEWEST_TO_DECAY = 2  # dimensions

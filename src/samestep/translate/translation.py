@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from samestep import jobfile
-from samestep.errors import UserError
+from samestep.errors import UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.translate.base import Asked, Written
 from samestep.translate.draft import Draft
 from samestep.translate.formats import READERS, WRITERS
 from samestep.translate.source import Source, source_of
-from samestep.validation import closest
 
 JOB = "job"
 

@@ -14,14 +14,13 @@ from samestep.api import check_job, layout_of
 from samestep.comparison import process
 from samestep.comparison.failure import explain
 from samestep.contract.check import check_contract
-from samestep.errors import RankFailedError, UserError
+from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
 from samestep.tasks.base import Task
 from samestep.training.progress import Bar
 from samestep.tuning.rows import Row, Status, Timing, Tuned
 from samestep.tuning.settings import SETTINGS, Candidate, Setting
-from samestep.validation import closest
 
 TIME_LIMIT = 600.0  # seconds of one trial
 _FIRST = 3  # steps that are not timed: state and buffers are made in two of them, and bytes are counted in the third

@@ -11,8 +11,7 @@ from samestep.cluster.discover.sagemaker import SageMaker
 from samestep.cluster.discover.slurm import Slurm
 from samestep.cluster.discover.this_machine import ThisMachine
 from samestep.cluster.discover.torchrun import Torchrun
-from samestep.errors import UserError
-from samestep.validation import closest
+from samestep.errors import UserError, closest
 
 # What the user names wins; else the first that shows. A launcher inside another stands before it: torchrun in a Slurm
 # job, mpirun in SageMaker.

@@ -8,14 +8,13 @@ from itertools import pairwise
 
 from torch import nn
 
-from samestep.errors import LayoutError, UserError
+from samestep.errors import LayoutError, UserError, closest
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Call, Trace
 from samestep.parallel.pipeline.balance import best_starts, memory_cost, time_cost
 from samestep.parallel.pipeline.needs import Given, Needs
 from samestep.parallel.pipeline.units import UnitCall, find_layers, unit_calls, units_of
-from samestep.validation import closest
 
 Stages = frozenset[int]
 
