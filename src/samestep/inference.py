@@ -140,7 +140,7 @@ def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
     if recipe.adapter is None:
         return recipe
     if weights.base is None and not any(".lora_A." in f".{name}" for name in weights.entries):
-        return replace(recipe, adapter=None)
+        return replace(recipe, adapter=None, groups=())  # groups may name what adapters have
     told = weights.base.adapter if weights.base is not None else {}
     for key, value in (("r", recipe.adapter.rank), ("lora_alpha", recipe.adapter.alpha)):
         if key in told and told[key] != value:

@@ -295,7 +295,7 @@ def sum_and_count(loss: Any) -> "tuple[Tensor, Tensor | int]":
         what = f"a {type(loss).__name__}" + (f" of {len(loss)}" if isinstance(loss, (tuple, list)) else " alone")
         raise UserError(
             f"the loss gave {'None' if loss is None else what}; it must give a pair: the sum over the batch's terms, "
-            "and how many terms those are"
+            f"and how many terms those are{'; terms by name want loss_weights' * isinstance(loss, Mapping)}"
         )
     total, count = loss
     if not isinstance(total, Tensor):

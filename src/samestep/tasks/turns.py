@@ -96,6 +96,11 @@ def check_parameters(turns: Sequence[Turn], model: "nn.Module") -> None:
     if not turns:
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for turn in turns:
+        for pattern in turn.parameters:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
+                raise UserError(f'turns(): turn {turn.name} names the parameters "{pattern}"; the model has {known}')
     for name in names:
         mine = [turn.name for turn in turns if turn.steps(name)]
         if len(mine) != 1:
@@ -104,23 +109,18 @@ def check_parameters(turns: Sequence[Turn], model: "nn.Module") -> None:
                 f"turns(): the parameter {name} belongs to {where} of the turns; have one of them name it, or use "
                 "requires_grad_(False) for what is not trained"
             )
-    for turn in turns:
-        for pattern in turn.parameters:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                known = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
-                raise UserError(f'turns(): turn {turn.name} names the parameters "{pattern}"; the model has {known}')
 
 
 def check_optimizers(turns: Sequence[Turn], recipe: "Recipe") -> None:
     """Raise UserError where turns want optimizers of several kinds, or such as only whole steps can have."""
     from samestep.recipe import NamedOptimizer
 
+    for turn in turns:
+        if isinstance(named := turn.optimizer or recipe.optimizer, NamedOptimizer):
+            raise UserError(f"turns(): turn {turn.name} has the optimizer {named.name}; use AdamW or SGD")
     kinds = {type(turn.optimizer or recipe.optimizer).__name__: turn.name for turn in turns}
     if len(kinds) > 1:
         told = " and ".join(f"turn {turn} has {kind}" for kind, turn in kinds.items())
         raise UserError(f"turns(): {told}; use one kind of optimizer, with rates of each turn's own")
     if recipe.groups:
         raise UserError("recipe.groups is given, and the task takes its steps in turns; give each Turn its optimizer")
-    for turn in turns:
-        if isinstance(named := turn.optimizer or recipe.optimizer, NamedOptimizer):
-            raise UserError(f"turns(): turn {turn.name} has the optimizer {named.name}; use AdamW or SGD")

@@ -51,7 +51,12 @@ class EarlyStopper:
         spec = self._spec
         if spec is None:
             return None
-        _check_name(spec.metric, scalars(metrics))
+        numbers = scalars(metrics)
+        if spec.metric in metrics and spec.metric not in numbers:
+            raise UserError(
+                f"recipe.early_stop.metric is {spec.metric}, which is not one number; use {', '.join(numbers)}"
+            )
+        _check_name(spec.metric, numbers)
         value = agreed(float(metrics[spec.metric]))
         self._step = step
         if self._is_better(value, spec):
