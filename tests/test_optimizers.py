@@ -245,7 +245,6 @@ def test_a_loop_of_ones_own_may_have_two_optimizers() -> None:
 # Mistakes.
 
 NAMED: Mapping[str, tuple[dict[str, Any], str]] = {
-    "a typing mistake": ({"name": "adamm"}, 'recipe.optimizer.name is "adamm"; did you mean "adamw"'),
     "no such class": ({"name": "torch.optim.Moun"}, 'Moun is not in torch.optim; did you mean "Muon"'),
     "no such module": ({"name": "nowhere.at:all"}, "nowhere.at can't be imported"),
     "no such file": ({"name": "./nowhere.py:make"}, "recipe.optimizer.name: no file nowhere.py"),
