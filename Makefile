@@ -1,5 +1,5 @@
 # make demo: the main job on 2 processes, and its proof.  make test: what every change must pass.
-# make engines: DeepSpeed, Accelerate and TensorFlow beside PyTorch.  make horovod: Horovod, built here.
+# make engines: DeepSpeed, Accelerate, PEFT and TensorFlow beside PyTorch.  make horovod: Horovod, built here.
 # make test-cluster: jobs on several hosts, which are made on this machine; as root, after tools/cluster-packages.
 # make memory: what a rank holds and sends under each way to share the data out.
 PYTHON ?= python3.11
@@ -83,7 +83,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 engines: $(VENV)/installed-engines
 
 $(VENV)/installed-engines: $(VENV)/installed
-	$(PIP) --editable ".[images,report,accelerate,tensorflow]"
+	$(PIP) --editable ".[images,report,accelerate,peft,tensorflow]"
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	touch $@
 
