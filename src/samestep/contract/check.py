@@ -3,7 +3,8 @@
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -98,22 +99,34 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
         check_collate(sampled)
         yield COLLATE
         turns = turns_of(task)
-        for turn in turns or (None,):
-            try:
-                yield from _kept_in(Trial(job, task, sampled, world.device, turn), turns)
-            except ContractError as error:
-                if turn is None or error.text.startswith("turns()"):  # of all turns
-                    raise
-                told = str(error) == error.text
-                raise ContractError(error.part, f"turn {turn.name}: {error.text}", told=told) from error
+        first, *others = turns or (None,)
+        with _named(first):
+            trial = Trial(job, task, sampled, world.device, first)
+        with said(MODEL, "turns()"):
+            check_turns(turns, trial.model)
+        OptimizerPlan(job.recipe, trial.model)  # what it says of parameters that the model has not
+        yield MODEL
+        with _named(first):
+            yield from _kept_in(trial)
+        for turn in others:
+            with _named(turn):
+                yield from _kept_in(Trial(job, task, sampled, world.device, turn))
 
 
-def _kept_in(trial: Trial, turns: Sequence[Turn]) -> Iterator[str]:
+@contextmanager
+def _named(turn: Turn | None) -> Iterator[None]:
+    """Name the turn in which a part of the contract is broken."""
+    try:
+        yield
+    except ContractError as error:
+        if turn is None:
+            raise
+        told = str(error) == error.text
+        raise ContractError(error.part, f"turn {turn.name}: {error.text}", told=told) from error
+
+
+def _kept_in(trial: Trial) -> Iterator[str]:
     """The parts that are kept by a task's steps, or in one of their turns."""
-    with said(MODEL, "turns()"):
-        check_turns(turns, trial.model)
-    OptimizerPlan(trial.job.recipe, trial.model)  # what it says of parameters that the model has not
-    yield MODEL
     total, count = check_loss(trial)
     total = total.detach()  # what was kept for its backward may go
     yield FORWARD

@@ -50,10 +50,10 @@ def take_samples(task: Task) -> Sampled:
         again = task.train_set()
     if again is not train_set:
         _check_alike(train_set, again, samples, task)
-    return short_ones_first(Sampled(task=task, samples=samples, indices=indices))
+    return _short_ones_first(Sampled(task=task, samples=samples, indices=indices))
 
 
-def short_ones_first(sampled: Sampled) -> Sampled:
+def _short_ones_first(sampled: Sampled) -> Sampled:
     """The samples in the order of their sizes, so that the first part's padding is shorter than the whole batch's.
 
     A model that takes padding for tokens gives then other outputs for the part, and is found out.
@@ -80,7 +80,7 @@ def take_others(task: Task) -> Sampled:
     train_set = task.train_set()
     last = len(train_set) - 1
     indices = [last * part // (MOST - 1) for part in range(MOST)]
-    return short_ones_first(Sampled(task=task, samples=_same_samples(train_set, indices), indices=indices))
+    return _short_ones_first(Sampled(task=task, samples=_same_samples(train_set, indices), indices=indices))
 
 
 def _same_samples(train_set: Any, indices: Sequence[int]) -> list[Any]:

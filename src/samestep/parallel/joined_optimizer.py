@@ -12,6 +12,7 @@ from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.optimizer_kinds import Kind, Make, Shapes, kind_of
 from samestep.parallel.parts import local
+from samestep.parallel.rebuild import follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +112,3 @@ class LocalOptimizer(Optimizer):
         self.inner.step()
         for _, shard in self._pairs:
             shard.grad = None
-
-
-def follow(inner: Optimizer, groups: Sequence[dict[str, Any]], numbers: Sequence[int]) -> None:
-    """Give an inner optimizer's groups the settings, such as the rate, of the groups that a schedule sets."""
-    for number, mine in zip(numbers, inner.param_groups, strict=True):
-        mine.update({name: value for name, value in groups[number].items() if name != "params"})

@@ -19,6 +19,7 @@ from samestep.layout import Layout
 from samestep.parallel.host_memory import HostMemory
 from samestep.parallel.mapped_file import MappedFile
 from samestep.parallel.parts import local
+from samestep.parallel.rebuild import follow
 
 # Optimizers that treat every number of a parameter by itself, so that a shard can be stepped like a whole.
 BY_NUMBER = (
@@ -196,8 +197,7 @@ class _Lot:
                 groups[number].setdefault(name, value)
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        for number, mine in zip(self._numbers, self.optimizer.param_groups, strict=True):
-            mine.update({name: value for name, value in groups[number].items() if name != "params"})
+        follow(self.optimizer, groups, self._numbers)
         for copy in self.copies:
             copy.fetch()
         device = self.copies[0].parameter.device

@@ -1,7 +1,7 @@
-"""An optimizer made again: with the same groups and settings, by another maker."""
+"""An optimizer made again by another maker: with the same groups and settings, and kept at the same settings."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,3 +16,9 @@ def rebuild(optimizer: Optimizer, make: Callable[..., Optimizer]) -> Optimizer:
         for group in optimizer.param_groups
     ]
     return make(groups, **settings)
+
+
+def follow(inner: Optimizer, groups: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> None:
+    """Give an inner optimizer's groups the settings, such as the rate, of the groups that a schedule sets."""
+    for number, mine in zip(numbers, inner.param_groups, strict=True):
+        mine.update({name: value for name, value in groups[number].items() if name != "params"})

@@ -40,14 +40,13 @@ from samestep.training.dropout import switch_off
 from samestep.training.early_stop import Stopped
 from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.optimizer import make_schedule
-from samestep.training.optimizer_plan import OptimizerPlan
+from samestep.training.optimizer_plan import OptimizerPlan, optimizer_of_turns
 from samestep.training.progress import Bar
 from samestep.training.records import Records
 from samestep.training.result import TrainResult
 from samestep.training.session import Session
 from samestep.training.speed import speeds
 from samestep.training.tally import Tally
-from samestep.training.turn_optimizer import optimizer_of_turns
 from samestep.training.usage import Usage
 
 

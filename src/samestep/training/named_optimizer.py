@@ -84,12 +84,9 @@ def _shown(spec: NamedOptimizer) -> str:
 def _find(name: Any, where: str) -> Callable[..., Any]:
     if not isinstance(name, str):
         return name
-    place, colon, attribute = name.rpartition(":") if ":" in name else (*name.rpartition(".")[:2], name)
-    if not colon:
-        raise UserError(f'{where} is "{name}"; {closest(name, ("adamw", "sgd"))}, or {_WHAT}')
+    place, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not place:
         raise UserError(f'{where} is "{name}"; use {_WHAT}')
-    attribute = name.rpartition(colon)[2]
     if place.endswith(".py"):
         module: Any = import_file(Path(place), where)
     else:

@@ -17,6 +17,7 @@ from samestep.errors import UserError, closest
 from samestep.parallel.joined_optimizer import Joined, Member
 from samestep.parallel.optimizer_kinds import Make, Shapes
 from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe
+from samestep.tasks.turns import Turn
 from samestep.training.named_optimizer import maker_of, takes
 from samestep.training.optimizer import SCHEDULE, make_optimizer, of_one_kind
 
@@ -166,6 +167,28 @@ class OptimizerPlan:
             found.append({"names": matrices, "settings": {**settings, **with_decay}})
             found.append({"names": vectors, "settings": {**settings, "weight_decay": 0.0}})
         return [group for group in found if group["names"]]
+
+
+def optimizer_of_turns(
+    recipe: Recipe, model: nn.Module, turns: Sequence[Turn], parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Optimizer:
+    """One optimizer for a step in turns, over what a rank holds of the whole `model`: groups with their turn's rates.
+
+    PyTorch's optimizers pass over parameters without a gradient, and in a turn only its own have one. So an optimizer
+    of all parameters steps those of each turn as one of its own would.
+    """
+    named = list(parameters)
+    made: list[Optimizer] = []
+    for turn in turns:
+        own = [(name, parameter) for name, parameter in named if turn.steps(name) and parameter.requires_grad]
+        if own:
+            plan = OptimizerPlan(replace(recipe, optimizer=turn.optimizer or recipe.optimizer), model)
+            made.append(plan(own))
+    first, *others = made
+    for other in others:
+        for group in other.param_groups:
+            first.add_param_group(group)
+    return first
 
 
 def _part(spec: Spec, where: str, names: Sequence[str]) -> _Part:
