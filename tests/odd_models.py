@@ -494,6 +494,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "crossed": lambda: Net(*(Crossed() for _ in range(2))),
     "checkpointed": Checkpointed,
     "bart": _bart,
+    "bart as long": _bart,  # as many tokens in the decoder as in the encoder
     "bloom": _bloom,
     "swin": _swin,
 }
@@ -502,9 +503,9 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 class Odd(samestep.Task):
     """One of the models, on random words or images: the next word, or a class of three."""
 
-    def __init__(self, *, name: str, samples: int = 22, as_long: bool = False) -> None:
+    def __init__(self, *, name: str, samples: int = 22) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.name, self.as_long = name, as_long
+        self.name = name
         self.words = torch.randint(1, WORDS, (samples, 10), generator=generator)
         self.images = torch.randn(samples, 3, 32, 32, generator=generator)
 
@@ -519,8 +520,8 @@ class Odd(samestep.Task):
         words = self.words[chosen]
         if self.name == "swin":
             return samestep.Batch({"pixel_values": self.images[chosen]}, words[:, 0] % 3)
-        if self.name == "bart":
-            after = words if self.as_long else words[:, :6]
+        if MODELS[self.name] is _bart:
+            after = words if self.name == "bart as long" else words[:, :6]
             return samestep.Batch({"input_ids": words, "decoder_input_ids": after, "use_cache": False}, after)
         if self.name == "bloom":
             return samestep.Batch({"input_ids": words, "use_cache": False}, words)
