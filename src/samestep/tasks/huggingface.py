@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 
 from samestep.errors import UserError, described
 from samestep.tasks.base import Batch, Samples, Task, check_samples
-from samestep.tasks.model_facts import ModelFacts, computed_in, copied, model_facts, same_tensors
+from samestep.tasks.gather import Gather, alone
+from samestep.tasks.model_copy import computed_in, copied
+from samestep.tasks.model_facts import ModelFacts, model_facts, same_tensors
 from samestep.tasks.model_loss import loss_of
 from samestep.tasks.prediction import Prediction, of_classes
 
@@ -75,9 +77,8 @@ class HuggingFace(Task):
                 _check_rows(rows, where, facts)
 
     def model(self) -> nn.Module:
-        if not isinstance(self._model, nn.Module):
-            return self._model()
-        return copied(self._model)
+        model = copied(self._model) if isinstance(self._model, nn.Module) else self._model()
+        return model if (contrast := self._facts.contrast) is None else contrast.follow(model)
 
     def train_set(self) -> Samples:
         return self._data
@@ -105,7 +106,17 @@ class HuggingFace(Task):
         labels = {name: inputs[name] for name in facts.labels}
         return Batch(inputs, {**labels, _COUNT: int(count)})
 
-    def loss(self, output: Any, batch: Batch) -> tuple[Tensor, int]:
+    @property
+    def loss(self) -> Callable[..., tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The model's own loss as a sum and a count; one that takes `gather` where it compares the samples."""
+        return self._own_mean if self._facts.contrast is None else self._contrast
+
+    def _contrast(self, output: Any, batch: Batch, gather: Gather = alone) -> tuple[Tensor, int]:
+        """The contrastive loss of a batch's samples, held against those of the global batch."""
+        assert self._facts.contrast is not None
+        return self._facts.contrast.loss_sum(output, gather), batch.targets[_COUNT]
+
+    def _own_mean(self, output: Any, batch: Batch) -> tuple[Tensor, int]:
         """The model's mean times its count. Where no label counts, a sum of nothing: the mean would be NaN."""
         count = batch.targets[_COUNT]
         if not count:
@@ -113,20 +124,38 @@ class HuggingFace(Task):
         return loss_of(output) * count, count
 
     def metrics(self) -> "Mapping[str, Metric]":
-        """The mean loss of a term, and where labels are classes the share of them that the model tells right."""
-        from samestep.tasks.metric import Share
+        """The mean loss of a term, and where labels are classes the share of them that the model tells right.
 
+        Of a contrastive loss, how often a held-out sample's nearest embedding of the other kind is its own.
+        """
+        from samestep.tasks.metric import Nearest, Share
+
+        if (contrast := self._facts.contrast) is not None:
+            return {f"{rows}_to_{columns}": Nearest(turned=turned) for turned, (rows, columns) in contrast.directions}
         return {"loss": Share(0)} | ({"accuracy": Share(1)} if self._facts.classes else {})
 
     def scores(self, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A batch's sums and the counts that they are to be divided by: of the loss, and of right labels."""
+        """A batch's sums and the counts that they are to be divided by: of the loss, and of right labels.
+
+        Of a contrastive loss the two embeddings of each sample.
+        """
+        if (contrast := self._facts.contrast) is not None:
+            first, second = contrast.embeddings
+            return output[first], output[second]
         loss, count = self.loss(output, batch)
         right, labels = self._right(output, batch) if self._facts.classes else (0, 0)
         sums = torch.stack([loss.detach().double().cpu(), torch.tensor(float(right), dtype=torch.float64)])
         return sums[None], torch.tensor([[count, labels]])  # both [1, 2]
 
     def predictions(self, output: Any, batch: Batch) -> Sequence[Prediction]:
-        """Each sample's likeliest class and its probability, or those of its labels; else what the model gives."""
+        """Each sample's likeliest class and its probability, or those of its labels; else what the model gives.
+
+        Of a contrastive loss the two embeddings of each sample.
+        """
+        if (contrast := self._facts.contrast) is not None:
+            names = contrast.embeddings
+            rows = zip(*(output[name].tolist() for name in names), strict=True)
+            return [dict(zip(names, row, strict=True)) for row in rows]
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise UserError(

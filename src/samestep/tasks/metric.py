@@ -4,10 +4,13 @@ Objects of torchmetrics fit. The tasks that ship use these classes: importing to
 imports scipy.signal and parts of transformers for metrics of sounds and texts.
 """
 
+import math
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+_AT_ONCE = 1024  # rows of a table of similarities
 
 
 class Metric(Protocol):
@@ -49,3 +52,25 @@ class SquaredError(Ratio):
 
     def update(self, predictions: Tensor, targets: Tensor) -> None:
         self.add((predictions.double() - targets.double()).square(), targets.numel())
+
+
+class Nearest:
+    """The share of samples whose own counterpart is the nearest of all, by the product of their embeddings.
+
+    Updated with the two embeddings of some samples, [samples, width] each. `turned`: the second one is looked up
+    among the first ones.
+    """
+
+    def __init__(self, *, turned: bool = False) -> None:
+        self._turned = turned
+        self._known: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, first: Tensor, second: Tensor) -> None:
+        self._known.append((second, first) if self._turned else (first, second))
+
+    def compute(self) -> Tensor:
+        if not self._known:
+            return torch.tensor(math.nan)
+        wanted, among = (torch.cat(parts).double() for parts in zip(*self._known, strict=True))
+        nearest = torch.cat([(some @ among.T).argmax(dim=1) for some in wanted.split(_AT_ONCE)])
+        return (nearest == torch.arange(len(wanted))).double().mean()

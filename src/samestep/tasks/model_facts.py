@@ -1,16 +1,16 @@
 """What a model with its own loss takes and gives: found by trying it on a few collated rows, in one process."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from samestep.errors import UserError, described
+from samestep.errors import UserError
+from samestep.tasks.contrastive import RETURN_LOSS, Contrast, find_contrast
+from samestep.tasks.model_copy import copied
 from samestep.tasks.model_loss import IGNORED, Terms, at_rest, check_answers, find_terms
 
 _LARGE = 200_000_000  # parameters
@@ -25,8 +25,11 @@ class ModelFacts:
     terms: Terms | None  # what the loss is a mean over; None: what the user's function counts
     classes: int | None  # how many, where each of the first labels is a class and has logits
     names: Sequence[str]  # of the classes
+    contrast: Contrast | None = None  # the loss that compares the samples of a batch, where it is such a one
 
     def takes(self, key: str) -> bool:
+        if self.contrast is not None and key == RETURN_LOSS:
+            return False  # it would be of the samples of one call
         return self.accepted is None or key in self.accepted
 
     def check(self, inputs: Mapping[str, Any]) -> None:
@@ -44,6 +47,8 @@ class ModelFacts:
 
     def count(self, inputs: Mapping[str, Any]) -> int:
         """How many terms the loss of a batch has."""
+        if self.contrast is not None:
+            return next(len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim)
         assert self.terms is not None
         return self.terms.count(inputs)
 
@@ -80,24 +85,39 @@ def model_facts(
         raise UserError(f"the collator gave no tensor that {name} takes, but {', '.join(collated) or 'nothing'}")
     try:
         # Float64 shows terms that are small; not every operator has it.
-        terms, classes = _tried(_wide(built), inputs, labels, count)
+        terms, classes, contrast = _tried(_wide(built), inputs, labels, count)
     except UserError:
-        terms, classes = _tried(_on_cpu(built), inputs, labels, count)
+        terms, classes, contrast = _tried(_on_cpu(built), inputs, labels, count)
     id2label = getattr(getattr(built, "config", None), "id2label", None) or {}
     names = [str(id2label.get(number, number)) for number in range(classes or 0)]
-    return ModelFacts(accepted=accepted, labels=labels, terms=terms, classes=classes, names=names)
+    return ModelFacts(accepted=accepted, labels=labels, terms=terms, classes=classes, names=names, contrast=contrast)
 
 
 def _tried(
     model: nn.Module, inputs: Mapping[str, Any], labels: Sequence[str], count: Any
-) -> tuple[Terms | None, int | None]:
+) -> tuple[Terms | None, int | None, Contrast | None]:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = {
         key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in inputs.items()
     }
-    terms = find_terms(model, inputs, labels, count)
-    return terms, _classes(model, inputs, labels[0], terms) if labels else None
+    try:
+        terms = find_terms(model, inputs, labels, count)
+    except UserError:
+        if (contrast := _contrast(model, inputs)) is None or count is not None:
+            raise
+        return None, None, contrast
+    return terms, _classes(model, inputs, labels[0], terms) if labels else None, None
+
+
+def _contrast(model: nn.Module, inputs: Mapping[str, Any]) -> Contrast | None:
+    """The contrastive loss of a model, also of one that computes it only when asked to."""
+    accepted = _accepted(model) or ()
+    asked = {RETURN_LOSS: True} if RETURN_LOSS in accepted else {}
+    try:
+        return find_contrast(model, {**inputs, **asked})
+    except (RuntimeError, ValueError, TypeError):  # it can't take these rows, which has been said already
+        return None
 
 
 def same_tensors(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -119,26 +139,6 @@ def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if not any(parameter.is_floating_point() for parameter in built.parameters()):
         raise UserError(f"model=: {type(built).__name__} has no parameters; use a model with some")
     return built
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model, also of one that keeps what a forward has computed, such as the states of RecurrentGemma.
-
-    Raises UserError where the model can't be copied.
-    """
-    # PyTorch copies no tensor of a graph; what of a finished forward is kept has no backward any more.
-    values = {id(tensor): tensor.detach().clone() for tensor in computed_in(model)}
-    try:
-        return deepcopy(model, values)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise UserError(f"model= can't be copied ({described(error)}); use a function that builds it") from error
-
-
-def computed_in(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors of a graph that a forward has left in attributes of a model's modules."""
-    for module in model.modules():
-        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
-        yield from (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, Tensor) and not leaf.is_leaf)
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
