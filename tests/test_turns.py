@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import samestep
+from samestep.cluster.start import local
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +30,28 @@ def recipe_of(task: samestep.Task, **more: Any) -> samestep.Recipe:
     schedule = samestep.Schedule(decay="linear")
     return samestep.Recipe(
         **{"task": task, "batch": 13, "steps": 4, "clip": 1.0, "schedule": schedule, **more},
+    )
+
+
+@pytest.mark.timeout(180)
+def test_turns_with_unlike_optimizers_take_the_same_step_on_two_ranks() -> None:
+    named = samestep.NamedOptimizer
+    kinds = recipe_of(turns.Unlike(samestep.SGD(lr=0.05, momentum=0.9), samestep.AdamW(lr=0.01)))
+    matrices = recipe_of(turns.Unlike(named(name="torch.optim.RMSprop"), named(name="torch.optim.Muon", lr=0.02)))
+    restless = recipe_of(turns.Unlike(named(name=turns.Restless), named(name=turns.Restless, lr=0.02)))
+    plan = {"tensor_plan": {"generator.0": "column", "generator.2": "row"}}
+    assert_same_steps(
+        [
+            (kinds, "dp2", {"micro_batch": 3}),
+            (kinds, "fsdp2", {}),
+            (matrices, "zero1x2", {}),
+            (matrices, "fsdp2", {}),
+            (matrices, "tp2", plan),
+            (restless, "zero1x2", {}),
+            (restless, "fsdp2", {}),
+        ],
+        steps=3,
+        dropout=True,
     )
 
 
@@ -61,30 +85,44 @@ def test_turns_terms_and_penalties_take_the_same_step_on_two_ranks() -> None:
     )
 
 
-def test_a_gan_in_turns_takes_the_steps_that_a_plain_loop_takes(tmp_path: Path) -> None:
-    """Two optimizers by hand, one process, the same samples: the same weights."""
+PLAIN: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
+    "of one kind": (samestep.SGD(lr=0.02), lambda of: torch.optim.SGD(of, lr=0.02)),
+    "of two kinds": (
+        samestep.NamedOptimizer(name=turns.Restless, lr=0.02),
+        lambda of: turns.Restless(of, lr=0.02),
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", PLAIN)
+def test_a_gan_in_turns_takes_the_steps_that_a_plain_loop_takes(kinds: str, tmp_path: Path) -> None:
+    """Two optimizers by hand, one process, the same samples: the same weights, and the same average of them."""
+    optimizer, plain = PLAIN[kinds]
     task = turns.Gan()
     task.model = lambda: turns.Rivals(dropout=0.0, noise=False)
     recipe = samestep.Recipe(
         task=task, batch=16, steps=5, precision="fp64", optimizer=samestep.SGD(lr=0.05, momentum=0.9)
     )
+    if kinds == "of two kinds":
+        recipe = replace(recipe, average=samestep.Average(decay=0.6))
     task.turns = lambda: [
         samestep.Turn(
             name="discriminator",
             parameters=["discriminator.*"],
             loss=task.tell_apart,
-            optimizer=samestep.SGD(lr=0.02),
+            optimizer=optimizer,
         ),
         samestep.Turn(name="generator", parameters=["generator.*"], loss=task.deceive),
     ]
     result = samestep.train(recipe, folder=tmp_path / "run", threads=1, device="cpu")
     torch.manual_seed(0)
     model = task.model().double()
-    first = torch.optim.SGD(model.discriminator.parameters(), lr=0.02)
+    first = plain(model.discriminator.parameters())
     second = torch.optim.SGD(model.generator.parameters(), lr=0.05, momentum=0.9)
     from samestep.data.order import SampleOrder
 
     order = SampleOrder(size=96, batch=16, seed=0)
+    average = {name: value.clone() for name, value in model.state_dict().items()}
     losses: list[float] = []
     for step in range(5):
         real = task.points[order.global_batch(step).tolist()].double()
@@ -98,9 +136,11 @@ def test_a_gan_in_turns_takes_the_steps_that_a_plain_loop_takes(tmp_path: Path) 
         deceived.backward()
         second.step()
         losses.append((loss + deceived).item())
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value, 1 - (0.6 if recipe.average is not None else 0.0))
     assert result.losses == pytest.approx(losses, rel=1e-12)
     found = load_file(result.model_file)
-    for name, value in model.state_dict().items():
+    for name, value in average.items():
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
 
 
@@ -161,11 +201,12 @@ class Twice(turns.Gan):
         return [first, first]
 
 
-class TwoKinds(turns.Gan):
+class WithLoss(turns.Gan):
     def turns(self) -> Sequence[samestep.Turn]:
-        first, second = super().turns()
-        kwargs = {"name": "generator", "parameters": second.parameters, "loss": second.loss}
-        return [first, samestep.Turn(optimizer=samestep.SGD(lr=0.1), **kwargs)]  # pyright: ignore
+        return super().turns()
+
+    def loss(self, output: Any, batch: samestep.Batch) -> Any:
+        return self.deceive(output, batch)
 
 
 class AMean(turns.Gan):
@@ -183,10 +224,34 @@ class OnePair(several.TwoTerms):
         return super().loss(output, batch)["class"]
 
 
-WRONG: dict[str, tuple[samestep.Task, str, dict[str, Any], str]] = {
+WRONG: dict[str, tuple[samestep.Task | samestep.Recipe, str, dict[str, Any], str]] = {
     "no turn": (Forgotten(), "dp2", {}, r"the parameter generator\.4\.weight belongs to none of the turns"),
     "two of a name": (Twice(), "dp2", {}, "two turns are called discriminator"),
-    "two kinds": (TwoKinds(), "dp2", {}, "turn discriminator has AdamW and turn generator has SGD; use one kind"),
+    "a loss beside turns": (WithLoss(), "dp2", {}, r"WithLoss writes loss\(\), which is not used"),
+    "no optimizer": (
+        turns.Unlike("adam", samestep.SGD(lr=0.1)),
+        "dp2",
+        {},
+        r"turn discriminator has a str as its optimizer; use samestep\.AdamW",
+    ),
+    "an optimizer of nowhere": (
+        turns.Unlike(samestep.NamedOptimizer(name="torch.optim.Addam"), samestep.SGD(lr=0.1)),
+        "dp2",
+        {},
+        r"turn discriminator: optimizer\.name is .*Addam is not in torch\.optim",
+    ),
+    "biases for Muon": (
+        recipe_of(turns.Gan(), optimizer=samestep.NamedOptimizer(name="torch.optim.Muon", lr=0.02)),
+        "dp2",
+        {},
+        r"generator\.0\.bias, of shape \(16,\)",
+    ),
+    "a loss of nothing": (
+        turns.Detached(),
+        "dp2",
+        {},
+        r"turn generator: the loss reaches none of its own parameters \(generator\.\*\), but discriminator\.0",
+    ),
     "a mean": (AMean(), "dp2", {}, "turn generator: the loss counts 1 terms for 12 samples"),
     "a pipeline": (turns.Gan(), "pp2", {}, 'layout "pp2": the task\'s steps are taken in turns.*use dp2, fsdp2 or'),
     "turns elsewhere": (turns.Gan(), "dp2", {"engine": "accelerate"}, '"accelerate" takes no steps in turns'),
@@ -200,8 +265,9 @@ WRONG: dict[str, tuple[samestep.Task, str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_with_turns_and_terms_is_told_before_a_rank_starts(name: str) -> None:
     task, layout, run, words = WRONG[name]
+    recipe = task if isinstance(task, samestep.Recipe) else recipe_of(task)
     with pytest.raises(samestep.UserError) as caught:
-        samestep.train(recipe_of(task), layout=layout, **{"threads": 1, **run})
+        samestep.train(recipe, layout=layout, **{"threads": 1, **run})
     assert re.search(words, str(caught.value)), str(caught.value)
     assert not Path("runs").exists()
 
@@ -210,11 +276,43 @@ def test_what_is_wrong_with_turns_and_terms_is_told_before_a_rank_starts(name: s
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ("fsdp2", r"takes gradients through layers\.1 .*use dp2, or zero1x2"),
+        ("fsdp2", r"takes gradients through layers\.[01] .*use dp2, or zero1x2"),
         ("pp2", r"with respect to what an earlier pipeline stage has.*use dp2 or tp2 in place of pp2"),
     ],
 )
-def test_layouts_without_gradients_of_gradients_say_so(layout: str, words: str) -> None:
+@pytest.mark.parametrize("check", [True, False])
+def test_layouts_without_gradients_of_gradients_say_so(
+    layout: str, words: str, check: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any rank starts, or where the contract is not checked in the first step."""
+    if check:
+        monkeypatch.setattr(local, "start", None)
     with pytest.raises(samestep.UserError) as caught:
-        samestep.train(recipe_of(penalty_tasks.Smooth()), layout=layout, threads=1)
+        samestep.train(recipe_of(penalty_tasks.Smooth()), layout=layout, threads=1, check=check)
     assert re.search(words, str(caught.value)), str(caught.value)
+
+
+def test_check_names_the_layouts_without_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "start", None)
+    found = samestep.check(recipe_of(penalty_tasks.Smooth()), layouts=["zero2x2", "fsdp2", "pp2", "cp2"])
+    assert found.kept
+    told = [row.reason or "" for row in found.layouts]
+    for words, text in zip(("zero1x2", "zero1x2", "pipeline stage", "no gradient of that"), told, strict=True):
+        assert words in text
+
+
+class Sharpened(penalty_tasks.Smooth):
+    """Takes a gradient of what the loss makes of the output, which no layer of the model is in."""
+
+    def loss(self, output: Any, batch: samestep.Batch, **_: Any) -> tuple[Tensor, int]:
+        score, _ = output
+        (slope,) = torch.autograd.grad(score.square().sum(), score, create_graph=True)
+        return ((score - batch.targets).square() + slope.square()).sum(), len(score)
+
+
+@pytest.mark.timeout(120)
+def test_gradients_behind_the_model_take_the_same_step_sharded() -> None:
+    recipe = recipe_of(Sharpened())
+    assert_same_steps([(recipe, "fsdp2", {}), (recipe, "pp2", {"micro_batch": 4})], steps=2)
+    proof = samestep.verify(recipe, layout="fsdp2", steps=1, threads=1)  # the contract has nothing against it
+    assert proof.same_step

@@ -1,6 +1,7 @@
 """Tasks whose steps are taken in turns, as those of GANs are; for tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ import samestep
 class Rivals(nn.Module):
     """A generator of points and a discriminator that tells them from real ones."""
 
-    def __init__(self, dropout: float = 0.1, norm: bool = False, noise: bool = True) -> None:
-        """`noise`: the generator begins with random numbers; else with the real points."""
+    def __init__(self, dropout: float = 0.1, norm: bool = False, noise: bool = True, bias: bool = True) -> None:
+        """`noise`: the generator begins with random numbers; else with the real points. `bias`: of its layers."""
         super().__init__()
         self.noise = noise
         norms = [nn.BatchNorm1d(16)] if norm else []
         self.generator = nn.Sequential(
-            nn.Linear(4, 16), *norms, nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 2)
+            nn.Linear(4, 16, bias=bias),
+            *norms,
+            nn.GELU(),
+            nn.Linear(16, 16, bias=bias),
+            nn.GELU(),
+            nn.Linear(16, 2, bias=bias),
         )
         self.discriminator = nn.Sequential(
             nn.Linear(2, 16),
@@ -69,6 +75,51 @@ class Gan(samestep.InTurns):
 
     def deceive(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, int]:
         return F.softplus(-output).sum(), len(output)
+
+
+class Unlike(Gan):
+    """Each turn has an optimizer of another kind; the generator's layers are matrices alone, as Muon wants them."""
+
+    def __init__(self, critic: Any, generator: Any, *, every: int = 2) -> None:
+        super().__init__(every=every)
+        self.optimizers = {"discriminator": critic, "generator": generator}
+
+    def model(self) -> nn.Module:
+        return Rivals(bias=False)
+
+    def turns(self) -> Sequence[samestep.Turn]:
+        return [replace(turn, optimizer=self.optimizers[turn.name]) for turn in super().turns()]
+
+
+class Restless(torch.optim.Optimizer):
+    """Moves its parameters in each of its steps, also those without a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["mean"] = 0.9 * state.get("mean", torch.zeros_like(parameter))
+                if parameter.grad is not None:
+                    state["mean"] += parameter.grad
+                parameter -= group["lr"] * state["mean"]
+
+
+class Detached(Gan):
+    """The generator's loss is of points that are cut from its graph."""
+
+    def model(self) -> nn.Module:
+        return Cut()
+
+
+class Cut(Rivals):
+    def forward(self, real: Tensor, turn: str | None = None) -> Any:
+        if turn != "generator":
+            return super().forward(real, turn)
+        return self.discriminator(self.generator(torch.randn(len(real), 4).to(real)).detach())
 
 
 class Penalized(Gan):

@@ -14,7 +14,8 @@ from samestep.cluster.device import accelerators, check_devices, device_of
 from samestep.cluster.discover.resolve import check_not_alone
 from samestep.cluster.start import fork_server, local
 from samestep.cluster.world import World, join
-from samestep.contract.check import check_contract
+from samestep.contract.check import check_contract, find_gradients_passed
+from samestep.contract.second_gradients import check_second_gradients
 from samestep.engines import resolve as engines
 from samestep.engines.precision import Precision
 from samestep.errors import InterruptedJobError, LayoutError, NonFiniteError, RankFailedError, UserError
@@ -35,9 +36,11 @@ from samestep.tasks import TASKS
 from samestep.tasks.base import Task, check_data
 from samestep.tasks.resolve import resolve as resolve_task
 from samestep.tasks.several_losses import with_weights
+from samestep.tasks.turns import turns_of
 from samestep.training.checkpoints import check_place
+from samestep.training.early_stop import EarlyStopper
 from samestep.training.fit import try_out
-from samestep.training.optimizer_checks import check_optimizers
+from samestep.training.optimizer_checks import check_average_start, check_optimizers, check_turns_optimizers
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.rollback import fit_with_rollbacks
 from samestep.training.usage import Usage
@@ -173,7 +176,8 @@ def verify_layouts(
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = _check(_alone(job), Layout())
-    _check_contract(job, task, dropout=dropout)
+    _check_contract(_alone(job), task, dropout=dropout)
+    passed = find_gradients_passed(_alone(job), task)
     job = proof_job(job, dropout=dropout)
     fitting: dict[str, Layout] = {}
     rows: dict[str, Row] = {}
@@ -182,6 +186,7 @@ def verify_layouts(
             layout = Layout.parse(text, job.run.processes if unsized(text) else None)
             settled, layout = _settled(job, layout)
             _check(settled, layout)
+            check_second_gradients(passed, layout, job.run.engine)
         except UserError as error:
             rows[text] = Row(job=_name_of(job), layout=text, reason=str(error))
         else:
@@ -372,6 +377,9 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     engines.check_gather(task.loss, engine, recipe.communication)
     engines.check_several_losses(with_weights(task.loss, task.loss_weights), engine, recipe.communication)
     engines.check_turns(task, engine, layout, job)
+    check_turns_optimizers(turns_of(task), job, layout)
+    check_average_start(recipe, len(task.train_set()))
+    EarlyStopper(recipe.early_stop).check(task)
     engine.check_task(task, layout, job.run.engine_config)
     if here:
         engine.make_ready(job, layout)

@@ -15,6 +15,7 @@ from samestep.contract.budget import TooLargeError
 from samestep.contract.coupling import SUM, check_sum_of_parts
 from samestep.contract.samples import COLLATE, DATA, check_collate, take_samples
 from samestep.contract.scores import EVALUATION, check_evaluation
+from samestep.contract.second_gradients import Passed, check_second_gradients, gradients_passed
 from samestep.contract.step import (
     DRAWS,
     PARAMETERS,
@@ -29,10 +30,11 @@ from samestep.contract.step import (
 from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
 from samestep.contract.where import ContractError, said
 from samestep.job import Job
+from samestep.layout import Layout
 from samestep.tasks.base import Task
 from samestep.tasks.turns import Turn, turns_of
 from samestep.tasks.turns import check_parameters as check_turns
-from samestep.training.optimizer_plan import OptimizerPlan
+from samestep.training.optimizer_plan import plans_of
 
 # Each part of the contract, and what is true of a task that keeps it.
 PARTS = {
@@ -71,6 +73,21 @@ def check_contract(job: Job, task: Task) -> None:
         print(f"samestep: the task's contract was not checked: {error}", file=sys.stderr)
 
 
+def find_gradients_passed(job: Job, task: Task) -> list[Passed]:
+    """What gradients a task takes through blocks of its model, for layouts that are tried without the contract."""
+    task = copy.copy(task)
+    try:
+        with (
+            join(alone=True, device=job.run.device, threads=job.run.threads) as world,
+            torch.random.fork_rng(devices=[]),
+        ):
+            sampled = take_samples(task)
+            trials = (Trial(job, task, sampled, world.device, turn) for turn in turns_of(task) or (None,))
+            return [each for trial in trials for each in gradients_passed(trial)]
+    except (ContractError, TooLargeError):
+        return []
+
+
 def examine(job: Job, task: Task) -> list[Finding]:
     """What holds of each part of the contract; behind the first that is broken, nothing is known."""
     found: dict[str, Finding] = {}
@@ -104,7 +121,7 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
             trial = Trial(job, task, sampled, world.device, first)
         with said(MODEL, "turns()"):
             check_turns(turns, trial.model)
-        OptimizerPlan(job.recipe, trial.model)  # what it says of parameters that the model has not
+        plans_of(job.recipe, trial.model, turns)  # what it says of parameters that the model has not
         yield MODEL
         with _named(first):
             yield from _kept_in(trial)
@@ -134,6 +151,7 @@ def _kept_in(trial: Trial) -> Iterator[str]:
     if not math.isfinite(total.item()):
         return  # the job goes on without such steps, and nothing can be compared
     check_parameters(trial, count)
+    check_second_gradients(gradients_passed(trial), Layout.parse(trial.job.run.layout), trial.job.run.engine)
     yield PARAMETERS
     check_draws(trial)
     if trial.job.run.compile:

@@ -1,6 +1,7 @@
 """The part of the contract about evaluation: held-out samples, scores that metrics take, and no draws."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from samestep.contract.samples import MOST
@@ -8,8 +9,11 @@ from samestep.contract.trial import Trial
 from samestep.contract.where import ContractError, at, line_of, said
 from samestep.contract.writes import Writes
 from samestep.layout import Layout
-from samestep.tasks.base import as_batch
-from samestep.training.evaluation import check_metrics, on_cpu
+from samestep.recipe import EarlyStop
+from samestep.tasks.base import Task, as_batch
+from samestep.training.curves import named_parts
+from samestep.training.early_stop import check_number
+from samestep.training.evaluation import check_metrics, on_cpu, plain
 
 EVALUATION = "evaluation"
 
@@ -43,12 +47,33 @@ def check_evaluation(trial: Trial) -> None:
             told=True,
         )
     output, batch = found[0]
-    with said(EVALUATION, "scores()", of=task.scores):
-        scores = on_cpu(task.scores(output, batch))
     with said(EVALUATION, "metrics()", of=task.metrics):
         metrics = task.metrics()
         check_metrics(metrics)
+    if not metrics:
+        return  # nothing is scored
+    written = type(task).scores is not Task.scores
+    with said(EVALUATION, "scores()", of=task.scores if written else type(task)):
+        scores = on_cpu(task.scores(output, batch))
     for name, metric in metrics.items():
         with said(EVALUATION, f"metric {name}, updated with what scores() gives,"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of too few samples to say anything
             metric.update(*scores)
+    _check_early_stop(trial.job.recipe.early_stop, metrics, task)
+
+
+def _check_early_stop(spec: EarlyStop | None, metrics: Mapping[str, Any], task: Task) -> None:
+    """Raise ContractError where the metric that is to end a training is not one number."""
+    if spec is None or spec.metric not in metrics:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = {
+                name: plain(named_parts(metric, metric.compute()), task.class_names())
+                for name, metric in metrics.items()
+            }
+    except Exception:  # of too few samples, such as those of one class alone
+        return
+    with said(EVALUATION, "metrics()", of=task.metrics):
+        check_number(spec, found)

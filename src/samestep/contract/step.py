@@ -14,6 +14,7 @@ from samestep.contract.writes import Writes
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.exact import generators
 from samestep.tasks.base import Task
+from samestep.tasks.turns import Turn
 
 PARAMETERS, DRAWS, REPEATABLE = "parameters", "draws", "repeatable"
 
@@ -71,6 +72,21 @@ def check_parameters(trial: Trial, count: float) -> None:
             raise _not_registered(trial, name, holder)
     with said(PARAMETERS, "backward"):
         total.backward(torch.tensor(_scale(trial, count), dtype=total.dtype, device=total.device))
+    if trial.turn is not None:
+        _check_reached(trial, trial.turn)
+
+
+def _check_reached(trial: Trial, turn: Turn) -> None:
+    """Raise ContractError where the loss of a turn has no gradient for any parameter that the turn steps."""
+    reached = [name for name, each in trial.model.named_parameters() if each.grad is not None]
+    if not any(turn.steps(name) for name in reached):
+        found = ", ".join([*reached[:3], *(["..."] if len(reached) > 3 else [])]) or "no parameter at all"
+        raise ContractError(
+            PARAMETERS,
+            f"the loss reaches none of its own parameters ({', '.join(turn.parameters)}), but {found}; have the "
+            "forward of this turn use them, without detach() or torch.no_grad(), or give the turn the parameters "
+            f"that its loss is of{line_of(turn.loss)}",
+        )
 
 
 def _without_writes(trial: Trial) -> Tensor:

@@ -53,7 +53,7 @@ class Trial:
         self._loss = with_weights(task.loss, task.loss_weights) if turn is None else turn.loss_of_step()
         self.coupled = takes_gather(self.loss_function)
         self._coupling = Coupling(self._loss, None)
-        self._turn = turn
+        self.turn = turn
         self.dropout: Dropout
         self._now = Now()
         self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -109,7 +109,7 @@ class Trial:
             self._now.at(moment),
             self._context(),
         ):
-            inputs = batch.inputs if self._turn is None else InTurn(batch.inputs, self._turn.name)
+            inputs = batch.inputs if self.turn is None else InTurn(batch.inputs, self.turn.name)
             return call(self.model, inputs), batch
 
     def loss(self, first: int, last: int) -> tuple[Tensor, float]:

@@ -21,6 +21,7 @@ from samestep.layout import Layout, Offload
 from samestep.parallel.apply import spread
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
+from samestep.parallel.joined_optimizer import Joined
 from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.offload_optimizer import OffloadedOptimizer
 from samestep.parallel.optimizer_pieces import OptimizerToFill, innermost, optimizer_pieces
@@ -119,6 +120,8 @@ class NativeTrainer(Checkpointed, Skipping):
             parameter.grad = gradient  # as other steps leave them
         if self.schedule is not None:
             self.schedule.step()
+        if self._average is not None:
+            self._average.after(batch.step + 1)
         total = torch.stack(list(losses.values())).sum()
         return StepReport(loss=total, grad_norm=squares.sqrt(), lr=lr, terms=told)
 
@@ -139,7 +142,8 @@ class NativeTrainer(Checkpointed, Skipping):
                 for buffer, value in kept:
                     buffer.copy_(value)
             else:
-                self._precision.update(self.optimizer)
+                with self.optimizer.in_turn(turn.name) if isinstance(self.optimizer, Joined) else nullcontext():
+                    self._step_optimizer()
         return totals[0] / totals[1], grad_norm, _terms(loss, totals)
 
     def _phase(self, phase: Phase) -> AbstractContextManager[None]:
@@ -283,11 +287,14 @@ class NativeTrainer(Checkpointed, Skipping):
 
     def update(self) -> None:
         """Step the optimizer and the schedule."""
+        self._step_optimizer()
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _step_optimizer(self) -> None:
         # An optimizer of one's own may cast what it computes with, as Muon does to bfloat16.
         with self._precision.throughout() if self._casts else nullcontext():
             self._precision.update(self.optimizer)
-        if self.schedule is not None:
-            self.schedule.step()
 
     def predict(self, inputs: Any) -> Any:
         if self.model.training:

@@ -1,6 +1,7 @@
 """Several optimizers as one: each steps some of the parameters, such as Muon the matrices and AdamW the rest."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ class Member:
     make: Make
     groups: Sequence[Shapes]  # of the whole model, which other ranks hold parts of
     optimizer: Optimizer | None  # None: this rank holds none of its parameters
+    turn: str | None = None  # of a step in turns: the one in which it steps; None: in each
 
     def kind(self, layout: Layout) -> Kind:
         """What kind it is. Raises UserError where its steps would not be the same under this layout."""
@@ -48,6 +50,7 @@ class Joined(Optimizer):
     def __init__(self, members: Sequence[Member], *, lr: float) -> None:
         super().__init__([{"params": [], "lr": lr}], {"lr": lr})
         self.members = members
+        self._turn: str | None = None  # the turn that is taken; None: every member steps
         self.param_groups += [group for each in self.optimizers() for group in each.param_groups]
 
     def optimizers(self) -> Iterator[Optimizer]:
@@ -55,14 +58,24 @@ class Joined(Optimizer):
             if member.optimizer is not None:
                 yield member.optimizer
 
+    @contextmanager
+    def in_turn(self, name: str) -> Iterator[None]:
+        """Step the members of one turn alone: an optimizer may change its state without any gradient."""
+        self._turn = name
+        try:
+            yield
+        finally:
+            self._turn = None
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for optimizer in self.optimizers():
-            optimizer.step()
+        for member in self.members:
+            if member.optimizer is not None and (self._turn is None or member.turn in (None, self._turn)):
+                member.optimizer.step()
         return loss
 
     def each(self, function: Callable[[Member], Optimizer | None]) -> "Joined":

@@ -17,7 +17,7 @@ from samestep.tasks.several_losses import with_weights
 if TYPE_CHECKING:
     from torch import nn
 
-    from samestep.recipe import SGD, AdamW, Recipe
+    from samestep.recipe import SGD, AdamW, NamedOptimizer, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Turn:
     parameters: Sequence[str]  # names or patterns of the parameters that it steps, such as "generator.*"
     loss: Callable[..., Any]  # (output, batch) -> sum and count, as `Task.loss`
     loss_weights: Mapping[str, float] = field(default_factory=dict)  # as `Task.loss_weights`
-    optimizer: "AdamW | SGD | None" = None  # None: the recipe's
+    optimizer: "AdamW | SGD | NamedOptimizer | None" = None  # None: the recipe's
     every: int = 1  # it is taken in steps `every` - 1, 2 * `every` - 1, ..., counted from 0
 
     def loss_of_step(self) -> Callable[..., Any]:
@@ -72,6 +72,7 @@ def turns_of(task: Task) -> Sequence[Turn]:
     """The turns of a task's steps; none where it has one loss. Raises UserError for what are no turns."""
     if not isinstance(task, InTurns):
         return ()
+    _check_no_loss(type(task))
     turns = task.turns()
     if not isinstance(turns, (list, tuple)) or not turns or not all(isinstance(turn, Turn) for turn in turns):
         raise UserError("turns() gives no list of turns; use [samestep.Turn(name=..., parameters=[...], loss=...)]")
@@ -89,6 +90,16 @@ def turns_of(task: Task) -> Sequence[Turn]:
     if all(turn.every > 1 for turn in turns):
         raise UserError("turns(): no turn is taken in every step; use every=1 for one of them")
     return turns
+
+
+def _check_no_loss(kind: type[InTurns]) -> None:
+    """Raise UserError where a class that writes turns(), or one made of it, writes a loss() as well."""
+    of_turns, of_loss = (next(each for each in kind.__mro__ if name in vars(each)) for name in ("turns", "loss"))
+    if of_loss is not InTurns and issubclass(of_loss, of_turns):
+        raise UserError(
+            f"{of_loss.__name__} writes loss(), which is not used, since its steps are taken in turns; leave it out, "
+            "and give each turn its loss"
+        )
 
 
 def check_parameters(turns: Sequence[Turn], model: "nn.Module") -> None:
@@ -112,15 +123,14 @@ def check_parameters(turns: Sequence[Turn], model: "nn.Module") -> None:
 
 
 def check_optimizers(turns: Sequence[Turn], recipe: "Recipe") -> None:
-    """Raise UserError where turns want optimizers of several kinds, or such as only whole steps can have."""
-    from samestep.recipe import NamedOptimizer
+    """Raise UserError where a turn's optimizer is none, and for groups, which turns have in their place."""
+    from samestep.recipe import SGD, AdamW, NamedOptimizer
 
     for turn in turns:
-        if isinstance(named := turn.optimizer or recipe.optimizer, NamedOptimizer):
-            raise UserError(f"turns(): turn {turn.name} has the optimizer {named.name}; use AdamW or SGD")
-    kinds = {type(turn.optimizer or recipe.optimizer).__name__: turn.name for turn in turns}
-    if len(kinds) > 1:
-        told = " and ".join(f"turn {turn} has {kind}" for kind, turn in kinds.items())
-        raise UserError(f"turns(): {told}; use one kind of optimizer, with rates of each turn's own")
+        if turn.optimizer is not None and not isinstance(turn.optimizer, (AdamW, SGD, NamedOptimizer)):
+            raise UserError(
+                f"turns(): turn {turn.name} has a {type(turn.optimizer).__name__} as its optimizer; use "
+                'samestep.AdamW(lr=...), samestep.SGD(lr=...) or samestep.NamedOptimizer(name="torch.optim.RMSprop")'
+            )
     if recipe.groups:
         raise UserError("recipe.groups is given, and the task takes its steps in turns; give each Turn its optimizer")

@@ -51,12 +51,7 @@ class EarlyStopper:
         spec = self._spec
         if spec is None:
             return None
-        numbers = scalars(metrics)
-        if spec.metric in metrics and spec.metric not in numbers:
-            raise UserError(
-                f"recipe.early_stop.metric is {spec.metric}, which is not one number; use {', '.join(numbers)}"
-            )
-        _check_name(spec.metric, numbers)
+        check_number(spec, metrics)
         value = agreed(float(metrics[spec.metric]))
         self._step = step
         if self._is_better(value, spec):
@@ -97,6 +92,15 @@ class EarlyStopper:
         if self._spec is not None and state:
             self._best, self._best_step = state["best"], int(state["best_step"])
             self._worse, self._step = int(state["worse"]), int(state["step"])
+
+
+def check_number(spec: EarlyStop, metrics: Mapping[str, Any]) -> None:
+    """Raise UserError where an evaluation gives no such metric, or more than one number for it."""
+    numbers = scalars(metrics)
+    if spec.metric in metrics and spec.metric not in numbers:
+        use = ", ".join(numbers) or "one that is a number"
+        raise UserError(f"recipe.early_stop.metric is {spec.metric}, which is not one number; use {use}")
+    _check_name(spec.metric, numbers)
 
 
 def _check_name(metric: str, known: Mapping[str, Any]) -> None:

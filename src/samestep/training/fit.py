@@ -347,6 +347,7 @@ def _finish(
     result = TrainResult(
         metrics=metrics,
         losses=tuple(log.losses),
+        final_terms=log.terms,
         first_step=training.first_step,
         steps=training.total_steps if stopped is None else stopped.step,
         stopped_early=None if stopped is None else stopped.reason,

@@ -29,6 +29,7 @@ class StepLog:
         self.records = records
         self.tally = tally
         self.losses = list(losses)  # of all steps, also those before a checkpoint that the records tell of
+        self.terms: dict[str, float] = {}  # of which a loss is put together, as the last step with each had them
         self.samples = 0
         self.seconds = 0.0
         self.sent: int | None = None  # bytes that this rank sent in all steps, where they are counted
@@ -44,7 +45,9 @@ class StepLog:
         self.samples += batch.global_samples
         self.seconds += seconds + batch.data_seconds
         self.tally.add(batch)
-        self.bar.step(loss=loss, lr=report.lr, samples=batch.global_samples)
+        terms = {name: each.item() for name, each in report.terms.items()}
+        self.terms |= terms
+        self.bar.step(loss=loss, lr=report.lr, samples=batch.global_samples, terms=terms)
         self.records.step(
             {
                 "step": batch.step,
@@ -52,7 +55,7 @@ class StepLog:
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "lr": report.lr,
-                **({"losses": {name: each.item() for name, each in report.terms.items()}} if report.terms else {}),
+                **({"losses": terms} if terms else {}),
                 "samples": batch.global_samples,
                 "step_seconds": seconds,
                 "data_seconds": batch.data_seconds,

@@ -1,5 +1,7 @@
 """What a recipe says of optimizers, checked before any process starts."""
 
+from collections.abc import Sequence
+
 from samestep.cluster.device import device_of
 from samestep.engines.base import Engine
 from samestep.engines.resolve import check_average
@@ -7,8 +9,27 @@ from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.joined_optimizer import Member
-from samestep.recipe import NamedOptimizer
+from samestep.recipe import NamedOptimizer, Recipe
+from samestep.tasks.turns import Turn
 from samestep.training.named_optimizer import maker_of, try_out
+from samestep.training.optimizer_plan import where_of
+
+
+def check_turns_optimizers(turns: Sequence[Turn], job: Job, layout: Layout) -> None:
+    """Raise UserError for a turn's optimizer that can't be had with this layout or job."""
+    for turn in turns:
+        if isinstance(turn.optimizer, NamedOptimizer):
+            _check_named(turn.optimizer, where_of(turn), job, layout)
+
+
+def check_average_start(recipe: Recipe, samples: int) -> None:
+    """Raise UserError where the average of the weights begins after the last step. `samples`: of the training set."""
+    steps = recipe.total_steps(-(-samples // recipe.batch))
+    if recipe.average is not None and recipe.average.start >= steps:
+        raise UserError(
+            f"recipe.average.start is {recipe.average.start}, and the training takes {steps} steps, so it would "
+            f"average nothing; use a start below {steps}"
+        )
 
 
 def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:

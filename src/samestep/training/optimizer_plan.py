@@ -47,14 +47,19 @@ class _Part:
 class OptimizerPlan:
     """Makes the optimizer of the parameters that a rank holds, given by their names in the whole model."""
 
-    def __init__(self, recipe: Recipe, model: nn.Module) -> None:
-        """`model` is whole; its parameters may be on the meta device.
+    def __init__(self, recipe: Recipe, model: nn.Module, turn: Turn | None = None) -> None:
+        """`model` is whole; its parameters may be on the meta device. `turn`: the one whose parameters it steps.
 
         Raises UserError for a group that matches no parameter, and for an optimizer that can't be made.
         """
+        if turn is not None and turn.optimizer is not None:
+            recipe = replace(recipe, optimizer=turn.optimizer)
+        self._turn = turn
         self._lr = recipe.optimizer.lr
         self._shapes = {
-            name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad
+            name: parameter.shape
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and (turn is None or turn.steps(name))
         }
         self._parts = self._planned(recipe, model)
         for part in self._parts:
@@ -70,7 +75,7 @@ class OptimizerPlan:
             found = [name for name in first.values() if _matches(group, every_name[name], _ndim(model, name))]
             _check_found(group, f"recipe.groups.{number}", found, self._shapes, taken, every_name)
             taken |= {name: number for name in found if name not in taken}
-        parts = [_part(recipe.optimizer, "recipe.optimizer", [n for n in self._shapes if n not in taken])]
+        parts = [_part(recipe.optimizer, where_of(self._turn), [n for n in self._shapes if n not in taken])]
         for number, group in enumerate(recipe.groups):
             where = f"recipe.groups.{number}"
             names = [name for name in self._shapes if taken.get(name) == number]
@@ -104,14 +109,15 @@ class OptimizerPlan:
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """An optimizer of parameters, or of what a rank holds of them, by their names in the whole model."""
-        held: dict[str, list[nn.Parameter]] = {}
-        for name, parameter in parameters:  # servers of parameters have several pieces of one
-            if parameter.requires_grad:
-                held.setdefault(name, []).append(parameter)
+        held = by_name(parameters)
         (first, *others) = self._parts
         if not others and not isinstance(first.spec, NamedOptimizer):
             return make_optimizer(first.spec, self._groups(first, held) or [{"params": []}])
-        return Joined([self._member(part, held) for part in self._parts], lr=self._rate())
+        return Joined(self.members(held), lr=self.rate)
+
+    def members(self, held: Mapping[str, list[nn.Parameter]]) -> list[Member]:
+        """The optimizers of which it consists, by the names of the parameters that this rank holds."""
+        return [self._member(part, held) for part in self._parts]
 
     def _member(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> Member:
         make: Make
@@ -129,9 +135,11 @@ class OptimizerPlan:
             make=make,
             groups=whole,
             optimizer=make(groups) if groups else None,
+            turn=None if self._turn is None else self._turn.name,
         )
 
-    def _rate(self) -> float:
+    @property
+    def rate(self) -> float:
         """The rate that is told of a step: that of the recipe's optimizer."""
         if self._lr is not None:
             return self._lr
@@ -169,26 +177,49 @@ class OptimizerPlan:
         return [group for group in found if group["names"]]
 
 
+def plans_of(recipe: Recipe, model: nn.Module, turns: Sequence[Turn]) -> list[OptimizerPlan]:
+    """The plan of each turn; one of all parameters where the steps are not taken in turns."""
+    return [OptimizerPlan(recipe, model, turn) for turn in turns] or [OptimizerPlan(recipe, model)]
+
+
 def optimizer_of_turns(
     recipe: Recipe, model: nn.Module, turns: Sequence[Turn], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> Optimizer:
     """One optimizer for a step in turns, over what a rank holds of the whole `model`: groups with their turn's rates.
 
-    PyTorch's optimizers pass over parameters without a gradient, and in a turn only its own have one. So an optimizer
-    of all parameters steps those of each turn as one of its own would.
+    AdamW and SGD pass over parameters without a gradient, and in a turn only its own have one. So where all turns
+    have the same one of these, an optimizer of all parameters steps those of each turn as one of its own would.
+    Others are joined, and those of the running turn step.
     """
-    named = list(parameters)
-    made: list[Optimizer] = []
-    for turn in turns:
-        own = [(name, parameter) for name, parameter in named if turn.steps(name) and parameter.requires_grad]
-        if own:
-            plan = OptimizerPlan(replace(recipe, optimizer=turn.optimizer or recipe.optimizer), model)
-            made.append(plan(own))
+    held = by_name(parameters)
+    plans = plans_of(recipe, model, turns)
+    specs = [turn.optimizer or recipe.optimizer for turn in turns]
+    if len({type(spec) for spec in specs}) > 1 or isinstance(specs[0], NamedOptimizer):
+        return Joined([member for plan in plans for member in plan.members(held)], lr=plans[0].rate)
+    made = [
+        plan((name, each) for name, some in held.items() if turn.steps(name) for each in some)
+        for turn, plan in zip(turns, plans, strict=True)
+        if any(map(turn.steps, held))
+    ]
     first, *others = made
     for other in others:
         for group in other.param_groups:
             first.add_param_group(group)
     return first
+
+
+def where_of(turn: Turn | None) -> str:
+    """What says which optimizer it is, for messages."""
+    return "recipe.optimizer" if turn is None or turn.optimizer is None else f"turns(): turn {turn.name}: optimizer"
+
+
+def by_name(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
+    """Trained parameters by their names in the whole model, of which servers have several pieces."""
+    held: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            held.setdefault(name, []).append(parameter)
+    return held
 
 
 def _part(spec: Spec, where: str, names: Sequence[str]) -> _Part:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -71,8 +71,9 @@ class Bar:
         finally:
             self._progress.remove_task(task)
 
-    def step(self, *, loss: float, lr: float, samples: int) -> None:
-        """Advance by a training step of so many samples."""
+    def step(self, *, loss: float, lr: float, samples: int, terms: Mapping[str, float] | None = None) -> None:
+        """Advance by a training step of so many samples. `terms`: of which its loss is put together."""
         self._samples += samples
         speed = self._samples / (time.perf_counter() - self._began)
-        self.advance(f"loss {loss:.4f} lr {lr:.1e} {speed:,.0f} samples/s")
+        parts = ", ".join(f"{name} {value:.4f}" for name, value in (terms or {}).items())
+        self.advance(f"loss {loss:.4f}{f' ({parts})' if parts else ''} lr {lr:.1e} {speed:,.0f} samples/s")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class TrainResult:
 
     metrics: Mapping[str, Any]
     losses: tuple[float, ...]  # one a step; of one that went on elsewhere, from its first step
+    final_terms: Mapping[str, float] = field(default_factory=dict)  # of the last loss, where it has several by name
     first_step: int = 0  # above 0 where it went on from a checkpoint
     steps: int
     stopped_early: str | None = None  # why it ended before its last step, where recipe.early_stop ended it
@@ -122,6 +123,7 @@ def write_report(
     report = {
         "metrics": {name: value for name, value in result.metrics.items() if not is_curve(value)},
         "final_loss": result.losses[-1] if result.losses else None,
+        **({"final_losses": dict(result.final_terms)} if result.final_terms else {}),
         "first_step": result.first_step,
         "steps": result.steps,
         **({} if result.stopped_early is None else {"stopped_early": result.stopped_early}),

@@ -1,0 +1,189 @@
+"""Gradients of gradients: whether a task takes gradients through the layers that its layout cuts apart.
+
+A gradient penalty calls torch.autograd.grad in the loss or in the forward, and backward then runs a second time
+through what was between. Some layouts can't have that for the layers that ranks share out; which ones, and why,
+stands in `_LIMITS`. It is found in one forward and loss, before any rank starts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from samestep.contract.trial import Trial
+from samestep.contract.where import line_of
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.blocks import find_blocks, with_forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit:
+    """What layouts of one kind can't have."""
+
+    of: Callable[[Layout], bool]
+    twice: bool  # only gradients of which a gradient is taken; False: any
+    first: bool  # only through the first block, which another rank has than the loss
+    why: str
+    use: Callable[[Layout], str]
+
+
+_NO_SECOND = "the messages between whose ranks have a gradient, but no gradient of that"
+_LIMITS = (
+    _Limit(
+        of=lambda layout: layout.zero >= 2,
+        twice=False,
+        first=False,
+        why="whose parameters are sharded and freed after one backward, while a gradient of these gradients needs "
+        "them again",
+        use=lambda layout: f"dp{layout.size}, or zero1x{layout.size}",
+    ),
+    _Limit(
+        of=lambda layout: layout.pipeline > 1,
+        twice=False,
+        first=True,
+        why="with respect to what an earlier pipeline stage has, on another rank, where no graph of the loss's "
+        "reaches",
+        use=lambda layout: f"dp{layout.pipeline} or tp{layout.pipeline} in place of pp{layout.pipeline}",
+    ),
+    _Limit(
+        of=lambda layout: layout.context > 1,
+        twice=True,
+        first=False,
+        why=_NO_SECOND,
+        use=lambda layout: f"dp{layout.context} or tp{layout.context} in place of cp{layout.context}",
+    ),
+    _Limit(
+        of=lambda layout: layout.sequence == "split",
+        twice=True,
+        first=False,
+        why=_NO_SECOND,
+        use=lambda _: "sequence=whole",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A call of torch.autograd.grad."""
+
+    outputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    twice: bool
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the calls of torch.autograd.grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[_Taken] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            outputs, inputs = (
+                [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+                for given in (args[0], args[1] if len(args) > 1 else kwargs.get("inputs"))
+            )
+            self.taken.append(_Taken(outputs, inputs, bool(kwargs.get("create_graph"))))
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """A gradient that a task takes through blocks of its model."""
+
+    blocks: Sequence[str]  # in words, in their order
+    first: bool  # whether the model's first block is among them
+    twice: bool  # whether a gradient of it is taken
+    loss: str  # which loss, and where it stands
+
+
+def gradients_passed(trial: Trial) -> list[Passed]:
+    """What gradients one forward and loss of a task take through blocks."""
+    with _Calls() as calls:
+        trial.loss(0, len(trial.sampled))
+    blocks = with_forward(find_blocks(trial.model))
+    names = {id(module): name for name, module in trial.model.named_modules()}
+    turn = "" if trial.turn is None else f" of turn {trial.turn.name}"
+    found = []
+    for taken in calls.taken:
+        if passed := _blocks_between(taken, blocks):
+            found.append(
+                Passed(
+                    blocks=[f"{names[id(block)]} ({type(block).__name__})" for block in passed],
+                    first=passed[0] is blocks[0],
+                    twice=taken.twice,
+                    loss=f"the loss{turn}{line_of(trial.loss_function)}",
+                )
+            )
+    return found
+
+
+def check_second_gradients(passed: Sequence[Passed], layout: Layout, engine: Any) -> None:
+    """Raise LayoutError for a gradient that is taken through blocks, where the layout can't give it twice."""
+    if engine != "native":
+        return
+    for limit in (limit for limit in _LIMITS if limit.of(layout)):
+        for each in passed:
+            if (each.twice or not limit.twice) and (each.first or not limit.first):
+                raise LayoutError(
+                    f'layout "{layout}": {each.loss} takes gradients through {each.blocks[0]}, {limit.why}; use '
+                    f"{limit.use(layout)}"
+                )
+
+
+def _blocks_between(taken: _Taken, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks with parameters that the graph uses on its way from the outputs to the inputs, in their order."""
+    owner = {id(parameter): block for block in blocks for parameter in block.parameters()}
+    leaves = {id(each) for each in taken.inputs if each.grad_fn is None}
+    ends = {each.grad_fn for each in taken.inputs if each.grad_fn is not None}
+    found: set[int] = set()
+    between = _between([each.grad_fn for each in taken.outputs], leaves, ends)
+    for node in between:
+        for before, _ in node.next_functions:
+            parameter = _parameter_behind(before) if before not in between else None
+            if parameter is not None and id(parameter) in owner:
+                found.add(id(owner[id(parameter)]))
+    # A gradient with respect to a parameter itself passes its block.
+    found |= {id(owner[leaf]) for leaf in leaves if leaf in owner}
+    return [block for block in blocks if id(block) in found]
+
+
+def _between(roots: Sequence[Any], leaves: set[int], ends: set[Any]) -> set[Any]:
+    """The nodes of a graph from which an end, or the gradient of a leaf, is reached. Ends are not among them."""
+    reaches: dict[Any, bool] = {}
+    waiting: list[tuple[Any, bool]] = [(root, False) for root in roots if root is not None]
+    while waiting:
+        node, seen = waiting.pop()
+        following = [before for before, _ in node.next_functions if before is not None]
+        if seen:
+            reaches[node] = any(before in ends or reaches.get(before, False) for before in following)
+        elif node not in reaches:
+            reaches[node] = _is_leaf(node, leaves)
+            if node in ends or reaches[node]:
+                continue
+            waiting.append((node, True))
+            waiting += [(before, False) for before in following if before not in reaches]
+    return {node for node, reached in reaches.items() if reached and not _is_leaf(node, leaves)}
+
+
+def _is_leaf(node: Any, leaves: set[int]) -> bool:
+    return id(getattr(node, "variable", None)) in leaves
+
+
+def _parameter_behind(node: Any) -> Tensor | None:
+    """The parameter that an operator gets as it is, or by views and casts alone."""
+    while node is not None and not hasattr(node, "variable"):
+        before: Iterator[Any] = (each for each, _ in node.next_functions if each is not None)
+        node, more = next(before, None), next(before, None)
+        if more is not None:
+            return None
+    return None if node is None else node.variable
