@@ -576,6 +576,33 @@ class NoScores(Odd):
         return {"logits": output}
 
 
+class TwoOutputs(Net):
+    def forward(self, points: Tensor) -> Any:
+        hidden = self.first(points).tanh()
+        return self.last(hidden), hidden
+
+
+class Unscored(Odd):
+    """Held-out samples, outputs that are tuples, and no metrics."""
+
+    def __init__(self) -> None:
+        super().__init__(TwoOutputs)
+
+    def eval_set(self) -> samestep.Samples | None:
+        return self.held_out
+
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        return super().loss(output[0], batch)
+
+    def metrics(self) -> Any:
+        return {}
+
+
+class Unscorable(Unscored):
+    def metrics(self) -> Any:
+        return Points.metrics(self)
+
+
 class DrawsInEvaluation(Odd):
     def __init__(self) -> None:
         super().__init__(_AlwaysNoisy)

@@ -88,6 +88,7 @@ BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
     "noise in the loss": (odd.NoisyLoss(), "draws", "the loss draws from PyTorch's", "output + torch.randn_like"),
     "state between calls": (odd.Odd(odd.Counting), "repeatable", "from call to call", "def forward"),
     "no scores": (odd.NoScores(), "", "scores gave .* pair of tensors", "def scores"),
+    "scores of a tuple": (odd.Unscorable(), "", "gives a tuple, .* write scores", "class Unscorable"),
     "draws in evaluation": (odd.DrawsInEvaluation(), "evaluation", "in evaluation mode", "def forward"),
     "a contrastive loss": (odd.Contrastive(), "sum of parts", "couples the samples of a batch", "def loss"),
     "a mean without a count": (odd.MeanOfOne(), "sum of parts", "1 terms for 12 samples, and 1 \\+ 1", "def loss"),
@@ -133,7 +134,7 @@ NETS = (
 )
 
 
-@pytest.mark.parametrize("task", [*map(odd.Odd, NETS), odd.GradientPenalty(), odd.LastCount()])
+@pytest.mark.parametrize("task", [*map(odd.Odd, NETS), odd.GradientPenalty(), odd.LastCount(), odd.Unscored()])
 def test_a_contract_that_is_kept_says_nothing(task: samestep.Task, capsys: pytest.CaptureFixture[str]) -> None:
     samestep.train(recipe_of(task), threads=1, tensorboard=False)
     assert "contract" not in capsys.readouterr().err

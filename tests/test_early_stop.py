@@ -12,6 +12,7 @@ from torch import Tensor
 
 import samestep
 from samestep import EarlyStop, Evaluation, UserError
+from samestep.cluster.start import local
 
 
 class Told:
@@ -142,10 +143,25 @@ def test_wrong_values_are_told_with_their_key(name: str) -> None:
     assert told in str(refused.value)
 
 
-def test_an_unknown_metric_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_an_unknown_metric_is_told_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "start", None)
     with pytest.raises(UserError, match=r"recipe\.early_stop\.metric is skore, .* use score, other$"):
-        train(tmp_path / "run", [1.0], EarlyStop(metric="skore"))
+        train(tmp_path / "run", [1.0], EarlyStop(metric="skore"), "dp2")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_metric_of_several_numbers_is_told_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "start", None)
+    stop = EarlyStop(metric="confusion_matrix")
+    recipe = samestep.Recipe(
+        task=Points(samples=20), batch=4, steps=4, evaluation=Evaluation(every=1), early_stop=stop
+    )
+    told = r"confusion_matrix, which is not one number; use accuracy \(.*small_tasks\.py:\d+\)$"
+    with pytest.raises(UserError, match=told):
+        samestep.train(recipe, "dp2", folder=tmp_path / "run", threads=1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_held_out_samples_are_wanted(tmp_path: Path) -> None:

@@ -286,6 +286,12 @@ LAYOUTS: Mapping[str, tuple[samestep.Recipe, str, dict[str, Any], str]] = {
     "an average of shared replicas": (points(average=Average()), "dp2", {"share_replicas": True}, "one copy of the"),
     "another engine": (NESTEROV, "dp2", {"engine": "parameter-server"}, "takes adamw or sgd"),
     "groups of another engine": (GROUPED, "dp2", {"engine": "parameter-server"}, "use engine native"),
+    "an average of no step": (
+        points(average=Average(start=4)),
+        "dp2",
+        {},
+        "recipe.average.start is 4, and the training takes 4 steps, so it would average nothing; use a start below 4",
+    ),
     "an average of another engine": (points(average=Average()), "dp2", {"engine": "parameter-server"}, "no average"),
     "vectors": (points(optimizer=MUON), "dp2", {}, "2D parameters"),
     "no match": (points(groups=(Group(parameters=("layers*",), lr=1),)), "dp2", {}, '"layers*" matches no parameter'),

@@ -176,10 +176,11 @@ def _candidates(model: nn.Module, output: Mapping[str, Any]) -> Iterator[tuple[T
         given: dict[str, Any] = {name: output[name] for name in pair}
         for scalar in functions:
             given[scalar.key] = _value(model, scalar)
-        both = (pair, pair[::-1])
-        softmax = [Term("softmax", *names, scale) for scale in (_ONE, *functions) for names in both]
+        first, second = pair
+        both = ((first, second), (second, first))
+        softmax = [Term("softmax", rows, columns, s) for s in (_ONE, *functions) for rows, columns in both]
         # A sum over all pairs of samples is the same from both sides.
-        sigmoid = [Term("sigmoid", *pair, scale, bias) for scale, bias in product((_ONE, *functions), biases)]
+        sigmoid = [Term("sigmoid", first, second, scale, bias) for scale, bias in product((_ONE, *functions), biases)]
         mine = torch.arange(len(given[pair[0]]), device=given[pair[0]].device)
         values = {term: term.sum_of(given, given[term.columns], mine) / len(mine) for term in (*softmax, *sigmoid)}
         yield from ((value, Contrast((term,))) for term, value in values.items())
