@@ -15,7 +15,7 @@ from samestep.cluster.discover.resolve import check_not_alone
 from samestep.cluster.start import fork_server, local
 from samestep.cluster.world import World, join
 from samestep.contract.check import check_contract, find_gradients_passed
-from samestep.contract.second_gradients import check_second_gradients
+from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients
 from samestep.engines import resolve as engines
 from samestep.engines.precision import Precision
 from samestep.errors import InterruptedJobError, LayoutError, NonFiniteError, RankFailedError, UserError
@@ -177,7 +177,7 @@ def verify_layouts(
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = _check(_alone(job), Layout())
     _check_contract(_alone(job), task, dropout=dropout)
-    passed = find_gradients_passed(_alone(job), task)
+    passed: Sequence[Passed] | None = None
     job = proof_job(job, dropout=dropout)
     fitting: dict[str, Layout] = {}
     rows: dict[str, Row] = {}
@@ -186,7 +186,9 @@ def verify_layouts(
             layout = Layout.parse(text, job.run.processes if unsized(text) else None)
             settled, layout = _settled(job, layout)
             _check(settled, layout)
-            check_second_gradients(passed, layout, job.run.engine)
+            if can_lack_gradients(layout, job.run.engine):
+                passed = find_gradients_passed(_alone(job), task) if passed is None else passed
+                check_second_gradients(passed, layout, job.run.engine)
         except UserError as error:
             rows[text] = Row(job=_name_of(job), layout=text, reason=str(error))
         else:

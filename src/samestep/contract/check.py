@@ -15,7 +15,12 @@ from samestep.contract.budget import TooLargeError
 from samestep.contract.coupling import SUM, check_sum_of_parts
 from samestep.contract.samples import COLLATE, DATA, check_collate, take_samples
 from samestep.contract.scores import EVALUATION, check_evaluation
-from samestep.contract.second_gradients import Passed, check_second_gradients, gradients_passed
+from samestep.contract.second_gradients import (
+    Passed,
+    can_lack_gradients,
+    check_second_gradients,
+    gradients_passed,
+)
 from samestep.contract.step import (
     DRAWS,
     PARAMETERS,
@@ -151,7 +156,9 @@ def _kept_in(trial: Trial) -> Iterator[str]:
     if not math.isfinite(total.item()):
         return  # the job goes on without such steps, and nothing can be compared
     check_parameters(trial, count)
-    check_second_gradients(gradients_passed(trial), Layout.parse(trial.job.run.layout), trial.job.run.engine)
+    layout, engine = Layout.parse(trial.job.run.layout), trial.job.run.engine
+    if can_lack_gradients(layout, engine):
+        check_second_gradients(gradients_passed(trial), layout, engine)
     yield PARAMETERS
     check_draws(trial)
     if trial.job.run.compile:

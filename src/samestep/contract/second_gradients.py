@@ -127,6 +127,11 @@ def gradients_passed(trial: Trial) -> list[Passed]:
     return found
 
 
+def can_lack_gradients(layout: Layout, engine: Any) -> bool:
+    """Whether there are gradients that a layout can't have."""
+    return engine == "native" and any(limit.of(layout) for limit in _LIMITS)
+
+
 def check_second_gradients(passed: Sequence[Passed], layout: Layout, engine: Any) -> None:
     """Raise LayoutError for a gradient that is taken through blocks, where the layout can't give it twice."""
     if engine != "native":

@@ -161,7 +161,7 @@ def _spread(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.ndim > 1 and parameter.is_floating_point():
             drawn = torch.randn(parameter.shape, generator=generator)
-            parameter.data.copy_(drawn / math.sqrt(max(parameter[0].numel(), 1)))
+            parameter.data.copy_(drawn / math.sqrt(max(parameter.shape[1:].numel(), 1)))
         elif parameter.numel() == 1:
             parameter.data.fill_(0.7 + 0.13 * scalars)
             scalars += 1

@@ -116,7 +116,7 @@ def _contrast(model: nn.Module, inputs: Mapping[str, Any]) -> Contrast | None:
     asked = {RETURN_LOSS: True} if RETURN_LOSS in accepted else {}
     try:
         return find_contrast(model, {**inputs, **asked})
-    except (RuntimeError, ValueError, TypeError):  # it can't take these rows, which has been said already
+    except Exception:  # it can't take these rows, or be copied, which has been said already
         return None
 
 

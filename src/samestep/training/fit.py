@@ -83,6 +83,8 @@ class Training:
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 where it goes on from a checkpoint
+        # First, since a task may find out about its model here, which has no values while it is recorded.
+        example = _example(task, self.samples, self.turns)
         built = build_model(task, recipe, recorded=self.session.engine.can_fill(layout))
         check_alike(self.samples, built.model)
         check_parameters(self.turns, built.model)
@@ -94,7 +96,7 @@ class Training:
             optimizer_of=self._optimizer_of(built.model),
             schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
             details=Details(
-                example=_example(task, self.samples, self.turns),
+                example=example,
                 initial=built.values,
                 tensor_plan=job.run.tensor_plan,
                 expert_plan=job.run.expert_plan,
