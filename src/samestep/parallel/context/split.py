@@ -187,8 +187,8 @@ class _Splitter:
             before.restore()
             size = self.layout.size
             raise LayoutError(
-                f'layout "{self.layout}": {type(self.model).__name__} {why} where each rank has a part of the tokens; '
-                f"use dp{size} or fsdp{size}"
+                f'layout "{self.layout}": {type(self.model).__name__} {why} where each rank has a part of the '
+                f"tokens; use dp{size} or fsdp{size}"
             )
 
     def _output(self) -> Output:
