@@ -68,11 +68,11 @@ def split_tokens(
         lists.setdefault(names[block].rpartition(".")[0], []).append(names[block])
     splitter = _Splitter(model=model, trace=trace, group=group, layout=layout, now=now, example=example)
     try:
-        if not lists:
-            raise refused(layout, type(model).__name__, "has no blocks between which it hands on hidden states")
         splitter.take(list(lists.values()))
     except LayoutError:
         splitter.search(list(lists.values()))
+        if not splitter.names() and not repeated_layers(model):
+            raise refused(layout, type(model).__name__, _NOTHING) from None
         if not splitter.names():
             raise
     of_all_tokens = parameters_in(model, [each for block in splitter.blocks for each in block.gathered])
@@ -84,6 +84,9 @@ def split_tokens(
     said = splitter.said()
     if said and dist.get_rank() == 0:
         print(f'samestep: layout "{layout}": {said}', file=sys.stderr, flush=True)
+
+
+_NOTHING = "has neither layers that hand on hidden states nor modules that take each token by itself"
 
 
 @dataclass(kw_only=True)
@@ -114,6 +117,8 @@ class _Splitter:
         if outside is not None:
             raise refused(self.layout, outside, "is also used outside of its block, on all tokens")
         found = [look(self.model, names, self.trace, self.layout) for names in lists]
+        if not found:
+            raise refused(self.layout, type(self.model).__name__, _NOTHING)
         try:
             self._held(lambda: self._split_lists(found))
         except LayoutError:  # such as attention that makes its own mask or bias of as many tokens as it sees

@@ -97,17 +97,25 @@ class Comparison:
         self._streams = streams
         self._group = group
 
-    def hold(self, example: Any, expected: Output, vocabulary: Vocabulary) -> Departure | None:
-        """Where the outputs differ, how; else find out whether logits can stay in slices."""
+    def hold(
+        self, example: Any, expected: Output, vocabulary: Vocabulary, failed: Exception | None = None
+    ) -> Departure | None:
+        """Where the outputs differ, how; else find out whether logits can stay in slices.
+
+        `failed`: what slicing the model failed with on this rank, or on another one (then it is None here).
+        """
         marks: list[Mark] = []
-        failed: Exception | None = None
+        found = Output(numbers=[], marks=marks, in_nests=False)
+        device = next(self._model.parameters()).device
+        if not agree(failed is None, self._group, device):  # before a forward, in which the others would wait
+            return self._departure(expected, found, failed)
         try:
             with torch.no_grad():
                 found = output_of(self._model, example, marks)
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
-            failed, found = error, Output(numbers=[], marks=marks, in_nests=False)
+            failed = error
         alike = failed is None and alike_numbers(found.numbers, expected.numbers)
-        if not agree(alike, self._group, next(self._model.parameters()).device):
+        if not agree(alike, self._group, device):
             return self._departure(expected, found, failed)
         vocabulary.able = (
             expected.in_nests and not self._weights_after_logits() and self._able(example, expected, vocabulary)

@@ -5,6 +5,7 @@ What works token by token there (norms, dropout, residuals) is neither computed 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel import tokens
+from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
 from samestep.parallel.context.messages import gradient_shared
@@ -120,28 +122,51 @@ class Stream:
         return next((block for block in self.names if f"{name}.".startswith(f"{block}.")), None)
 
 
-def find_streams(
-    model: nn.Module, blocks: Sequence[str], trace: Trace, group: dist.ProcessGroup, layout: str
-) -> list[Stream]:
-    """The streams of a model: one for each list of blocks.
+def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: str) -> list[list[str]]:
+    """The lists of blocks that hand on hidden states of [batch, tokens, features], by their names.
 
-    Raises LayoutError where the blocks don't hand on hidden states of [batch, tokens, features].
+    Where the blocks of a list hand on something else, lists in its blocks may do so, such as the layers of a stage.
+    Raises LayoutError where there is none.
     """
+    names = {module: name for name, module in model.named_modules()}
+    callable_blocks = [names[block] for block in with_forward([model.get_submodule(name) for name in blocks])]
     lists: dict[str, list[str]] = {}
-    for name in blocks:
+    for name in callable_blocks:
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     if not lists:
         raise LayoutError(
             f'layout "{layout}": {type(model).__name__} has no list of repeated blocks to split tokens in; '
             "sequence=whole would do"
         )
-    used_outside = trace.used_outside(model, blocks)
+    found: list[list[str]] = []
+    refused: LayoutError | None = None
+    for each in lists.values():
+        try:
+            _check_list(model, each, callable_blocks, trace, layout)
+            found.append(each)
+        except LayoutError as error:
+            refused = refused or error
+            inner = [layer for name in each for layer in repeated_layers(model.get_submodule(name))]
+            if inner:
+                with suppress(LayoutError):
+                    found += find_lists(model, [names[layer] for layer in inner], trace, layout)
+    if not found:
+        assert refused is not None
+        raise refused
+    return found
+
+
+def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], trace: Trace, layout: str) -> None:
+    """Raise LayoutError where the tokens of a list can't be split."""
+    used_outside = trace.used_outside(model, [*names, *blocks])
     if used_outside is not None:
         raise LayoutError(
             f'layout "{layout}": {used_outside} is also used outside of its block, on all tokens, and in it on some; '
             "use sequence=whole"
         )
-    return [Stream(names, trace, group, _token_dim(model, names), layout) for names in lists.values()]
+    if len(names) < 2:
+        raise LayoutError(f'layout "{layout}": {names[0]} is alone in its list; use sequence=whole')
+    _find_hidden([_only_call(name, trace, layout) for name in names], layout)
 
 
 def replaced(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key, value: Any) -> Any:
@@ -196,7 +221,7 @@ def _given(call: Call, key: Key) -> Any:
     return call.arguments[key] if key < len(call.arguments) else None
 
 
-def _token_dim(model: nn.Module, names: Sequence[str]) -> int:
+def token_dim(model: nn.Module, names: Sequence[str]) -> int:
     """0 where PyTorch's attention takes [tokens, batch, features], else 1."""
     attentions = [
         m for name in names for m in model.get_submodule(name).modules() if isinstance(m, nn.MultiheadAttention)
