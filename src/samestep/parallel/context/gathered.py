@@ -72,11 +72,19 @@ def _mixes(call: Call, tokens: int) -> bool:
 
 
 def find_gathered(
-    block: Call, trace: Trace, tokens: int, along: Sequence[Seen], *, attentions: bool, products: bool = False
+    block: Call,
+    trace: Trace,
+    tokens: int,
+    hidden: Seen,
+    along: Sequence[Seen],
+    *,
+    attentions: bool,
+    products: bool = False,
 ) -> list[Gathered] | None:
     """The modules directly in a block in which tokens meet; None where they meet in the block's own forward.
 
-    `along` are those of the block's arguments that have a row a token, of which a rank gets its own. `attentions`:
+    `hidden` is the block's hidden state, and `along` are those of its further arguments that have a row a token, of
+    which a rank gets its own. `attentions`:
     also those that PyTorch's attention is called in. `products`: also those that multiply matrices themselves, in
     which tokens may meet; these are taken in any case where a block has nothing else.
     """
@@ -96,9 +104,7 @@ def find_gathered(
     return [
         Gathered(
             name=call.name,
-            inputs=_carrying(
-                (call.arguments, dict(call.keywords)), tokens, batch, cut, whole - _handed(block, tokens)
-            ),
+            inputs=_carrying((call.arguments, dict(call.keywords)), tokens, batch, cut, whole - {hidden.identity}),
             outputs=_carrying(call.output, tokens, batch, set(), set()),
             outside=_outside((call.arguments, dict(call.keywords)), {seen.identity for seen in block.inputs()}),
         )
@@ -123,12 +129,6 @@ def whole_and_used(call: Call, block: Call, trace: Trace, tokens: int) -> bool:
     """
     others = [seen for seen in call.outputs() if seen.source is not None and _token_dim(seen, tokens) is None]
     return any(call.ended < trace.last_uses.get(seen.identity, 0) < block.ended for seen in others)
-
-
-def _handed(block: Call, tokens: int) -> set[int]:
-    """The hidden state among a block's arguments, of which it has its own tokens as well."""
-    first = block.outputs()[0].shape if block.outputs() else ()
-    return {seen.identity for seen in block.inputs() if seen.shape == first and _token_dim(seen, tokens) == 1}
 
 
 def _multiplies(call: Call) -> bool:

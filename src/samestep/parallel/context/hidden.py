@@ -38,9 +38,10 @@ def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *
     for call, hidden in zip(calls, carried, strict=True):
         module = model.get_submodule(call.name)
         along = _along(module, call, hidden)
-        tokens = dict(_places(call))[hidden].shape[1]
+        state = dict(_places(call))[hidden]
+        tokens = state.shape[1]
         cut = [seen for key in along for seen in seen_in(dict(_all(call))[key])]
-        gathered = find_gathered(call, trace, tokens, cut, attentions=hands_more or whole, products=whole)
+        gathered = find_gathered(call, trace, tokens, state, cut, attentions=hands_more or whole, products=whole)
         if gathered is None:
             raise refused(layout, call.name, f"calls {mixing(call, tokens)} itself, where tokens meet")
         for each in gathered:

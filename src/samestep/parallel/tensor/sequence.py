@@ -19,6 +19,7 @@ from samestep.parallel import tokens
 from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
+from samestep.parallel.context.hidden import keeps_tokens
 from samestep.parallel.context.messages import gradient_shared
 from samestep.parallel.moment import Now, Portion
 
@@ -51,8 +52,8 @@ class Stream:
         if self.dim != 1:
             return
         for block in self._calls:
-            tokens = _given(block, self._key).shape[self.dim]
-            found = find_gathered(block, trace, tokens, (), attentions=True) or []
+            hidden = _given(block, self._key)
+            found = find_gathered(block, trace, hidden.shape[self.dim], hidden, (), attentions=True) or []
             self.gathered += [each for each in found if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)]
 
     def is_outside(self, name: str, identity: int | None) -> bool:
@@ -167,6 +168,9 @@ def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], t
     if len(names) < 2:
         raise LayoutError(f'layout "{layout}": {names[0]} is alone in its list; use sequence=whole')
     _find_hidden([_only_call(name, trace, layout) for name in names], layout)
+    changing = next((name for name in names if not keeps_tokens(trace, name)), None)
+    if changing is not None:
+        raise LayoutError(f'layout "{layout}": {changing} gives other tokens than it takes; use sequence=whole')
 
 
 def replaced(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key, value: Any) -> Any:

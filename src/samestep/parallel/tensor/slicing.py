@@ -138,6 +138,7 @@ class _Slicing:
                 if departure is None or not lists:
                     raise
                 raise LayoutError(f"{departure.sentence.rpartition(';')[0]}; use sequence=whole") from None
+            uneven = plan.uneven(model)
             streams = [Stream(names, self.seen, group, token_dim(model, names), str(layout)) for names in lists]
             slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
             for stream in streams:
@@ -145,7 +146,7 @@ class _Slicing:
             vocabulary = Vocabulary(self.mesh.grid["tensor"])
             failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.now, vocabulary))
             comparison = Comparison(model, layout, plan, self.seen, streams, group, self.given)
-            departure = comparison.hold(self.example, expected, vocabulary, failed)
+            departure = comparison.hold(self.example, expected, vocabulary, failed, rehearse=uneven)
             if departure is None:
                 return vocabulary, plan
             self._take_back(before, table)
