@@ -18,6 +18,9 @@ WORKS = (
     ("excited", "cp2"),
     ("tokens first", "cp2"),
     ("tagger", "cp2"),
+    ("conditioned", "tp2 sequence=split"),
+    ("conditioned", "cp2"),
+    ("located", "tp2 sequence=split"),
     ("asking", "pp2"),
     ("narrow", "tp2"),  # where a slice fails on one rank alone, all leave it whole
 )

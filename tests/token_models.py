@@ -95,6 +95,67 @@ class TokensFirst(Stacked):
         return self.head(hidden.transpose(0, 1))
 
 
+class Conditioned(nn.Module):
+    """Layers that are given something of the whole text: a factor of each token, and keys beside its own ones."""
+
+    class Layer(Attending):
+        def forward(self, hidden: Tensor, text: Tensor) -> Tensor:  # [samples, tokens, width], [samples, width]
+            hidden = super().forward(hidden) * (1 + text[:, None])
+            return hidden + self.feed(self.norm(text))[:, None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.text = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers, self.head = nn.ModuleList(self.Layer() for _ in range(2)), nn.Linear(WIDTH, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embed(words)
+        text = self.text(hidden.mean(1))
+        for layer in self.layers:
+            hidden = layer(hidden, text)
+        return self.head(hidden)
+
+
+class Positions(nn.Module):
+    """Attention whose key projection is also applied to positions that all layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        query, key, value = (
+            linear(hidden).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in (self.query, self.key, self.value)
+        )
+        where = self.key(positions).unflatten(-1, (-1, 4)).transpose(0, 1)[None]  # [1, heads, tokens, 4]
+        scores = query @ (key + where[:, :, : key.shape[2]]).transpose(-1, -2)
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+class Located(nn.Module):
+    """Layers with such attentions, which are given the positions."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.attention, self.feed = nn.LayerNorm(WIDTH), Positions(), Feed()
+
+        def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+            hidden = hidden + self.attention(self.norm(hidden), positions)
+            return hidden + self.feed(hidden)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(TOKENS, WIDTH))
+        self.layers, self.head = nn.ModuleList(self.Layer() for _ in range(2)), nn.Linear(WIDTH, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden, positions = self.embed(words), self.positions[: words.shape[1]] * 1.0
+        for layer in self.layers:
+            hidden = layer(hidden, positions)
+        return self.head(hidden)
+
+
 class Narrow(nn.Module):
     """Features of which four are needed, in a layer with seven: of two ranks one has three."""
 
@@ -152,6 +213,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "excited": lambda: Stacked(*(Excited() for _ in range(2))),
     "tokens first": lambda: TokensFirst(*(Feed() for _ in range(2))),
     "narrow": lambda: Stacked(*(nn.Sequential(Feed(), Narrow()) for _ in range(2))),
+    "conditioned": Conditioned,
+    "located": Located,
     "tagger": Tagger,
     "recurrent": lambda: Tagger(whole=True),
     "asking": Asking,

@@ -9,6 +9,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,7 +21,7 @@ from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
 from samestep.parallel.context.hidden import keeps_tokens
-from samestep.parallel.context.messages import gradient_shared
+from samestep.parallel.context.messages import gradient_shared, gradient_summed
 from samestep.parallel.moment import Now, Portion
 
 Key = int | str  # a position or a keyword
@@ -41,6 +42,10 @@ class Stream:
             name: {seen.identity for seen in call.inputs()} - {_given(call, self._key).identity}
             for name, call in zip(names, self._calls, strict=True)
         }
+        # Of these, what one block has made and hands on to the next beside the hidden state, such as a bias of heads.
+        self._handed = {seen.identity for call in self._calls for seen in call.outputs()}
+        self._summed = [self._places_summed(call) for call in self._calls]
+        _check_passed_on(self._calls, self._key, layout)
 
     def holds(self, name: str) -> bool:
         """Whether a module works on this rank's tokens."""
@@ -53,13 +58,30 @@ class Stream:
             return
         for block in self._calls:
             hidden = _given(block, self._key)
-            found = find_gathered(block, trace, hidden.shape[self.dim], hidden, (), attentions=True) or []
+            tokens = hidden.shape[self.dim]
+            found = find_gathered(block, trace, tokens, hidden, (), attentions=True, handed=self._handed) or []
             self.gathered += [each for each in found if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)]
 
     def is_outside(self, name: str, identity: int | None) -> bool:
         """Whether what a module in a block is given came into the block whole (a mask, an encoder's output)."""
         block = self._block_of(name)
         return block is None or identity in self._outside[block]
+
+    def is_summed(self, name: str, identity: int | None) -> bool:
+        """Whether the gradients of all uses of an input are added up over the ranks where its block begins."""
+        return self._block_of(name) is not None and self.is_outside(name, identity) and identity not in self._handed
+
+    def _places_summed(self, call: Call) -> frozenset[Any]:
+        """Where in a block's arguments stands what came from before the blocks, whole: masks, an encoder's output."""
+        hidden = _given(call, self._key).identity
+        leaves = pytree.tree_leaves_with_path(
+            (call.arguments, dict(call.keywords)), is_leaf=lambda value: isinstance(value, Seen)
+        )
+        return frozenset(
+            path
+            for path, seen in leaves
+            if isinstance(seen, Seen) and seen.identity != hidden and seen.identity not in self._handed
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         return tokens.gather_for_parts(x, self._group, self.total, self.dim)
@@ -71,28 +93,29 @@ class Stream:
         """Split the tokens where the first block begins, and put them together where the last one ends."""
         blocks = [model.get_submodule(name) for name in self.names]
         blocks[0].register_forward_pre_hook(self._split, with_kwargs=True)
-        for block in blocks:
+        for block, summed in zip(blocks, self._summed, strict=True):
             block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
-            self._wrap(block, now)
+            self._wrap(block, summed, now)
         messages = Messages(
             own=self._own,
             gather=lambda part, dim: tokens.gather(part, self._group, self.total, dim),
             split=lambda whole, dim: tokens.split(whole, self._group, dim),
-            # The gradients of parameters in the block are summed, those of what it was given are not.
-            share=lambda whole, outside: whole if outside else gradient_shared(whole, self._group),
+            # The gradients of parameters in the block are summed, and those of what came from before the blocks.
+            share=lambda whole, handed: whole if handed else gradient_shared(whole, self._group),
         )
         for each in self.gathered:
             give_all_tokens(model.get_submodule(each.name), each, messages, now)
         # First of the hooks, as the split is the last: what others split at the first block they gather after it.
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
-    def _wrap(self, block: nn.Module, now: Now) -> None:
+    def _wrap(self, block: nn.Module, summed: frozenset[Any], now: Now) -> None:
         inner = block.forward
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
         # The number comes as an argument, so that a block that is computed again in backward gets its own.
         def forward(*arguments: Any, samestep_tokens: int, **keywords: Any) -> Any:
             self.total = samestep_tokens
+            arguments, keywords = self._sum_gradients(arguments, keywords, summed)
             if not block.training:
                 return inner(*arguments, **keywords)
             first, _ = bounds(samestep_tokens, rank, ranks)
@@ -100,6 +123,21 @@ class Stream:
                 return inner(*arguments, **keywords)
 
         block.forward = forward
+
+    def _sum_gradients(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], places: frozenset[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What every rank has whole and uses for its own tokens, heads or features: gradients come in parts."""
+        if not torch.is_grad_enabled():
+            return arguments, keywords
+        done: dict[int, Tensor] = {}
+
+        def summed(path: Any, leaf: Any) -> Any:
+            if path not in places or not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                return leaf
+            return done.setdefault(id(leaf), gradient_summed(leaf, self._group))
+
+        return pytree.tree_map_with_path(summed, (arguments, keywords))
 
     def _own(self) -> int:
         first, last = bounds(self.total, dist.get_rank(self._group), dist.get_world_size(self._group))
@@ -217,6 +255,19 @@ def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
     taken = _given(block, key)
     made = leaves[index] if index < len(leaves) else None
     return isinstance(taken, Seen) and isinstance(made, Seen) and taken.identity == made.identity
+
+
+def _check_passed_on(calls: Sequence[Call], key: Key, layout: str) -> None:
+    """Raise LayoutError where blocks pass on what has a gradient and came from before them, as it was."""
+    given = {seen.identity for seen in calls[0].inputs() if seen.source is not None} - {
+        _given(calls[0], key).identity
+    }
+    passed = next((call for call in calls[:-1] if given & {seen.identity for seen in call.outputs()}), None)
+    if passed is not None:
+        raise LayoutError(
+            f'layout "{layout}": {passed.name} passes on more than the hidden state that it was given, so gradients '
+            "of that would be added up twice; use sequence=whole"
+        )
 
 
 def _given(call: Call, key: Key) -> Any:

@@ -327,6 +327,8 @@ class _Slicer:
         stream = self._stream_of(name)
         if stream is not None and not stream.is_outside(name, identity):
             return stream.gather
+        if stream is not None and stream.is_summed(name, identity):
+            return _as_it_is
         return lambda x: collectives.copy(x, self._group)
 
     def _region(self, row: str, width: int, heads: int) -> Region:
