@@ -29,7 +29,7 @@ WORKS = (
 @pytest.fixture(scope="module")
 def proofs() -> Mapping[str, Proof | str]:
     cases: dict[str, Case] = {}
-    for name, layout in (*WORKS, ("recurrent", "cp2")):
+    for name, layout in (*WORKS, ("recurrent", "cp2"), ("summing", "tp2 sequence=split"), ("summing", "cp2")):
         recipe = samestep.Recipe(
             task=Tokens(name=name), batch=7, clip=0.5, dropout=False, optimizer=samestep.AdamW(lr=1e-2)
         )
@@ -48,3 +48,10 @@ def test_a_model_in_which_nothing_can_be_split_is_refused(proofs: Mapping[str, P
         'layout "cp2": Tagger has neither layers that hand on hidden states nor modules that take each token by '
         "itself, so its tokens can't be split; use dp2 or fsdp2"
     )
+
+
+def test_what_layers_give_beside_tokens_keeps_its_gradient(proofs: Mapping[str, Proof | str]) -> None:
+    said = proofs["summing: tp2 sequence=split"]
+    assert isinstance(said, str)
+    assert "gives more than a hidden state, which is used outside of the blocks; use sequence=whole" in said
+    assert same(proofs, ["summing: cp2"]) == {}  # of the layers the parts that take each token by itself

@@ -116,6 +116,21 @@ class Conditioned(nn.Module):
         return self.head(hidden)
 
 
+class Summing(Conditioned):
+    """Layers that also give a loss of their own, which is added to the output."""
+
+    class Layer(Attending):
+        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(hidden), self.feed.up.weight.square().mean()
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden, total = self.embed(words), torch.zeros(())
+        for layer in self.layers:
+            hidden, own = layer(hidden)
+            total = total + own
+        return self.head(hidden) * (1 + total)
+
+
 class Positions(nn.Module):
     """Attention whose key projection is also applied to positions that all layers share."""
 
@@ -214,6 +229,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "tokens first": lambda: TokensFirst(*(Feed() for _ in range(2))),
     "narrow": lambda: Stacked(*(nn.Sequential(Feed(), Narrow()) for _ in range(2))),
     "conditioned": Conditioned,
+    "summing": Summing,
     "located": Located,
     "tagger": Tagger,
     "recurrent": lambda: Tagger(whole=True),

@@ -34,6 +34,9 @@ def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *
     """
     calls = [_only_call(trace, name, layout) for name in names]
     carried, hands_more = find_hidden(calls, layout)
+    giving = used_between(calls, trace)
+    if giving is not None:
+        raise refused(layout, giving, "gives more than a hidden state, which is used outside of the blocks")
     found: list[Block] = []
     for call, hidden in zip(calls, carried, strict=True):
         module = model.get_submodule(call.name)
@@ -87,6 +90,20 @@ def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]
         _check_same_tokens(call, dict(places)[handed[0]], layout)
         found.append(handed[0])
     return found, hands_more
+
+
+def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
+    """A block that gives something with a gradient beside its hidden state, which is used where no block runs.
+
+    Its gradient would come whole to every rank, and that of the hidden state in parts.
+    """
+    for call in calls:
+        for seen in call.outputs()[1:]:
+            made = seen.source is not None and not call.passed_on(seen)
+            used = trace.last_uses.get(seen.identity)
+            if made and used is not None and not any(each.began <= used < each.ended for each in calls):
+                return call.name
+    return None
 
 
 def keeps_tokens(trace: Trace, name: str) -> bool:

@@ -20,7 +20,7 @@ from samestep.parallel import tokens
 from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
-from samestep.parallel.context.hidden import keeps_tokens
+from samestep.parallel.context.hidden import keeps_tokens, used_between
 from samestep.parallel.context.messages import gradient_shared, gradient_summed
 from samestep.parallel.moment import Now, Portion
 
@@ -205,7 +205,14 @@ def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], t
         )
     if len(names) < 2:
         raise LayoutError(f'layout "{layout}": {names[0]} is alone in its list; use sequence=whole')
-    _find_hidden([_only_call(name, trace, layout) for name in names], layout)
+    calls = [_only_call(name, trace, layout) for name in names]
+    _find_hidden(calls, layout)
+    giving = used_between(calls, trace)
+    if giving is not None:
+        raise LayoutError(
+            f'layout "{layout}": {giving} gives more than a hidden state, which is used outside of the blocks; use '
+            "sequence=whole"
+        )
     changing = next((name for name in names if not keeps_tokens(trace, name)), None)
     if changing is not None:
         raise LayoutError(f'layout "{layout}": {changing} gives other tokens than it takes; use sequence=whole')
