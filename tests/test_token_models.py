@@ -18,7 +18,6 @@ WORKS = (
     ("excited", "cp2"),
     ("tokens first", "cp2"),
     ("tagger", "cp2"),
-    ("conditioned", "tp2 sequence=split"),
     ("conditioned", "cp2"),
     ("located", "tp2 sequence=split"),
     ("asking", "pp2"),
@@ -29,7 +28,13 @@ WORKS = (
 @pytest.fixture(scope="module")
 def proofs() -> Mapping[str, Proof | str]:
     cases: dict[str, Case] = {}
-    for name, layout in (*WORKS, ("recurrent", "cp2"), ("summing", "tp2 sequence=split"), ("summing", "cp2")):
+    for name, layout in (
+        *WORKS,
+        ("recurrent", "cp2"),
+        ("summing", "tp2 sequence=split"),
+        ("summing", "cp2"),
+        ("conditioned", "tp2 sequence=split"),
+    ):
         recipe = samestep.Recipe(
             task=Tokens(name=name), batch=7, clip=0.5, dropout=False, optimizer=samestep.AdamW(lr=1e-2)
         )
@@ -55,3 +60,9 @@ def test_what_layers_give_beside_tokens_keeps_its_gradient(proofs: Mapping[str, 
     assert isinstance(said, str)
     assert "gives more than a hidden state, which is used outside of the blocks; use sequence=whole" in said
     assert same(proofs, ["summing: cp2"]) == {}  # of the layers the parts that take each token by itself
+
+
+def test_a_part_of_what_gets_all_tokens_has_no_other_use(proofs: Mapping[str, Proof | str]) -> None:
+    said = proofs["conditioned: tp2 sequence=split"]
+    assert isinstance(said, str)
+    assert "is used by a module that needs all tokens, and outside of it; use sequence=whole" in said

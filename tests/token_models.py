@@ -98,10 +98,14 @@ class TokensFirst(Stacked):
 class Conditioned(nn.Module):
     """Layers that are given something of the whole text: a factor of each token, and keys beside its own ones."""
 
-    class Layer(Attending):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attending()
+
         def forward(self, hidden: Tensor, text: Tensor) -> Tensor:  # [samples, tokens, width], [samples, width]
-            hidden = super().forward(hidden) * (1 + text[:, None])
-            return hidden + self.feed(self.norm(text))[:, None]
+            hidden = self.inner(hidden) * (1 + text[:, None])
+            return hidden + self.inner.feed(self.inner.norm(text))[:, None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +120,21 @@ class Conditioned(nn.Module):
         return self.head(hidden)
 
 
-class Summing(Conditioned):
+class Summing(nn.Module):
     """Layers that also give a loss of their own, which is added to the output."""
 
-    class Layer(Attending):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attending()
+
         def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(hidden), self.feed.up.weight.square().mean()
+            return self.inner(hidden), self.inner.feed.up.weight.square().mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 5)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
 
     def forward(self, words: Tensor) -> Tensor:
         hidden, total = self.embed(words), torch.zeros(())

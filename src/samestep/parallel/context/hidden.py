@@ -51,6 +51,9 @@ def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *
             if whole_and_used(trace.of(each.name)[0], call, trace, tokens):
                 raise refused(layout, each.name, "gives more than tokens, which its block goes on with")
         inside = {each.name for each in gathered}
+        shared = trace.used_outside(model, list(inside))
+        if shared is not None:
+            raise refused(layout, shared, "is used by a module that needs all tokens, and outside of it")
         attends = [each for each in trace.attentions if call.name in each.modules]
         outside = [each for each in attends if not inside & set(each.modules)]
         if not gathered and not attends:

@@ -63,6 +63,8 @@ def slice_tensors(
     if layout.sequence != "split":
         vocabulary, plan = slicing.apply([])
     else:
+        # Its reasons go before those that there are no tokens to split.
+        make_plan(model, seen, slicing.repeated, layout.tensor, given=given, tokens_split=True)
         lists = find_lists(model, slicing.repeated, seen, str(layout))
         try:
             vocabulary, plan = slicing.apply(lists)
@@ -143,6 +145,12 @@ class _Slicing:
             slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
             for stream in streams:
                 stream.find_gathered(self.seen, [*slices, *plan.multiheads])
+                outside = self.seen.used_outside(model, [each.name for each in stream.gathered])
+                if outside is not None:
+                    raise LayoutError(
+                        f'layout "{layout}": {outside} is used by a module that needs all tokens, and outside of it; '
+                        "use sequence=whole"
+                    )
             vocabulary = Vocabulary(self.mesh.grid["tensor"])
             failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.now, vocabulary))
             comparison = Comparison(model, layout, plan, self.seen, streams, group, self.given)
