@@ -18,9 +18,9 @@ SHIPPED = ("digits", "own_task", "regression", "proof/text", "proof/language", "
 REFUSED: dict[str, tuple[samestep.Task, set[str]]] = {
     "stochastic depth": (odd_tasks.Odd(odd_tasks.DropPath), {"tp2 sequence=split", "cp2"}),
     "batch norm": (odd_tasks.Odd(odd_tasks.NormedByBatch), {"tp2", "tp2 sequence=split", "pp2", "cp2"}),
-    "experts": (odd_models.Odd(name="experts"), {"cp2"}),
-    "Swin": (odd_models.Odd(name="swin"), {"tp2 sequence=split", "cp2"}),
-    "BART": (odd_models.Odd(name="bart"), {"cp2"}),
+    "experts": (odd_models.Odd(name="experts"), {"ep2"}),  # there are three
+    "Swin": (odd_models.Odd(name="swin"), {"tp2 sequence=split"}),
+    "BART": (odd_models.Odd(name="bart"), set()),
 }
 
 

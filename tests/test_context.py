@@ -79,7 +79,10 @@ def test_a_rank_works_on_its_part_of_the_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mlp", "0 takes [2, 20] and gives [2, 32], not the same [batch, tokens, hidden]"),
+        (
+            "mlp",
+            "Sequential has neither layers that hand on hidden states nor modules that take each token by itself",
+        ),
     ],
 )
 def test_a_model_whose_tokens_cannot_be_split_is_refused(name: str, reason: str) -> None:

@@ -8,7 +8,11 @@ from samestep.api import check_job, verify_layouts
 from samestep.contract.check import Finding, examine
 from samestep.job import Job, Run
 from samestep.matrix import Row
+from samestep.parallel.experts.find import has_experts
 from samestep.recipe import Recipe
+from samestep.tasks.base import Task
+from samestep.tasks.turns import turns_of
+from samestep.training.fit import build_model, example_of
 from samestep.validation import checked
 
 # Every axis of the mesh by itself, over two ranks, which one start of them tries one after the other.
@@ -23,6 +27,7 @@ LAYOUTS = (
     "pp2",
     "cp2",
 )
+EXPERTS = "ep2"  # of models that have experts
 _STEPS = 2
 _HELD_OUT = 32  # samples that are evaluated
 
@@ -54,16 +59,17 @@ class Checked:
         }
 
 
-def check(recipe: Recipe, *, layouts: Sequence[str] = LAYOUTS, **run: Any) -> Checked:
+def check(recipe: Recipe, *, layouts: Sequence[str] | None = None, **run: Any) -> Checked:
     """Check a recipe's task on its first samples, and try layouts of its model for two steps each in float64.
 
+    `layouts`: None tries each axis over two processes, that of experts where the model has some.
     `run` takes the keys of a job file's `run:` section but layout and processes. Raises UserError for what is wrong
     with the job besides its task.
     """
     return check_layouts(Job(recipe=recipe, run=checked(Run, run, prefix=("run",))), layouts)
 
 
-def check_layouts(job: Job, layouts: Sequence[str] = LAYOUTS) -> Checked:
+def check_layouts(job: Job, layouts: Sequence[str] | None = None) -> Checked:
     """The same of a job; the layout that it names is not looked at."""
     # What is looked at is the task and its layouts, not how less could be sent than their steps send.
     recipe = replace(job.recipe, communication=None)
@@ -74,7 +80,14 @@ def check_layouts(job: Job, layouts: Sequence[str] = LAYOUTS) -> Checked:
     contract = examine(alone, task)
     if not all(finding.kept for finding in contract):
         return Checked(job=name, contract=contract, layouts=())
+    if layouts is None:
+        layouts = (*LAYOUTS, EXPERTS) if _has_experts(alone, task) else LAYOUTS
     seen = replace(alone, run=replace(alone.run, check=False))
     return Checked(
         job=name, contract=contract, layouts=verify_layouts(seen, layouts, steps=_STEPS, held_out=_HELD_OUT)
     )
+
+
+def _has_experts(job: Job, task: Task) -> bool:
+    model = build_model(task, job.recipe).model
+    return has_experts(model, example_of(task, task.train_set(), turns_of(task)), job.run.expert_plan)

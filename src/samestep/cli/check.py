@@ -29,10 +29,10 @@ def run(options: argparse.Namespace) -> int:
         return job_options.print_config(loaded)
     output_files.check("--json", options.json)
 
-    from samestep.job_check import LAYOUTS, check_layouts
+    from samestep.job_check import check_layouts
     from samestep.matrix import layouts_of
 
-    layouts = LAYOUTS if options.layouts is None else layouts_of(options.layouts)
+    layouts = None if options.layouts is None else layouts_of(options.layouts)
     found = check_layouts(loaded.job, layouts)
     if options.json is not None:
         options.json.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")

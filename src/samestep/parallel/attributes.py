@@ -21,6 +21,13 @@ class Attributes:
             if isinstance(value, (dict, list, set))
         ]
 
+    def changed(self) -> Iterator[Any]:
+        """The attributes that are other objects than before."""
+        for module, attributes in self._before:
+            for name, value in vars(module).items():
+                if attributes.get(name) is not value:
+                    yield value
+
     def restore(self) -> None:
         for module, attributes in self._before:
             vars(module).clear()

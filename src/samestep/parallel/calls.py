@@ -85,7 +85,8 @@ class Trace:
     draws: Sequence[tuple[int, str, int]] = ()  # of random tensors: position, module whose forward draws, how many
     dataflow: Dataflow = field(default_factory=Dataflow)
     stop: Stop | None = None  # None: the forward was followed to its end
-    # Modules whose own forward asks for values, and by which function, where it was followed with some.
+    # Modules whose own forward asks for values of what is computed from parameters, and by which function, where it
+    # was followed with values.
     asking: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> list[Call]:

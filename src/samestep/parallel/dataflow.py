@@ -133,6 +133,18 @@ class DataflowRecorder(TorchDispatchMode):
             return () if node is None else (node,)
         return (memory.node,) if node is None or node == memory.node else (node, memory.node)
 
+    def needs_parameters(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed from any of the parameters that are watched."""
+        waiting, seen = list(self.sources(tensor)), set[int]()
+        while waiting:
+            number = waiting.pop()
+            if self._nodes[number].parameter is not None:
+                return True
+            if number not in seen:
+                seen.add(number)
+                waiting += self._nodes[number].parents
+        return False
+
     def _sources(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(node for tensor in tensors for node in self.sources(tensor)))
 

@@ -18,6 +18,7 @@ from samestep.parallel.calls import Attention, Call, Seen, seen_in, seen_of
 from samestep.parallel.dataflow import DataflowRecorder
 from samestep.parallel.dropout import draws_in
 from samestep.parallel.exact.grouped_product import call_followed
+from samestep.parallel.nests import tensors_in
 
 # Attributes and methods of a tensor that tell its form, and need none of its numbers.
 _FORM = frozenset(
@@ -64,9 +65,11 @@ class _Open:
 class _Functions(TorchFunctionMode):
     """Counts the calls of functions by their name, and notes which tensors they take."""
 
-    def __init__(self, open_modules: list[_Open], clock: _Clock, *, values: bool) -> None:
+    def __init__(self, open_modules: list[_Open], clock: _Clock, *, values: bool, dataflow: DataflowRecorder) -> None:
         super().__init__()
-        self.asking: dict[str, str] = {}  # modules whose own forward asks for values, and by which function
+        self._dataflow = dataflow
+        # Modules whose own forward asks for values of what is computed from parameters, and by which function.
+        self.asking: dict[str, str] = {}
         self._values = values
         self.counts: Counter[str] = Counter()
         self.uses: dict[str, set[tuple[str, ...]]] = {}
@@ -102,7 +105,9 @@ class _Functions(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             self._note_attention(*args, **(kwargs or {}))
         if self._values and _asks(name, args):
-            self.asking.setdefault(self._modules()[-1] if self._open else "", name)
+            # Values of inputs alone, such as whether a mask hides anything, are the same on every rank.
+            if any(self._dataflow.needs_parameters(tensor) for tensor in tensors_in((args, kwargs))):
+                self.asking.setdefault(self._modules()[-1] if self._open else "", name)
             return _answered(func, args, kwargs)
         return _linked(func, attribute, args, kwargs)
 
@@ -231,9 +236,9 @@ class Recorder:
         self.calls: list[Call] = []
         self._open: list[_Open] = []
         self._clock = _Clock()
-        self.functions = _Functions(self._open, self._clock, values=values)
         self.flops = _Flops()
         self.dataflow = DataflowRecorder()
+        self.functions = _Functions(self._open, self._clock, values=values, dataflow=self.dataflow)
         self._kept: list[Any] = []  # alive, so that no two tensors share an identity
 
     def attach(self, model: nn.Module) -> Iterator[Any]:

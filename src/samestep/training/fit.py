@@ -225,11 +225,11 @@ def build_model(task: Task, recipe: Recipe, *, recorded: bool = False) -> Initia
         built = build_recorded(make) if recorded else InitialModel(model=make(), values=None)
         if built.values is None:
             check_memory(built.model, "model()")
-            materialize(built.model, lambda: _example(task, task.train_set(), turns_of(task)), "model()")
+            materialize(built.model, lambda: example_of(task, task.train_set(), turns_of(task)), "model()")
         return built
 
 
-def _example(task: Task, samples: Samples, turns: Sequence[Turn]) -> Any:
+def example_of(task: Task, samples: Samples, turns: Sequence[Turn]) -> Any:
     """What the model is called with: the inputs of the first samples."""
     first = [samples[index] for index in range(min(2, len(samples)))]
     inputs = as_batch(task.collate(first)).inputs

@@ -5,7 +5,7 @@ of state-space models. Every rank gathers the tokens before one, computes with a
 the rest of the block is shared out, these modules are not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ class Gathered:
     name: str
     inputs: Mapping[int, int]
     outputs: Mapping[int, int]
-    outside: frozenset[int]  # the leaves of its arguments that its block was given, whole on every rank
+    handed: frozenset[int]  # the leaves of its arguments that an earlier block made, whole on every rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Messages:
     gather: Callable[[Tensor, int], Tensor]  # all tokens along a dimension, for what every rank computes alike
     split: Callable[[Tensor, int], Tensor]  # this rank's
     # Of what else has a gradient and every rank has whole: where gradients are summed over the ranks afterwards, each
-    # gives its share of one. True: the block was given it.
+    # gives its share of one. True: an earlier block made it.
     share: Callable[[Tensor, bool], Tensor]
     pause: Callable[[], AbstractContextManager[Any]] = nullcontext  # while a module has all tokens
 
@@ -72,11 +72,20 @@ def _mixes(call: Call, tokens: int) -> bool:
 
 
 def find_gathered(
-    block: Call, trace: Trace, tokens: int, along: Sequence[Seen], *, attentions: bool, products: bool = False
+    block: Call,
+    trace: Trace,
+    tokens: int,
+    hidden: Seen,
+    along: Sequence[Seen],
+    *,
+    attentions: bool,
+    products: bool = False,
+    handed: Collection[int] = (),
 ) -> list[Gathered] | None:
     """The modules directly in a block in which tokens meet; None where they meet in the block's own forward.
 
-    `along` are those of the block's arguments that have a row a token, of which a rank gets its own. `attentions`:
+    `hidden` is the block's hidden state, and `along` are those of its further arguments that have a row a token, of
+    which a rank gets its own. `attentions`:
     also those that PyTorch's attention is called in. `products`: also those that multiply matrices themselves, in
     which tokens may meet; these are taken in any case where a block has nothing else.
     """
@@ -96,11 +105,9 @@ def find_gathered(
     return [
         Gathered(
             name=call.name,
-            inputs=_carrying(
-                (call.arguments, dict(call.keywords)), tokens, batch, cut, whole - _handed(block, tokens)
-            ),
+            inputs=_carrying((call.arguments, dict(call.keywords)), tokens, batch, cut, whole - {hidden.identity}),
             outputs=_carrying(call.output, tokens, batch, set(), set()),
-            outside=_outside((call.arguments, dict(call.keywords)), {seen.identity for seen in block.inputs()}),
+            handed=_places_of((call.arguments, dict(call.keywords)), handed),
         )
         for call in found
     ]
@@ -123,12 +130,6 @@ def whole_and_used(call: Call, block: Call, trace: Trace, tokens: int) -> bool:
     """
     others = [seen for seen in call.outputs() if seen.source is not None and _token_dim(seen, tokens) is None]
     return any(call.ended < trace.last_uses.get(seen.identity, 0) < block.ended for seen in others)
-
-
-def _handed(block: Call, tokens: int) -> set[int]:
-    """The hidden state among a block's arguments, of which it has its own tokens as well."""
-    first = block.outputs()[0].shape if block.outputs() else ()
-    return {seen.identity for seen in block.inputs() if seen.shape == first and _token_dim(seen, tokens) == 1}
 
 
 def _multiplies(call: Call) -> bool:
@@ -154,7 +155,7 @@ def _carrying(nest: Any, tokens: int, batch: int, cut: set[int], whole: set[int]
     return found
 
 
-def _outside(nest: Any, given: set[int]) -> frozenset[int]:
+def _places_of(nest: Any, given: Collection[int]) -> frozenset[int]:
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
     return frozenset(i for i, seen in enumerate(leaves) if isinstance(seen, Seen) and seen.identity in given)
 
@@ -179,7 +180,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
                     taken[id(leaf)] = _gathered(leaf, messages, which.inputs[index])
                 leaves[index] = taken[id(leaf)]
             elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-                leaves[index] = messages.share(leaf, index in which.outside)
+                leaves[index] = messages.share(leaf, index in which.handed)
         arguments, keywords = pytree.tree_unflatten(leaves, form)
         with now.holding(Portion()), messages.pause():
             output = inner(*arguments, **keywords)

@@ -77,6 +77,23 @@ def find_experts(
     `given` is a user's plan: name or pattern of modules -> "split" or "whole". Raises LayoutError for a wrong plan,
     where there are no experts, and where their number can't be divided.
     """
+    found = _find(model, example, given)
+    if not found:
+        raise LayoutError(
+            f'layout "{layout}": {type(model).__name__} has no experts that ranks could share out: {_KINDS}; use '
+            f'dp{layout.size}, or name them by run.expert_plan, such as {{"layers.*.experts": split}}'
+        )
+    for experts in found:
+        _check(model, experts, layout)
+    return found
+
+
+def has_experts(model: nn.Module, example: Any, given: Mapping[str, str] | None = None) -> bool:
+    """Whether a model has experts that some number of ranks could share out; `given` as for `find_experts`."""
+    return bool(_find(model, example, given))
+
+
+def _find(model: nn.Module, example: Any, given: Mapping[str, str] | None) -> list[Experts]:
     said = _named(model, given or {})
     lists = {name: module for name, module in model.named_modules() if is_list_of_like(module)}
     stacks = {name: module for name, module in model.named_modules() if _stack_of(module)}
@@ -98,13 +115,6 @@ def find_experts(
             raise LayoutError(
                 f'run.expert_plan: {name} ({type(model.get_submodule(name)).__name__}) can\'t be "split": {_KINDS}'
             )
-    if not found:
-        raise LayoutError(
-            f'layout "{layout}": {type(model).__name__} has no experts that ranks could share out: {_KINDS}; use '
-            f'dp{layout.size}, or name them by run.expert_plan, such as {{"layers.*.experts": split}}'
-        )
-    for experts in found:
-        _check(model, experts, layout)
     return found
 
 

@@ -134,7 +134,7 @@ class BlankOutput:
     def __call__(self, arguments: Any, keywords: Any) -> Any:
         """A nest like the module's output, in which an argument that it passes on as it is stands for itself."""
         given = tensors_in((arguments, keywords))
-        output = self._like_arguments(given)
+        output = self._like_arguments(self._pairs(arguments, keywords, given))
         if output is None:
             output = self._imagine(arguments, keywords)
         return map_tensors(partial(self._filled, given), output, Seen)
@@ -144,26 +144,42 @@ class BlankOutput:
             return given[seen.identity]
         return blank(seen.shape, seen.dtype, self._device).as_subclass(BlankHidden)
 
-    def _like_arguments(self, given: Sequence[Tensor]) -> Any:
+    def _pairs(self, arguments: Any, keywords: Any, given: Sequence[Tensor]) -> dict[int, tuple[Seen, Tensor]]:
+        """By the number of a tensor among those given, what stood in its place in the trace.
+
+        A place may be empty in one of the two, as that of a mask is that hides nothing.
+        """
+        numbers = {id(tensor): number for number, tensor in enumerate(given)}
+        before, now = (
+            dict(pytree.tree_leaves_with_path(nest, is_leaf=lambda value: isinstance(value, Seen)))
+            for nest in ((tuple(self._call.arguments), dict(self._call.keywords)), (tuple(arguments), dict(keywords)))
+        )
+        return {
+            numbers[id(tensor)]: (before[path], tensor)
+            for path, tensor in now.items()
+            if id(tensor) in numbers and isinstance(before.get(path), Seen)
+        }
+
+    def _like_arguments(self, pairs: Mapping[int, tuple[Seen, Tensor]]) -> Any:
         """An output whose tensors have the shapes of arguments that had the same shapes in the trace.
 
         None where no argument had, or where those that had differ by now.
         """
-        traced = self._call.inputs()
-        if not _is_plain(self._call.output) or len(traced) != len(given):
+        if not _is_plain(self._call.output):
             return None
-        pairs = list(zip(traced, given, strict=True))
         found: dict[int, Seen] = {}
-        for number, (seen, now) in enumerate(pairs):
+        for number, (seen, now) in pairs.items():
             if any(seen.identity == each.identity and self._call.passed_on(each) for each in self._call.outputs()):
                 found[seen.identity] = Seen(identity=number, shape=tuple(now.shape), dtype=now.dtype)
         for each in self._call.outputs():
             alike = {
                 (tuple(now.shape), now.dtype)
-                for seen, now in pairs
+                for seen, now in pairs.values()
                 if (seen.shape, seen.dtype) == (each.shape, each.dtype)
             }
-            if each.identity in found and self._call.passed_on(each):
+            if self._call.passed_on(each):
+                if each.identity not in found:
+                    return None
                 continue
             if len(alike) != 1:
                 return None

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,6 +19,7 @@ from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
 from samestep.parallel.tensor.plan import Plan
 from samestep.parallel.tensor.sequence import Stream
+from samestep.parallel.tensor.unconnected import Unconnected
 from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
 from samestep.parallel.trace import first_line
 from samestep.tasks.base import call
@@ -97,21 +98,42 @@ class Comparison:
         self._streams = streams
         self._group = group
 
-    def hold(self, example: Any, expected: Output, vocabulary: Vocabulary) -> Departure | None:
-        """Where the outputs differ, how; else find out whether logits can stay in slices."""
+    def hold(
+        self, example: Any, expected: Output, vocabulary: Vocabulary, failed: Exception | None, *, rehearse: bool
+    ) -> Departure | None:
+        """Where the outputs differ, how; else find out whether logits can stay in slices.
+
+        `failed`: what slicing the model failed with on this rank. `rehearse`: its forward may fail on some ranks
+        alone.
+        """
         marks: list[Mark] = []
-        failed: Exception | None = None
+        found = Output(numbers=[], marks=marks, in_nests=False)
+        device = next(self._model.parameters()).device
+        if failed is None and rehearse:
+            failed = self._rehearse(example, marks)
+        if not agree(failed is None, self._group, device):  # before a forward, in which the others would wait
+            return self._departure(replace(expected, marks=expected.marks if failed else []), found, failed)
         try:
             with torch.no_grad():
                 found = output_of(self._model, example, marks)
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
-            failed, found = error, Output(numbers=[], marks=marks, in_nests=False)
+            failed = error
         alike = failed is None and alike_numbers(found.numbers, expected.numbers)
-        if not agree(alike, self._group, next(self._model.parameters()).device):
+        if not agree(alike, self._group, device):
             return self._departure(expected, found, failed)
         vocabulary.able = (
             expected.in_nests and not self._weights_after_logits() and self._able(example, expected, vocabulary)
         )
+        return None
+
+    def _rehearse(self, example: Any, marks: list[Mark]) -> Exception | None:
+        """What the forward fails with on this rank, if it does."""
+        try:
+            with torch.no_grad(), Unconnected():
+                output_of(self._model, example, marks)
+        except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
+            return error
+        marks.clear()
         return None
 
     def _able(self, example: Any, expected: Output, vocabulary: Vocabulary) -> bool:

@@ -108,6 +108,15 @@ class Plan:
         for name in unit.head_tables:
             yield f"{name}.weight", (1, even_ranges(heads, self.parts))
 
+    def uneven(self, model: nn.Module) -> bool:
+        """Whether slices between columns and rows are of unlike sizes, so that some ranks' alone may fail.
+
+        `model` is still whole.
+        """
+        cuts = [cut for unit in self.units for _, cut in self._cuts_of_unit(model, unit)]
+        cuts += [cut for name in self.multiheads for _, cut in self._cuts_of_multihead(model, name)]
+        return any(len({sum(last - first for first, last in each) for each in ranges}) > 1 for _, ranges in cuts)
+
     def _cuts_of_multihead(self, model: nn.Module, name: str) -> Iterator[tuple[str, Cut]]:
         attention = model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)

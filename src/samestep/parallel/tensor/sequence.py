@@ -5,9 +5,11 @@ What works token by token there (norms, dropout, residuals) is neither computed 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -15,9 +17,11 @@ from torch.utils import _pytree as pytree
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel import tokens
+from samestep.parallel.blocks import repeated_layers, with_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
-from samestep.parallel.context.messages import gradient_shared
+from samestep.parallel.context.hidden import keeps_tokens, used_between
+from samestep.parallel.context.messages import gradient_shared, gradient_summed
 from samestep.parallel.moment import Now, Portion
 
 Key = int | str  # a position or a keyword
@@ -38,6 +42,10 @@ class Stream:
             name: {seen.identity for seen in call.inputs()} - {_given(call, self._key).identity}
             for name, call in zip(names, self._calls, strict=True)
         }
+        # Of these, what one block has made and hands on to the next beside the hidden state, such as a bias of heads.
+        self._handed = {seen.identity for call in self._calls for seen in call.outputs()}
+        self._summed = [self._places_summed(call) for call in self._calls]
+        _check_passed_on(self._calls, self._key, layout)
 
     def holds(self, name: str) -> bool:
         """Whether a module works on this rank's tokens."""
@@ -49,14 +57,31 @@ class Stream:
         if self.dim != 1:
             return
         for block in self._calls:
-            tokens = _given(block, self._key).shape[self.dim]
-            found = find_gathered(block, trace, tokens, (), attentions=True) or []
+            hidden = _given(block, self._key)
+            tokens = hidden.shape[self.dim]
+            found = find_gathered(block, trace, tokens, hidden, (), attentions=True, handed=self._handed) or []
             self.gathered += [each for each in found if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)]
 
     def is_outside(self, name: str, identity: int | None) -> bool:
         """Whether what a module in a block is given came into the block whole (a mask, an encoder's output)."""
         block = self._block_of(name)
         return block is None or identity in self._outside[block]
+
+    def is_summed(self, name: str, identity: int | None) -> bool:
+        """Whether the gradients of all uses of an input are added up over the ranks where its block begins."""
+        return self._block_of(name) is not None and self.is_outside(name, identity) and identity not in self._handed
+
+    def _places_summed(self, call: Call) -> frozenset[Any]:
+        """Where in a block's arguments stands what came from before the blocks, whole: masks, an encoder's output."""
+        hidden = _given(call, self._key).identity
+        leaves = pytree.tree_leaves_with_path(
+            (call.arguments, dict(call.keywords)), is_leaf=lambda value: isinstance(value, Seen)
+        )
+        return frozenset(
+            path
+            for path, seen in leaves
+            if isinstance(seen, Seen) and seen.identity != hidden and seen.identity not in self._handed
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         return tokens.gather_for_parts(x, self._group, self.total, self.dim)
@@ -68,28 +93,29 @@ class Stream:
         """Split the tokens where the first block begins, and put them together where the last one ends."""
         blocks = [model.get_submodule(name) for name in self.names]
         blocks[0].register_forward_pre_hook(self._split, with_kwargs=True)
-        for block in blocks:
+        for block, summed in zip(blocks, self._summed, strict=True):
             block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
-            self._wrap(block, now)
+            self._wrap(block, summed, now)
         messages = Messages(
             own=self._own,
             gather=lambda part, dim: tokens.gather(part, self._group, self.total, dim),
             split=lambda whole, dim: tokens.split(whole, self._group, dim),
-            # The gradients of parameters in the block are summed, those of what it was given are not.
-            share=lambda whole, outside: whole if outside else gradient_shared(whole, self._group),
+            # The gradients of parameters in the block are summed, and those of what came from before the blocks.
+            share=lambda whole, handed: whole if handed else gradient_shared(whole, self._group),
         )
         for each in self.gathered:
             give_all_tokens(model.get_submodule(each.name), each, messages, now)
         # First of the hooks, as the split is the last: what others split at the first block they gather after it.
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
-    def _wrap(self, block: nn.Module, now: Now) -> None:
+    def _wrap(self, block: nn.Module, summed: frozenset[Any], now: Now) -> None:
         inner = block.forward
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
         # The number comes as an argument, so that a block that is computed again in backward gets its own.
         def forward(*arguments: Any, samestep_tokens: int, **keywords: Any) -> Any:
             self.total = samestep_tokens
+            arguments, keywords = self._sum_gradients(arguments, keywords, summed)
             if not block.training:
                 return inner(*arguments, **keywords)
             first, _ = bounds(samestep_tokens, rank, ranks)
@@ -97,6 +123,21 @@ class Stream:
                 return inner(*arguments, **keywords)
 
         block.forward = forward
+
+    def _sum_gradients(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], places: frozenset[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What every rank has whole and uses for its own tokens, heads or features: gradients come in parts."""
+        if not torch.is_grad_enabled():
+            return arguments, keywords
+        done: dict[int, Tensor] = {}
+
+        def summed(path: Any, leaf: Any) -> Any:
+            if path not in places or not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                return leaf
+            return done.setdefault(id(leaf), gradient_summed(leaf, self._group))
+
+        return pytree.tree_map_with_path(summed, (arguments, keywords))
 
     def _own(self) -> int:
         first, last = bounds(self.total, dist.get_rank(self._group), dist.get_world_size(self._group))
@@ -120,28 +161,61 @@ class Stream:
         return next((block for block in self.names if f"{name}.".startswith(f"{block}.")), None)
 
 
-def find_streams(
-    model: nn.Module, blocks: Sequence[str], trace: Trace, group: dist.ProcessGroup, layout: str
-) -> list[Stream]:
-    """The streams of a model: one for each list of blocks.
+def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: str) -> list[list[str]]:
+    """The lists of blocks that hand on hidden states of [batch, tokens, features], by their names.
 
-    Raises LayoutError where the blocks don't hand on hidden states of [batch, tokens, features].
+    Where the blocks of a list hand on something else, lists in its blocks may do so, such as the layers of a stage.
+    Raises LayoutError where there is none.
     """
+    names = {module: name for name, module in model.named_modules()}
+    callable_blocks = [names[block] for block in with_forward([model.get_submodule(name) for name in blocks])]
     lists: dict[str, list[str]] = {}
-    for name in blocks:
+    for name in callable_blocks:
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     if not lists:
         raise LayoutError(
             f'layout "{layout}": {type(model).__name__} has no list of repeated blocks to split tokens in; '
             "sequence=whole would do"
         )
-    used_outside = trace.used_outside(model, blocks)
+    found: list[list[str]] = []
+    refused: LayoutError | None = None
+    for each in lists.values():
+        try:
+            _check_list(model, each, callable_blocks, trace, layout)
+            found.append(each)
+        except LayoutError as error:
+            refused = refused or error
+            inner = [layer for name in each for layer in repeated_layers(model.get_submodule(name))]
+            if inner:
+                with suppress(LayoutError):
+                    found += find_lists(model, [names[layer] for layer in inner], trace, layout)
+    if not found:
+        assert refused is not None
+        raise refused
+    return found
+
+
+def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], trace: Trace, layout: str) -> None:
+    """Raise LayoutError where the tokens of a list can't be split."""
+    used_outside = trace.used_outside(model, [*names, *blocks])
     if used_outside is not None:
         raise LayoutError(
             f'layout "{layout}": {used_outside} is also used outside of its block, on all tokens, and in it on some; '
             "use sequence=whole"
         )
-    return [Stream(names, trace, group, _token_dim(model, names), layout) for names in lists.values()]
+    if len(names) < 2:
+        raise LayoutError(f'layout "{layout}": {names[0]} is alone in its list; use sequence=whole')
+    calls = [_only_call(name, trace, layout) for name in names]
+    _find_hidden(calls, layout)
+    giving = used_between(calls, trace)
+    if giving is not None:
+        raise LayoutError(
+            f'layout "{layout}": {giving} gives more than a hidden state, which is used outside of the blocks; use '
+            "sequence=whole"
+        )
+    changing = next((name for name in names if not keeps_tokens(trace, name)), None)
+    if changing is not None:
+        raise LayoutError(f'layout "{layout}": {changing} gives other tokens than it takes; use sequence=whole')
 
 
 def replaced(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key, value: Any) -> Any:
@@ -190,13 +264,26 @@ def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
     return isinstance(taken, Seen) and isinstance(made, Seen) and taken.identity == made.identity
 
 
+def _check_passed_on(calls: Sequence[Call], key: Key, layout: str) -> None:
+    """Raise LayoutError where blocks pass on what has a gradient and came from before them, as it was."""
+    given = {seen.identity for seen in calls[0].inputs() if seen.source is not None} - {
+        _given(calls[0], key).identity
+    }
+    passed = next((call for call in calls[:-1] if given & {seen.identity for seen in call.outputs()}), None)
+    if passed is not None:
+        raise LayoutError(
+            f'layout "{layout}": {passed.name} passes on more than the hidden state that it was given, so gradients '
+            "of that would be added up twice; use sequence=whole"
+        )
+
+
 def _given(call: Call, key: Key) -> Any:
     if isinstance(key, str):
         return call.keywords.get(key)
     return call.arguments[key] if key < len(call.arguments) else None
 
 
-def _token_dim(model: nn.Module, names: Sequence[str]) -> int:
+def token_dim(model: nn.Module, names: Sequence[str]) -> int:
     """0 where PyTorch's attention takes [tokens, batch, features], else 1."""
     attentions = [
         m for name in names for m in model.get_submodule(name).modules() if isinstance(m, nn.MultiheadAttention)

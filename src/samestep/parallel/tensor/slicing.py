@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,19 +13,20 @@ from torch import Tensor, nn
 from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
+from samestep.layout import Layout
 from samestep.parallel.attributes import Attributes
 from samestep.parallel.blocks import are_of_one_kind
 from samestep.parallel.calls import Trace, seen_in
 from samestep.parallel.moment import Now, Portion
-from samestep.parallel.parts import Parts, Slice
+from samestep.parallel.parts import Part, Parts, Slice
 from samestep.parallel.tensor import collectives, layers, sequence
-from samestep.parallel.tensor.compare import Comparison, Departure, output_of, pattern_of
+from samestep.parallel.tensor.compare import Comparison, Departure, Output, output_of, pattern_of
 from samestep.parallel.tensor.heads import divide
 from samestep.parallel.tensor.kinds import outputs_dim, outputs_of
 from samestep.parallel.tensor.layers import Entry, Message, Region
 from samestep.parallel.tensor.multihead import multihead
 from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
-from samestep.parallel.tensor.sequence import Stream, find_streams
+from samestep.parallel.tensor.sequence import Stream, find_lists, token_dim
 from samestep.parallel.tensor.units import Unit
 from samestep.parallel.tensor.vocabulary import Vocabulary
 
@@ -48,34 +50,133 @@ def slice_tensors(
     slice, and where what `given` says goes wrong.
     """
     layout = parts.layout
-    repeated = _repeated(model, blocks)
-    split = layout.sequence == "split"
-    group = mesh.group("tensor")
-    with torch.no_grad():
-        expected = output_of(model, example)
-    before, table = Attributes(model), dict(parts.table)
-    whole: dict[str, str] = {}
-    while True:
-        plan = make_plan(model, seen, repeated, layout.tensor, given=given, left_whole=whole, tokens_split=split)
-        streams = find_streams(model, repeated, seen, group, str(layout)) if split else []
-        slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
-        for stream in streams:
-            stream.find_gathered(seen, [*slices, *plan.multiheads])
-        vocabulary = Vocabulary(mesh.grid["tensor"])
-        _Slicer(model, plan, seen, streams, group, now, vocabulary).slice(parts)
-        departure = Comparison(model, layout, plan, seen, streams, group, given).hold(example, expected, vocabulary)
-        if departure is None:
-            break
-        more = {name: departure.why for name in _leave_whole(departure, plan, group) if name not in whole}
-        if not more or (given and not departure.of_ours):
-            raise LayoutError(departure.sentence)
-        whole |= more
-        before.restore()
-        parts.table.clear()
-        parts.table.update(table)
+    slicing = _Slicing(
+        model=model,
+        repeated=_repeated(model, blocks),
+        seen=seen,
+        parts=parts,
+        mesh=mesh,
+        now=now,
+        example=example,
+        given=given,
+    )
+    if layout.sequence != "split":
+        vocabulary, plan = slicing.apply([])
+    else:
+        # Its reasons go before those that there are no tokens to split.
+        make_plan(model, seen, slicing.repeated, layout.tensor, given=given, tokens_split=True)
+        lists = find_lists(model, slicing.repeated, seen, str(layout))
+        try:
+            vocabulary, plan = slicing.apply(lists)
+        except LayoutError:
+            able = [names for names in lists if len(lists) > 1 and slicing.can_have([names])]
+            if not able:
+                raise
+            vocabulary, plan = slicing.apply(able)
+            lists = able
+        _tell_split(model, slicing.repeated, lists, layout)
     if plan.left_whole and dist.get_rank() == 0:
         print(f'samestep: layout "{layout}": {_said(plan.left_whole)}', file=sys.stderr, flush=True)
     return vocabulary
+
+
+def _tell_split(model: nn.Module, repeated: Sequence[str], lists: Sequence[Sequence[str]], layout: Layout) -> None:
+    """Say where tokens are split, where that is not in all of the repeated layers."""
+    split = {name for names in lists for name in names}
+    all_layers = [model.get_submodule(name) for name in repeated]
+    if dist.get_rank() == 0 and any(model.get_submodule(name) not in all_layers for name in split) | (
+        len(split) < len(repeated)
+    ):
+        where = ", ".join(dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in split))
+        print(f'samestep: layout "{layout}": tokens are split in {where} alone', file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slicing:
+    """Slices a model, with the tokens of some lists of its blocks split."""
+
+    model: nn.Module
+    repeated: Sequence[str]
+    seen: Trace
+    parts: Parts
+    mesh: Mesh
+    now: Now
+    example: Any
+    given: Mapping[str, str] | None
+
+    @cached_property
+    def _expected(self) -> Output:
+        with torch.no_grad():
+            return output_of(self.model, self.example)
+
+    def can_have(self, lists: Sequence[Sequence[str]]) -> bool:
+        """Whether the model can be sliced with the tokens of these lists split; it is left as it was."""
+        before, table = Attributes(self.model), dict(self.parts.table)
+        try:
+            self.apply(lists)
+        except LayoutError:
+            return False
+        self._take_back(before, table)
+        return True
+
+    def apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, Plan]:
+        """Slice what can be. Raises LayoutError, and leaves the model as it was, where nothing is left to slice."""
+        model, layout, group = self.model, self.parts.layout, self.mesh.group("tensor")
+        expected, before, table = self._expected, Attributes(self.model), dict(self.parts.table)
+        whole: dict[str, str] = {}
+        departure: Departure | None = None
+        while True:
+            try:
+                plan = make_plan(
+                    model,
+                    self.seen,
+                    self.repeated,
+                    layout.tensor,
+                    given=self.given,
+                    left_whole=whole,
+                    tokens_split=bool(lists),
+                )
+            except LayoutError:
+                if departure is None or not lists:
+                    raise
+                raise LayoutError(f"{departure.sentence.rpartition(';')[0]}; use sequence=whole") from None
+            uneven = plan.uneven(model)
+            streams = [Stream(names, self.seen, group, token_dim(model, names), str(layout)) for names in lists]
+            slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
+            for stream in streams:
+                stream.find_gathered(self.seen, [*slices, *plan.multiheads])
+                outside = self.seen.used_outside(model, [each.name for each in stream.gathered])
+                if outside is not None:
+                    raise LayoutError(
+                        f'layout "{layout}": {outside} is used by a module that needs all tokens, and outside of it; '
+                        "use sequence=whole"
+                    )
+            vocabulary = Vocabulary(self.mesh.grid["tensor"])
+            failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.now, vocabulary))
+            comparison = Comparison(model, layout, plan, self.seen, streams, group, self.given)
+            departure = comparison.hold(self.example, expected, vocabulary, failed, rehearse=uneven)
+            if departure is None:
+                return vocabulary, plan
+            self._take_back(before, table)
+            more = {name: departure.why for name in _leave_whole(departure, plan, group) if name not in whole}
+            if not more or (self.given and not departure.of_ours):
+                raise LayoutError(departure.sentence)
+            whole |= more
+
+    def _slice(self, slicer: "_Slicer") -> Exception | None:
+        """Slice, and what failed on this rank, whose slice may be another than the other ranks' ones."""
+        try:
+            slicer.slice(self.parts)
+        except LayoutError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _take_back(self, before: Attributes, table: Mapping[str, Part]) -> None:
+        before.restore()
+        self.parts.table.clear()
+        self.parts.table.update(table)
 
 
 def _leave_whole(departure: Departure, plan: Plan, group: dist.ProcessGroup) -> list[str]:
@@ -234,6 +335,8 @@ class _Slicer:
         stream = self._stream_of(name)
         if stream is not None and not stream.is_outside(name, identity):
             return stream.gather
+        if stream is not None and stream.is_summed(name, identity):
+            return _as_it_is
         return lambda x: collectives.copy(x, self._group)
 
     def _region(self, row: str, width: int, heads: int) -> Region:

@@ -1,0 +1,186 @@
+"""Hidden states: what the blocks of a list hand on, and how each of them works on one rank's part of the tokens."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.calls import Attention, Call, Seen, Trace, seen_in
+from samestep.parallel.context.gathered import Gathered, find_gathered, mixing, whole_and_used
+
+Key = str | int  # of an argument: its name, or its position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """How a block works on one rank's tokens."""
+
+    name: str
+    module: nn.Module
+    hidden: Key  # the argument that is the hidden state
+    along: tuple[Key, ...]  # others with a row a token, whole on every rank: positions, rotary tables
+    gathered: Sequence[Gathered]  # the modules in it that get all tokens
+    crossing: tuple[bool, ...]  # of each call of attention in its order: whether it attends to another sequence
+
+
+def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *, whole: bool = False) -> list[Block]:
+    """How each block of a list works on some tokens. Raises LayoutError where one can't.
+
+    `whole`: whatever may be attention gets all tokens, and no heads are exchanged.
+    """
+    calls = [_only_call(trace, name, layout) for name in names]
+    carried, hands_more = find_hidden(calls, layout)
+    giving = used_between(calls, trace)
+    if giving is not None:
+        raise refused(layout, giving, "gives more than a hidden state, which is used outside of the blocks")
+    found: list[Block] = []
+    for call, hidden in zip(calls, carried, strict=True):
+        module = model.get_submodule(call.name)
+        along = _along(module, call, hidden)
+        state = dict(_places(call))[hidden]
+        tokens = state.shape[1]
+        cut = [seen for key in along for seen in seen_in(dict(_all(call))[key])]
+        gathered = find_gathered(call, trace, tokens, state, cut, attentions=hands_more or whole, products=whole)
+        if gathered is None:
+            raise refused(layout, call.name, f"calls {mixing(call, tokens)} itself, where tokens meet")
+        for each in gathered:
+            if whole_and_used(trace.of(each.name)[0], call, trace, tokens):
+                raise refused(layout, each.name, "gives more than tokens, which its block goes on with")
+        inside = {each.name for each in gathered}
+        shared = trace.used_outside(model, list(inside))
+        if shared is not None:
+            raise refused(layout, shared, "is used by a module that needs all tokens, and outside of it")
+        attends = [each for each in trace.attentions if call.name in each.modules]
+        outside = [each for each in attends if not inside & set(each.modules)]
+        if not gathered and not attends:
+            raise refused(layout, call.name, "does not call scaled_dot_product_attention")
+        crossing = tuple(not _attends_to_itself(each, call, trace) for each in outside)
+        found.append(
+            Block(name=call.name, module=module, hidden=hidden, along=along, gathered=gathered, crossing=crossing)
+        )
+    return found
+
+
+def find_hidden(calls: Sequence[Call], layout: Layout) -> tuple[list[Key], bool]:
+    """Which argument of each block is the hidden state [batch, tokens, hidden]: what the block before it gave.
+
+    And whether blocks hand on more than that, such as relative positions, which no tokens are. Raises LayoutError
+    where they hand on anything else.
+    """
+    found: list[Key] = []
+    hands_more = False
+    for before, call in zip([None, *calls], [*calls, None], strict=True):
+        if call is None:
+            break
+        outputs = {seen.identity for seen in before.outputs()} if before else set()
+        places = _places(call)
+        handed = [key for key, seen in places if seen.identity in outputs]
+        if len(handed) > 1:
+            hidden = [key for key in handed if dict(places)[key].shape == _first(call.output)]
+            hands_more = True
+            others = [key for key in handed if key not in hidden]
+            handed = handed if any(_may_carry_tokens(dict(places)[key]) for key in others) else hidden
+        if before is None:
+            handed = [key for key, seen in places if len(seen.shape) == 3 and seen.shape == _first(call.output)][:1]
+        if before is not None and len(handed) != 1:
+            raise refused(layout, call.name, "gets more from the block before it than one hidden state")
+        if not handed or len(_first(call.output)) != 3:
+            raise refused(layout, call.name, _other_shapes(places, call))
+        _check_same_tokens(call, dict(places)[handed[0]], layout)
+        found.append(handed[0])
+    return found, hands_more
+
+
+def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
+    """A block that gives something with a gradient beside its hidden state, which is used where no block runs.
+
+    Its gradient would come whole to every rank, and that of the hidden state in parts.
+    """
+    for call in calls:
+        for seen in call.outputs()[1:]:
+            made = seen.source is not None and not call.passed_on(seen)
+            used = trace.last_uses.get(seen.identity)
+            if made and used is not None and not any(each.began <= used < each.ended for each in calls):
+                return call.name
+    return None
+
+
+def keeps_tokens(trace: Trace, name: str) -> bool:
+    """Whether a block gives as many tokens of as many features as it takes: [batch, tokens, hidden]."""
+    calls = trace.of(name)
+    given = _first(calls[0].output) if calls else ()
+    return len(given) == 3 and any(seen.shape == given for seen in calls[0].inputs())
+
+
+def _may_carry_tokens(seen: Seen) -> bool:
+    """Whether a tensor may be [batch, tokens, hidden]; one that is square is a bias between tokens."""
+    return len(seen.shape) == 3 and seen.shape[1] != seen.shape[2]
+
+
+def _other_shapes(places: Sequence[tuple[Key, Seen]], call: Call) -> str:
+    """What a block takes and gives that hands on no hidden state."""
+    taken = next((list(seen.shape) for _, seen in places if len(seen.shape) == 3), None)
+    taken = taken or next((list(seen.shape) for _, seen in places), "no tensor")
+    return f"takes {taken} and gives {list(_first(call.output)) or 'no tensor'}, not the same [batch, tokens, hidden]"
+
+
+def _check_same_tokens(call: Call, hidden: Seen, layout: Layout) -> None:
+    tokens, given = hidden.shape[1], _first(call.output)[1]
+    if tokens != given:
+        raise refused(layout, call.name, f"takes {tokens} tokens and gives {given}")
+
+
+def _first(output: Any) -> tuple[int, ...]:
+    while isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    return output.shape if isinstance(output, Seen) else ()
+
+
+def _places(call: Call) -> list[tuple[Key, Seen]]:
+    given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
+    return [(key, value) for key, value in given if isinstance(value, Seen)]
+
+
+def _only_call(trace: Trace, name: str, layout: Layout) -> Call:
+    calls = trace.of(name)
+    if len(calls) != 1:
+        raise refused(layout, name, f"is called {len(calls)} times in a forward")
+    return calls[0]
+
+
+def _attends_to_itself(attention: Attention, call: Call, trace: Trace) -> bool:
+    """Whether queries and keys are computed from the same of what the layer was given."""
+    if attention.query.shape[-2] != attention.key.shape[-2]:
+        return False
+    queries, keys = (trace.computed_from(seen, call.inputs()) for seen in (attention.query, attention.key))
+    return queries == keys == set() or bool(queries & keys)
+
+
+def refused(layout: Layout, name: str, why: str) -> LayoutError:
+    return LayoutError(
+        f'layout "{layout}": {name} {why}, so its tokens can\'t be split; use dp{layout.size} or fsdp{layout.size}'
+    )
+
+
+def _along(block: nn.Module, call: Call, hidden: Key) -> tuple[Key, ...]:
+    """Arguments with a row a token, at dimension 1: not masks, which attention needs whole."""
+    names = list(inspect.signature(block.forward).parameters)
+    named = {key: names[key] if isinstance(key, int) and key < len(names) else str(key) for key, _ in _all(call)}
+    tokens = dict(_places(call))[hidden].shape[1]
+    return tuple(
+        key for key, value in _all(call) if key != hidden and "mask" not in named[key] and _has_rows(value, tokens)
+    )
+
+
+def _all(call: Call) -> list[tuple[Key, Any]]:
+    return [*enumerate(call.arguments), *call.keywords.items()]
+
+
+def _has_rows(value: Any, tokens: int) -> bool:
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(_has_rows(inner, tokens) for inner in value)
+    return isinstance(value, Seen) and len(value.shape) in (2, 3) and value.shape[1] == tokens

@@ -1,0 +1,251 @@
+"""Token-wise modules: what of a model works on each token alone, where its layers as a whole can't be split.
+
+Layers whose own code moves tokens about (windows, pooling, recurrences) still have feed-forward parts, projections
+and heads that take each token by itself. Of these a rank computes its own tokens: they are split where the first of
+modules called one after the other begins, and put together where the last one ends. All the rest is computed with
+all tokens on every rank.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from samestep.parallel.attributes import Attributes
+from samestep.parallel.blocks import has_forward
+from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.context.gathered import mixing
+from samestep.parallel.context.messages import gather, gradient_summed, own_part, part_length, split
+from samestep.parallel.moment import Now, Portion
+from samestep.parallel.tensor.vocabulary import near
+
+# What mixes tokens in training alone, when a look at a module in evaluation mode sees nothing.
+_IN_TRAINING = ("batch_norm", "instance_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenWise:
+    """A module that gives for a part of the tokens the same part of what it gives for all of them."""
+
+    name: str
+    dim: int  # of the tokens: 1 in [samples, tokens, features], 0 in [tokens, samples, features]
+    inputs: frozenset[int]  # which leaves of its arguments have tokens; of its output all have
+    handed: frozenset[int] = frozenset()  # those that the module before it in a run gives, in parts already
+
+
+Run = Sequence[TokenWise]  # modules that hand on their tokens from one to the next and to nobody else
+
+
+def find_token_wise(
+    model: nn.Module, under: Sequence[str], trace: Trace, samples: int, apart: Collection[str]
+) -> list[TokenWise]:
+    """The outermost token-wise modules in some modules that multiply matrices, in the order of the model.
+
+    `samples`: how many the traced forward was of. `apart`: modules whose tokens are split already.
+    """
+    found: dict[str, TokenWise] = {}
+    for name in under:
+        for each in _outermost(model.get_submodule(name), name, trace, samples, apart):
+            found[each.name] = each
+    while found:  # a parameter that all tokens meet as well would get the gradients of both
+        outside = trace.used_outside(model, list(found))
+        if outside is None:
+            break
+        parameter = model.get_parameter(outside)
+        holding = [name for name in found if any(p is parameter for p in model.get_submodule(name).parameters())]
+        for name in holding:
+            del found[name]
+    return list(found.values())
+
+
+def _outermost(
+    module: nn.Module, name: str, trace: Trace, samples: int, apart: Collection[str]
+) -> Iterator[TokenWise]:
+    if name in apart:
+        return
+    calls = trace.of(name)
+    found = _look(module, calls, samples) if name and calls and has_forward(module) else None
+    if found is not None:
+        yield found
+        return
+    for child_name, child in module.named_children():
+        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, trace, samples, apart)
+
+
+def _look(module: nn.Module, calls: Sequence[Call], samples: int) -> TokenWise | None:
+    """How a module takes its tokens, where in every call it works on each alone."""
+    if not all(call.flops_after > call.flops_before for call in calls):
+        return None
+    places = {_places(call, samples) for call in calls}
+    if len(places) != 1 or None in places:
+        return None
+    dim, inputs = next(iter(places)) or (1, frozenset[int]())
+    found = TokenWise(name=calls[0].name, dim=dim, inputs=inputs)
+    return found if type(module) is nn.Linear or _works_on_each(module, calls[0], found) else None
+
+
+def _places(call: Call, samples: int) -> tuple[int, frozenset[int]] | None:
+    """The dimension of the tokens of a call, and which leaves of its arguments have it; None where it has none."""
+    outputs, inputs = _leaves(call.output), _leaves((call.arguments, dict(call.keywords)))
+    first = next((leaf for leaf in inputs.values() if len(leaf.shape) == 3), None)
+    if first is None or not outputs or samples not in first.shape[:2]:
+        return None
+    dim = 1 if first.shape[0] == samples else 0
+    tokens = first.shape[dim]
+    names = call.functions.keys()
+    if tokens < 2 or mixing(call, tokens) is not None or any(name in names for name in _IN_TRAINING):
+        return None
+    if any(len(leaf.shape) != 3 or leaf.shape[:2] != first.shape[:2] for leaf in outputs.values()):
+        return None
+    return dim, frozenset(i for i, leaf in inputs.items() if leaf.shape[:2] == first.shape[:2])
+
+
+def _leaves(nest: Any) -> dict[int, Seen]:
+    leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
+    return {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Seen)}
+
+
+def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
+    """Whether half of the tokens give half of the output, for random numbers in the place of all parameters.
+
+    Those that a model begins with would not do: a branch that begins as zero hides what happens in it.
+    """
+    leaves, form = pytree.tree_flatten(
+        (call.arguments, dict(call.keywords)), is_leaf=lambda value: isinstance(value, Seen)
+    )
+    tokens = next(leaves[index].shape[which.dim] for index in which.inputs)
+    half = tokens // 2
+    made: dict[int, Tensor] = {}
+    before = Attributes(module)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _evaluating(module):
+            torch.manual_seed(0)
+            named = [*module.named_parameters(), *module.named_buffers()]
+            state = {name: _random(tensor.shape, tensor.dtype) for name, tensor in named}
+            for leaf in leaves:
+                if isinstance(leaf, Seen):
+                    made.setdefault(leaf.identity, _random(leaf.shape, leaf.dtype))
+
+            def output(first: int, last: int) -> list[Tensor]:
+                given = [made[leaf.identity] if isinstance(leaf, Seen) else leaf for leaf in leaves]
+                for index in which.inputs:
+                    given[index] = given[index].narrow(which.dim, first, last - first)
+                arguments, keywords = pytree.tree_unflatten(given, form)
+                result = functional_call(module, state, arguments, keywords, tie_weights=True)
+                return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+            whole = output(0, tokens)
+            return not _keeps_tensors(module, before) and all(
+                mine.shape == (expected := other.narrow(which.dim, first, last - first)).shape
+                and near(mine.to(expected.dtype), expected)
+                for first, last in ((0, half), (half, tokens))
+                for mine, other in zip(output(first, last), whole, strict=True)
+            )
+    except Exception:  # whatever a module's own code raises for numbers that it doesn't know
+        return False
+    finally:
+        before.restore()
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(*shape, dtype=torch.float64) / (shape[-1] if len(shape) > 1 else 1) ** 0.5
+    return torch.randint(0, 2, tuple(shape)).to(dtype)
+
+
+def _keeps_tensors(module: nn.Module, before: Attributes) -> bool:
+    """Whether a forward leaves tensors behind in the module, such as a loss of its own, which would be of a part."""
+    return any(isinstance(value, Tensor) for value in before.changed())
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = {each: each.training for each in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, before in training.items():
+            each.training = before
+
+
+def runs_of(found: Sequence[TokenWise], trace: Trace) -> list[Run]:
+    """The modules put together that hand on their tokens from one to the next alone, so that these stay split."""
+    once = sorted((each for each in found if len(trace.of(each.name)) == 1), key=lambda e: trace.of(e.name)[0].began)
+    runs: list[list[TokenWise]] = []
+    for before, each in pairwise([None, *once]):
+        assert each is not None
+        handed = _handed(before, each, trace) if before is not None else frozenset[int]()
+        if handed:
+            runs[-1].append(replace(each, handed=handed))
+        else:
+            runs.append([each])
+    return [*runs, *([each] for each in found if each not in once)]
+
+
+def _handed(before: TokenWise, each: TokenWise, trace: Trace) -> frozenset[int]:
+    """Which leaves of a module's arguments are all that the one before it gave, and that nobody else takes."""
+    (given,), (call,) = trace.of(before.name), trace.of(each.name)
+    outputs = {seen.identity for seen in given.outputs()}
+    inputs = _leaves((call.arguments, dict(call.keywords)))
+    handed = frozenset(index for index in each.inputs if inputs[index].identity in outputs)
+    alone = all(trace.last_uses.get(identity, call.began) <= call.ended for identity in outputs)
+    taken = {inputs[index].identity for index in handed} == outputs
+    siblings = before.name.rpartition(".")[0] == each.name.rpartition(".")[0]
+    return handed if before.dim == each.dim and siblings and alone and taken else frozenset()
+
+
+def split_run(model: nn.Module, run: Run, group: dist.ProcessGroup, now: Now) -> None:
+    """Split the tokens before the first module of a run, and put them together after the last."""
+    lengths: list[int] = [0]  # how many tokens the running forward has in all
+    modules = [model.get_submodule(each.name) for each in run]
+    for module, each in zip(modules, run, strict=True):
+        module.register_forward_pre_hook(_splitting(each, group, lengths), with_kwargs=True)
+        if any(True for _ in module.children()):  # a lone linear layer draws nothing
+            module.forward = _on_own_tokens(module.forward, each.dim, group, lengths, now)
+    modules[-1].register_forward_hook(_gathering(run[-1].dim, group, lengths))
+
+
+def _splitting(which: TokenWise, group: dist.ProcessGroup, lengths: list[int]) -> Callable[..., Any]:
+    def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        leaves, form = pytree.tree_flatten((arguments, keywords))
+        for index, leaf in enumerate(leaves):
+            if index in which.inputs - which.handed:
+                lengths[0] = leaf.shape[which.dim]
+                leaves[index] = (split if leaf.requires_grad else own_part)(leaf, group, which.dim)
+            elif index not in which.handed and isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaves[index] = gradient_summed(leaf, group)
+        return pytree.tree_unflatten(leaves, form)
+
+    return hook
+
+
+def _gathering(dim: int, group: dist.ProcessGroup, lengths: list[int]) -> Callable[..., Any]:
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda part: gather(part, group, lengths[0], dim), output)
+
+    return hook
+
+
+def _on_own_tokens(
+    forward: Callable[..., Any], dim: int, group: dist.ProcessGroup, lengths: Sequence[int], now: Now
+) -> Callable[..., Any]:
+    @wraps(forward)
+    def on_own_tokens(*arguments: Any, **keywords: Any) -> Any:
+        first = group.rank() * part_length(lengths[0], group.size())
+        with now.holding(Portion(activations={dim: first})):
+            return forward(*arguments, **keywords)
+
+    return on_own_tokens
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    return [each.name for run in runs for each in run]

@@ -1,0 +1,68 @@
+"""Split tokens in models whose layers can't be split as a whole: the same step, or a refusal that says why."""
+
+from collections.abc import Mapping
+
+import pytest
+from proving import Case, prove, same
+from token_models import Tokens
+
+import samestep
+from samestep.proof import Proof
+
+pytestmark = pytest.mark.timeout(300)
+
+WORKS = (
+    ("stages", "cp2"),
+    ("stages", "tp2 sequence=split"),
+    ("rolled", "cp2"),
+    ("excited", "cp2"),
+    ("tokens first", "cp2"),
+    ("tagger", "cp2"),
+    ("conditioned", "cp2"),
+    ("located", "tp2 sequence=split"),
+    ("asking", "pp2"),
+    ("narrow", "tp2"),  # where a slice fails on one rank alone, all leave it whole
+)
+
+
+@pytest.fixture(scope="module")
+def proofs() -> Mapping[str, Proof | str]:
+    cases: dict[str, Case] = {}
+    for name, layout in (
+        *WORKS,
+        ("recurrent", "cp2"),
+        ("summing", "tp2 sequence=split"),
+        ("summing", "cp2"),
+        ("conditioned", "tp2 sequence=split"),
+    ):
+        recipe = samestep.Recipe(
+            task=Tokens(name=name), batch=7, clip=0.5, dropout=False, optimizer=samestep.AdamW(lr=1e-2)
+        )
+        cases[f"{name}: {layout}"] = (recipe, layout, {})
+    return prove(cases, steps=2)
+
+
+@pytest.mark.parametrize(("name", "layout"), WORKS)
+def test_a_model_is_split_as_far_as_it_can_be(name: str, layout: str, proofs: Mapping[str, Proof | str]) -> None:
+    assert same(proofs, [f"{name}: {layout}"]) == {}
+
+
+def test_a_model_in_which_nothing_can_be_split_is_refused(proofs: Mapping[str, Proof | str]) -> None:
+    said = proofs["recurrent: cp2"]
+    assert said == (
+        'layout "cp2": Tagger has neither layers that hand on hidden states nor modules that take each token by '
+        "itself, so its tokens can't be split; use dp2 or fsdp2"
+    )
+
+
+def test_what_layers_give_beside_tokens_keeps_its_gradient(proofs: Mapping[str, Proof | str]) -> None:
+    said = proofs["summing: tp2 sequence=split"]
+    assert isinstance(said, str)
+    assert "gives more than a hidden state, which is used outside of the blocks; use sequence=whole" in said
+    assert same(proofs, ["summing: cp2"]) == {}  # of the layers the parts that take each token by itself
+
+
+def test_a_part_of_what_gets_all_tokens_has_no_other_use(proofs: Mapping[str, Proof | str]) -> None:
+    said = proofs["conditioned: tp2 sequence=split"]
+    assert isinstance(said, str)
+    assert "is used by a module that needs all tokens, and outside of it; use sequence=whole" in said
