@@ -100,7 +100,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from samestep import __version__
 
-        parser.exit(0, f"samestep {__version__}\n")
+        print(f"samestep {__version__}")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
