@@ -48,6 +48,7 @@ def test_init_prints_the_files_and_the_next_commands(tmp_path: Path, capsys: pyt
     assert commands.splitlines() == [f"samestep {command} {folder}/job.yaml" for command in ("train", "verify")]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_trains(name: str, written: dict[str, Path], tmp_path: Path) -> None:
     small = [
@@ -64,7 +65,7 @@ def test_a_template_trains(name: str, written: dict[str, Path], tmp_path: Path) 
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["steps"] == 2
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_task_of_ones_own_takes_the_same_step(written: dict[str, Path]) -> None:
     assert main(["verify", str(written["own"]), "--layout", "dp2", "--steps", "2", *QUICK]) == 0
 

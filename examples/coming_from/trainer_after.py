@@ -9,7 +9,7 @@ if __name__ == "__main__":
         task=samestep.tasks.HuggingFace(model=bert(), data=sentences()),
         batch=32,
         epochs=10,
-        optimizer=samestep.AdamW(lr=0.01, weight_decay=0.01),
+        optimizer=samestep.AdamW(lr=0.001, weight_decay=0.01),
         clip=1.0,
     )
     result = samestep.train(recipe, layout="dp2")
