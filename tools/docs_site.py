@@ -40,19 +40,15 @@ _GROUPS = (
     ("Results", ("TrainResult", "Proof", "Checked", "Comparison", "Usage")),
     ("Errors", ()),
 )
-_TITLES = {"en": "Reference", "zh": "参考"}
-_INTRODUCTION = {
-    "en": "The public names of the package, from its docstrings.",
-    "zh": "这个包的公开名称，取自它的文档字符串（英文）。",
-}
+_REFERENCE = "# Reference\n\nThe public names of the package, from its docstrings.\n\n"
+_CHINESE_REFERENCE = "# 参考\n\n这个包的公开名称；说明取自文档字符串，是英文的。\n\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the reference in both languages, and a page for each file outside of docs/ that is linked to."""
-    for name, folder in (("en", ""), ("zh", CHINESE)):
-        text = f"# {_TITLES[name]}\n\n{_INTRODUCTION[name]}\n\n{_reference()}"
-        files.append(File.generated(config, f"{folder}reference.md", content=text))
-    waiting = [path for path in DOCS.rglob("*.md")]
+    files.append(File.generated(config, "reference.md", content=_REFERENCE + _reference()))
+    files.append(File.generated(config, f"{CHINESE}reference.md", content=_CHINESE_REFERENCE + _names()))
+    waiting = list(DOCS.rglob("*.md"))
     seen: set[Path] = set()
     while waiting:
         page = waiting.pop()
@@ -106,13 +102,26 @@ def on_page_context(context: dict[str, Any], *, page: Page, config: MkDocsConfig
 
 def _reference() -> str:
     """A heading for each group of public names, and under it what mkdocstrings puts in place of a name."""
+    return "".join(
+        f"## {title}\n\n" + "".join(f"::: {home}.{name}\n\n" for name, home in homes.items())
+        for title, homes in _groups()
+    )
+
+
+def _names() -> str:
+    """A line for each group of public names, each of which leads to its place in the reference."""
+    return "\n".join(
+        "- " + ", ".join(f"[{name}](../reference.md#{home}.{name})" for name, home in homes.items())
+        for _, homes in _groups()
+    )
+
+
+def _groups() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """The title of each group, and its names with their modules."""
     homes = _homes()
     placed = {name for _, names in _GROUPS for name in names}
-    text = ""
     for title, names in _GROUPS:
-        rest = names or sorted(set(homes) - placed)
-        text += f"## {title}\n\n" + "".join(f"::: {homes[name]}.{name}\n\n" for name in rest)
-    return text
+        yield title, {name: homes[name] for name in (names or sorted(set(homes) - placed))}
 
 
 def _homes() -> Mapping[str, str]:
