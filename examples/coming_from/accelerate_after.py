@@ -12,14 +12,20 @@ def collate(rows):
 
 
 def summed(output, batch):
-    return loss(output, batch.targets) * len(output), len(output)
+    count = len(output)
+    return loss(output, batch.targets) * count, count
 
 
 model = net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 with samestep.session(layout="ddp", clip=1.0) as session:
     model, optimizer = session.prepare(model, optimizer)
-    batches = session.batches(points(), batch=32, epochs=10, collate=collate)
+    batches = session.batches(
+        points(),
+        batch=32,
+        epochs=10,
+        collate=collate,
+    )
     for batch in batches:
         session.step(batch, summed)
     tell(model)

@@ -12,9 +12,10 @@ parameters = model.parameters()
 config = str(Path(__file__).with_name("ds_config.json"))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
 sampler = DistributedSampler(points())
+loader = DataLoader(points(), batch_size=16, sampler=sampler)
 for epoch in range(10):
     sampler.set_epoch(epoch)
-    for inputs, targets in DataLoader(points(), batch_size=16, sampler=sampler):
+    for inputs, targets in loader:
         engine.backward(loss(engine(inputs), targets))
         engine.step()
 tell(engine.module)

@@ -49,10 +49,11 @@ def bert() -> nn.Module:
 
 
 def tell(model: nn.Module) -> None:
-    """Print the loss over all of the data, on the first rank."""
+    """Print the loss over all of the data, on the first rank; every rank must call, since shards are put together."""
+    with torch.no_grad():
+        value = _loss_of(model.eval()).item()
     if os.environ.get("RANK", "0") == "0":
-        with torch.no_grad():
-            print(f"final loss {_loss_of(model.eval()).item():.7f}", flush=True)
+        print(f"final loss {value:.7f}", flush=True)
 
 
 def _loss_of(model: nn.Module) -> Tensor:
