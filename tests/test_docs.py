@@ -33,7 +33,7 @@ PAIRS = [
     *(
         (page, DOCS / "zh" / page.relative_to(DOCS))
         for page in PAGES
-        if page.is_relative_to(DOCS) and "zh" not in page.parts and page != DOCS / "README.md"
+        if page.is_relative_to(DOCS) and "zh" not in page.parts
     ),
 ]
 KEYS = [page for pair in PAIRS for page in pair if page.stem == "recipes-and-layouts"]

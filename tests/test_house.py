@@ -51,6 +51,7 @@ HOUSE = (
     ("comm_bench",),
     ("doctor",),
     ("drill",),
+    ("scaffold",),
     ("cli",),
 )
 RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}
@@ -58,7 +59,12 @@ RANK = {name: rank for rank, row in enumerate(HOUSE) for name in row}
 # They gather the others' public names and start the command line.
 EXEMPT = {"__init__.py", "__main__.py"}
 
-MODULES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+# Programs of users, which `samestep init` copies, are no modules of samestep.
+MODULES = sorted(
+    path.relative_to(SOURCE).as_posix()
+    for path in SOURCE.rglob("*.py")
+    if not path.is_relative_to(SOURCE / "templates")
+)
 
 
 def package_of(module: str) -> str:

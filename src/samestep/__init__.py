@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from samestep.training.session import Session, session
     from samestep.training.usage import Usage
 
-__version__ = "0.1.0"
+__version__: str  # the installed package's, which stands in pyproject.toml alone
 
 # Where each public name lives. They are imported when they are first used, so that `import samestep` and
 # `samestep --help` don't wait for torch.
@@ -136,6 +136,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("samestep")
     if name == "tasks":
         return import_module("samestep.tasks")
     if name not in _HOME:

@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from samestep import __version__, environment
+from samestep import environment
 from samestep.cli import (
     check,
     checkpoint,
@@ -18,6 +18,7 @@ from samestep.cli import (
     evaluate,
     hosts,
     hyperparameters,
+    init,
     job_options,
     launch,
     layout,
@@ -30,6 +31,7 @@ from samestep.cli import (
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, StartError, UserError
 
 COMMANDS = (
+    init,
     train,
     launch,
     verify,
@@ -89,13 +91,26 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; `{self.prog} --help` says what there is")
 
 
+class _Version(argparse.Action):
+    """Prints the installed version, which is looked up for this alone."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from samestep import __version__
+
+        print(f"samestep {__version__}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="samestep",
         allow_abbrev=False,
         description="Split the training of a PyTorch model any way you like; every way takes the same step.",
     )
-    parser.add_argument("--version", action="version", version=f"samestep {__version__}")
+    parser.add_argument("--version", action=_Version, help="print the version of samestep and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         name = command.__name__.rpartition(".")[2]

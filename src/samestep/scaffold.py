@@ -1,0 +1,86 @@
+"""Writes a job to start from into an empty folder: job file, sample data, and a task where none ships for it."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.errors import UserError, closest
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_JOB = "job.yaml"
+_MAKE_DATA = "make_data.py"
+_TIME_LIMIT = 120.0  # seconds, in which sample data are made; they take one or two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A folder with a job file, what the job needs, and a script that makes its sample data."""
+
+    name: str
+    folder: Path
+
+    @property
+    def summary(self) -> str:
+        """The first line of the job file, without its number sign."""
+        return (self.folder / _JOB).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """Its files, the job file first; without what Python compiled of them, which lies in a folder."""
+        files = sorted(path for path in self.folder.iterdir() if path.is_file())
+        return sorted(files, key=lambda path: path.name != _JOB)
+
+
+def templates() -> dict[str, Template]:
+    """The templates that ship with samestep, by name."""
+    folders = sorted(file.parent for file in _TEMPLATES.glob(f"*/{_JOB}"))
+    return {folder.name: Template(name=folder.name, folder=folder) for folder in folders}
+
+
+def write(name: str, folder: Path) -> Sequence[Path]:
+    """Copy a template's files into a folder, which is made where it is missing, and make the sample data there.
+
+    Returns the files, the job file first. Raises UserError for an unknown template, for a folder that is not empty
+    or can't be written, and where the sample data can't be made.
+    """
+    known = templates()
+    if name not in known:
+        raise UserError(f'there is no template "{name}"; {closest(name, known)}')
+    _check_empty(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        copied = [folder / file.name for file in known[name].files]
+        for file, copy in zip(known[name].files, copied, strict=True):
+            shutil.copyfile(file, copy)
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}; use another folder") from None
+    _make_data(folder / _MAKE_DATA)
+    return [*copied, *sorted(path for path in folder.rglob("*") if path.is_file() and path not in copied)]
+
+
+def _check_empty(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file; use a folder that is empty or not there yet")
+    try:
+        first = min((path.name for path in folder.iterdir()), default=None)
+    except OSError as error:
+        raise UserError(f"{folder} can't be read: {error.strerror}; use another folder") from None
+    if first is not None:
+        raise UserError(f"{folder} is not empty ({first} is in it); use a folder that is empty or not there yet")
+
+
+def _make_data(script: Path) -> None:
+    """Run a template's script in a process of its own, as a user runs it."""
+    command = [sys.executable, str(script)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{script} made no data within {_TIME_LIMIT:.0f} s; run it again by hand") from None
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UserError(f"{script} made no data: {reason}; mend that, then run it again")
