@@ -84,7 +84,7 @@ class Training:
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 where it goes on from a checkpoint
         # First, since a task may find out about its model here, which has no values while it is recorded.
-        example = _example(task, self.samples, self.turns)
+        example = example_of(task, self.samples, self.turns)
         built = build_model(task, recipe, recorded=self.session.engine.can_fill(layout))
         check_alike(self.samples, built.model)
         check_parameters(self.turns, built.model)

@@ -33,8 +33,8 @@ def build() -> PreTrainedModel:
         dropout_rate=0.0,
         pad_token_id=PADDING,
         eos_token_id=END,
-        decoder_start_token_id=PADDING,
     )
+    config.decoder_start_token_id = PADDING
     return T5ForConditionalGeneration(config)
 
 
