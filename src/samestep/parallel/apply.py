@@ -78,9 +78,12 @@ def spread(
         seen = _look(model, layout, details.example)  # before anything is changed
         experts = _experts(model, layout, details)
     blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in experts])
+    initial = details.initial
     if seen is not None and layout.context > 1:
-        with throughout():
-            split_tokens(model, blocks, seen, mesh, parts, now, example=details.example)
+        fill = partial(initial.fill, model, device) if initial is not None else lambda: None
+        split_tokens(model, blocks, seen, mesh, parts, now, example=details.example, fill=fill, precisely=throughout)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            initial = None
     vocabulary = None
     if seen is not None and layout.tensor > 1:
         with throughout():
@@ -120,9 +123,9 @@ def spread(
         units = agreed_units(model, blocks, seen, mesh.data_group)
         shard(root, units.modules, layout, mesh, precision, now, experts=shared.units)
         disk = common["disk"] = MappedFile(details.offload_folder) if layout.offloads("parameters-disk") else None
-        if details.initial is not None:
+        if initial is not None:
             memory = torch.device("cpu") if layout.offloads_parameters else device
-            details.initial.fill(model, memory, empty_like=partial(empty_in, disk) if disk is not None else None)
+            initial.fill(model, memory, empty_like=partial(empty_in, disk) if disk is not None else None)
         elif disk is not None:
             move_parameters(model, disk)
         assert isinstance(root, FSDPModule)
@@ -130,8 +133,8 @@ def spread(
             used = UsedByShards(model, mesh.data_group, may_differ=units.may_differ, names=parts.parameters)
             return WholeModel(module=root, accumulating=partial(without_messages, root), used=used, **common)
     if of_pipeline is not None:
-        if details.initial is not None and layout.zero < 2:
-            details.initial.fill(model, device)
+        if initial is not None and layout.zero < 2:
+            initial.fill(model, device)
         return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
     watched = details.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
     common["repeatable"] = not watched and not layout.offloads("activations")

@@ -9,6 +9,7 @@ by itself: see token_wise.py. The tokens are put together after each, and whatev
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from itertools import groupby
@@ -54,19 +55,32 @@ def split_tokens(
     now: Now,
     *,
     example: Any,
+    fill: Callable[[], None],
+    precisely: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Make what can of a model work on this rank's tokens. Raises LayoutError where nothing can.
 
     Embeddings before the blocks, and what stands after them, see all tokens on every rank. So do modules in the
     blocks in which tokens meet otherwise than in PyTorch's attention; which ones is said on standard error. The
-    model's output for the example is held against that of before.
+    model's output for the example is held against that of before. `fill` gives parameters on the meta device their
+    values, without which outputs can't be compared; `precisely` is the mode in which the model is computed, which
+    values must not be computed in.
     """
     layout, group = parts.layout, mesh.group("context")
     names = {module: name for name, module in model.named_modules()}
     lists: dict[str, list[str]] = {}
     for block in with_forward(blocks):
         lists.setdefault(names[block].rpartition(".")[0], []).append(names[block])
-    splitter = _Splitter(model=model, trace=trace, group=group, layout=layout, now=now, example=example)
+    splitter = _Splitter(
+        model=model,
+        trace=trace,
+        group=group,
+        layout=layout,
+        now=now,
+        example=example,
+        fill=fill,
+        precisely=precisely,
+    )
     try:
         splitter.take(list(lists.values()))
     except LayoutError:
@@ -86,6 +100,7 @@ def split_tokens(
         print(f'samestep: layout "{layout}": {said}', file=sys.stderr, flush=True)
 
 
+_LARGE = 2**30  # bytes of parameters that a rank holds for a comparison of outputs
 _NOTHING = "has neither layers that hand on hidden states nor modules that take each token by itself"
 
 
@@ -99,6 +114,8 @@ class _Splitter:
     layout: Layout
     now: Now
     example: Any
+    fill: Callable[[], None]
+    precisely: Callable[[], AbstractContextManager[None]]
     blocks: list[Block] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     partly: bool = False  # whether there are lists of blocks that can't be split
@@ -120,7 +137,10 @@ class _Splitter:
         if not found:
             raise refused(self.layout, type(self.model).__name__, _NOTHING)
         try:
-            self._held(lambda: self._split_lists(found))
+            if self._is_usual(found) and self._is_large():
+                self._split_lists(found)
+            else:
+                self._held(lambda: self._split_lists(found))
         except LayoutError:  # such as attention that makes its own mask or bias of as many tokens as it sees
             found = [look(self.model, names, self.trace, self.layout, whole=True) for names in lists]
             self._held(lambda: self._split_lists(found))
@@ -160,7 +180,9 @@ class _Splitter:
     def _take_token_wise(self, under: Sequence[str]) -> None:
         (call, *_) = self.trace.of("")
         samples = next((seen.shape[0] for seen in call.inputs() if seen.shape), 0)
-        found = find_token_wise(self.model, under, self.trace, samples, self.names())
+        self.fill()
+        with self.precisely():
+            found = find_token_wise(self.model, under, self.trace, samples, self.names())
         apart = [[each] for each in found]
         # Modules that follow one another may be in different stages of a pipeline.
         for runs in [apart] if self.layout.pipeline > 1 else [runs_of(found, self.trace), apart]:
@@ -170,6 +192,15 @@ class _Splitter:
                 continue
             self.runs += runs
             return
+
+    def _is_usual(self, chains: Sequence[Sequence[Block]]) -> bool:
+        """Whether tokens meet in PyTorch's attention alone, in one list of blocks."""
+        return len(chains) == 1 and not any(block.gathered for block in chains[0])
+
+    def _is_large(self) -> bool:
+        """Whether the model was built without memory, and no rank should need it for all of its parameters."""
+        held = [parameter for parameter in self.model.parameters() if parameter.is_meta]
+        return sum(parameter.numel() * parameter.element_size() for parameter in held) > _LARGE
 
     def _split_lists(self, chains: Sequence[Sequence[Block]]) -> None:
         for chain in chains:
@@ -181,6 +212,7 @@ class _Splitter:
 
     def _held(self, change: Callable[[], None]) -> None:
         """Change the model. Raise LayoutError, and take it back, where it then gives another output, or fails."""
+        self.fill()
         expected, before = self._expected, Attributes(self.model)
         why = "gives another output"
         change()
@@ -197,7 +229,7 @@ class _Splitter:
             )
 
     def _output(self) -> Output:
-        with torch.no_grad(), varied(self.model):
+        with self.precisely(), torch.no_grad(), varied(self.model):
             return output_of(self.model, self.example)
 
     def said(self) -> str:
