@@ -32,6 +32,7 @@ from samestep.parallel.offload_parameters import empty_in, move_parameters
 from samestep.parallel.owners import Owners
 from samestep.parallel.parts import Parts
 from samestep.parallel.pipeline.cut import cut
+from samestep.parallel.pipeline.hollow import without_numbers
 from samestep.parallel.pipeline.pipeline import Pipeline
 from samestep.parallel.recompute import recompute
 from samestep.parallel.replicate import GradientExchange, replicate
@@ -84,6 +85,7 @@ def spread(
         split_tokens(model, blocks, seen, mesh, parts, now, example=details.example, fill=fill, precisely=throughout)
         if not any(parameter.is_meta for parameter in model.parameters()):
             initial = None
+    unsliced = without_numbers(model) if layout.pipeline > 1 else model
     vocabulary = None
     if seen is not None and layout.tensor > 1:
         with throughout():
@@ -92,7 +94,7 @@ def spread(
             )
     of_pipeline = None
     if seen is not None and layout.pipeline > 1:
-        of_pipeline = cut(model, layout, mesh, seen, parts, details.cut_at, device, now)
+        of_pipeline = cut(model, unsliced, layout, mesh, seen, parts, details.cut_at, device, now)
         blocks = of_pipeline.blocks
     with throughout():
         shared = share_experts(model, experts, parts, mesh, now, device)

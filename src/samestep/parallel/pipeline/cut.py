@@ -14,7 +14,7 @@ from samestep.layout import Layout
 from samestep.parallel.calls import Trace
 from samestep.parallel.moment import Now
 from samestep.parallel.parts import Parts
-from samestep.parallel.pipeline.hollow import BlankOutput, blank, hollow, stand_in, without_numbers
+from samestep.parallel.pipeline.hollow import BlankOutput, blank, hollow, stand_in
 from samestep.parallel.pipeline.plan import Plan, Stages, make_plan
 from samestep.parallel.pipeline.rules import owners
 from samestep.parallel.pipeline.run import StageDone, StageRun
@@ -30,10 +30,19 @@ class Cut(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, mine: Sequence[int], device: torch.device, trace: Trace, now: Now
+        self,
+        model: nn.Module,
+        unsliced: nn.Module,
+        plan: Plan,
+        mine: Sequence[int],
+        device: torch.device,
+        trace: Trace,
+        now: Now,
     ) -> None:
+        """`unsliced`: the model without numbers, as it was before any of it was sliced."""
         super().__init__()
         self.model = model
+        self._unsliced = [unsliced]  # in a list, since it is no module of this one
         self.plan = plan
         self.mine = mine
         self._device = device
@@ -64,7 +73,8 @@ class Cut(nn.Module):
         elsewhere = not self.plan.stages_of(name) <= set(self.mine)
         call = next((each.call for each in self.plan.calls if each.unit == name), None)
         several = len(self.mine) > 1
-        imagined = without_numbers(unit) if call is not None and (elsewhere or several) else None
+        # Of a sliced module its own code, with sizes of slices, would give other shapes.
+        imagined = self._unsliced[0].get_submodule(name) if call is not None and (elsewhere or several) else None
         module = unit if held else None
         blanks = None if call is None or imagined is None else BlankOutput(imagined, call, self._device)
 
@@ -121,6 +131,7 @@ class Cut(nn.Module):
 
 def cut(
     model: nn.Module,
+    unsliced: nn.Module,
     layout: Layout,
     mesh: Mesh,
     trace: Trace,
@@ -132,6 +143,7 @@ def cut(
     """Leave of a model what this rank's stages need, and write down in `parts` who holds what.
 
     Nothing is asked of the parameters but their shapes: they may be on the meta device. Stages run on `device`.
+    `unsliced` is the model without numbers, as it was before any of it was sliced.
 
     Raises LayoutError where the model can't be cut so.
     """
@@ -151,7 +163,7 @@ def cut(
             parts.table[name] = replace(parts.part(name), stages=_ranks(rank_of, plan.modules[unit]))
     here = mesh.coordinate("pipeline")
     mine = [stage for stage, rank in enumerate(rank_of) if rank == here]
-    return Cut(model, plan, mine, device, trace, now)
+    return Cut(model, unsliced, plan, mine, device, trace, now)
 
 
 def _ranks(rank_of: Sequence[int], stages: Stages) -> tuple[int, ...]:

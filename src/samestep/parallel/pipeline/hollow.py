@@ -70,9 +70,10 @@ def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class BlankHidden(Tensor):
-    """A blank in place of what a module gives: what a model writes to it is no number either, and takes no memory.
+    """A blank in place of what a module gives, or of its weight: what a model writes to it takes no memory either.
 
-    Without this, `x = self.embed(words); x += self.positions` would fail in every stage but the first.
+    Without this, `x = self.embed(words); x += self.positions` would fail in every stage but the first, and so would a
+    model that rescales the weights of its layers.
     """
 
     @classmethod
@@ -106,7 +107,7 @@ def _kept_blank(tensor: Tensor) -> Tensor:
 
 
 def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
-    return blank(tensor.shape, tensor.dtype, device)
+    return blank(tensor.shape, tensor.dtype, device).as_subclass(BlankHidden)
 
 
 def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
