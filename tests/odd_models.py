@@ -185,6 +185,23 @@ class InPlace(Net):
         return F.relu(hidden, inplace=True)
 
 
+class Rescaled(Net):
+    """Its layers' weights are halved in place for evaluation, and doubled again for training."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Layer() for _ in range(4)))
+        self.halved = False
+
+    def between(self, hidden: Tensor) -> Tensor:
+        if self.halved == self.training:
+            with torch.no_grad():
+                for layer in self.layers:
+                    down: Any = layer.down
+                    down.weight.mul_(2.0 if self.training else 0.5)
+            self.halved = not self.training
+        return super().between(hidden)
+
+
 class Reshaped(nn.Module):
     """An attention that reshapes what its linears give into a number of heads that stands in its code."""
 
@@ -490,6 +507,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "cancelling": Cancelling,
     "pooled": Pooled,
     "in place": InPlace,
+    "rescaled": Rescaled,
     "reshaped": lambda: Net(*(Reshaped() for _ in range(2))),
     "crossed": lambda: Net(*(Crossed() for _ in range(2))),
     "checkpointed": Checkpointed,

@@ -50,6 +50,7 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "crossed": ("tp2", "pp2"),
     "checkpointed": ("fsdp2",),
     "bloom": ("pp2", "tp2", "cp2"),
+    "rescaled": ("pp2",),
     "bart": ("cp2",),
     "bart as long": ("cp2",),
     "hidden": ("tp2",),
@@ -57,7 +58,7 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "reshaped": ("tp2",),
     "swin": ("pp2", "cp2"),
 }
-# Fast tests prove each model under the last of its layouts, and the first one under all of them.
+# Fast tests prove each model under the last of its layouts, the first one under all of them.
 FAST: Mapping[str, tuple[str, ...]] = {
     **{name: each[-1:] for name, each in WORKS.items()},
     "scalars": WORKS["scalars"],
@@ -161,6 +162,12 @@ def test_an_odd_model_takes_the_same_step_under_every_layout() -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_an_odd_model_takes_the_same_step(name: str, proofs: Mapping[str, Proof | str]) -> None:
     assert same(proofs, [f"{name}: {layout}" for layout in FAST[name]]) == {}
+
+
+def test_an_odd_model_takes_the_same_step_on_four_ranks() -> None:
+    bloom = recipe("bloom")  # whose first layer gives a stage of another size than what it takes
+    cases: dict[str, Case] = {layout: (bloom, layout, {}) for layout in ("pp2 tp2", "fsdp2 cp2")}
+    assert same(prove(cases, steps=2), list(cases)) == {}
 
 
 def test_what_a_refusal_says_works(proofs: Mapping[str, Proof | str]) -> None:
