@@ -32,10 +32,10 @@ def test_every_job_under_every_layout(jobs: list[str], tmp_path: Path, capsys: p
         (job, layout, verdict) for job in ("one", "two") for layout, verdict in (("dp2", "same"), ("cp2", "refused"))
     ]
     assert all(row["proof"]["same_step"] for row in rows if row["layout"] == "dp2")
-    assert "has no blocks" in rows[1]["reason"]
+    assert "has neither layers that hand on hidden states" in rows[1]["reason"]
     printed = capsys.readouterr().out
     assert "same: 2, refused: 2" in printed
-    assert "has no blocks" in printed
+    assert "has neither layers that hand on hidden states" in " ".join(printed.split())
 
 
 def test_a_layout_that_fails_is_a_row_and_the_others_go_on(

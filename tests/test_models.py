@@ -45,7 +45,7 @@ def test_a_pair_takes_the_same_step_or_is_refused_with_the_reason(tmp_path: Path
     refused = found["u-net", "cp2"]
     assert refused.impossible is not None
     assert not refused.miss
-    assert refused.reason.startswith('layout "cp2": down_one takes')
+    assert refused.reason.startswith('layout "cp2": UNet has neither layers that hand on hidden states')
 
 
 def test_a_pair_that_takes_too_long_is_stopped() -> None:
