@@ -154,7 +154,8 @@ def test_contrastive_models_take_one_processs_steps() -> None:
     clips = samestep.Recipe(task=handed(clip, pairs(), asked_for), batch=9, steps=3)
     images = samestep.Recipe(task=handed(siglip, pairs(), stacked), batch=9, steps=3)
     heard = samestep.Recipe(task=handed(clap, sounds(), stacked), batch=9, steps=3)
-    cases = [(recipe, layout, {}) for recipe in (images, heard) for layout in ("dp2", "fsdp2", "pp2")]
+    cases = [(images, layout, {}) for layout in ("dp2", "fsdp2", "pp2")]
+    cases += [(heard, layout, {}) for layout in ("dp2", "fsdp2")]  # batch norm of audio is refused under pp
     cases += [(recipe, layout, {}) for recipe in (clips, images) for layout in ("tp2", "cp2")]
     assert_same_steps(cases, steps=2)
 

@@ -1,4 +1,4 @@
-"""accelerate launch --cpu --num_processes 2 --num_machines 1 accelerate_before.py"""
+"""torchrun --standalone --nproc-per-node=2 accelerate_before.py"""
 
 import torch
 from accelerate import Accelerator
