@@ -88,10 +88,6 @@ class Trainer(ABC):
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update, advance the schedule: one step of the global batch."""
 
-    def step_in_turns(self, batch: StepBatch, turns: StepTurns) -> StepReport:
-        """A step of several losses, each of which steps its own parameters before the next forward."""
-        raise NotImplementedError  # by the engine's abilities, which were checked
-
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode, without gradients; None where other ranks have it."""
@@ -119,6 +115,14 @@ class Trainer(ABC):
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, on the CPU."""
+
+
+class TurnTaking(Trainer):
+    """A trainer whose steps can have turns."""
+
+    @abstractmethod
+    def step_in_turns(self, batch: StepBatch, turns: StepTurns) -> StepReport:
+        """A step of several losses, each of which steps its own parameters before the next forward."""
 
 
 class Skipping(Trainer):

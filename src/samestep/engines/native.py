@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
-from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport
+from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport, TurnTaking
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.layout import Layout, Offload
@@ -47,7 +47,7 @@ def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield from each.stepping() if isinstance(each, OffloadedOptimizer) else (each,)
 
 
-class NativeTrainer(Checkpointed, Skipping):
+class NativeTrainer(Checkpointed, Skipping, TurnTaking):
     """Takes steps whose gradient is the sum over the global batch / the global count, however it is cut."""
 
     def __init__(

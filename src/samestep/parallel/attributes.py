@@ -1,6 +1,7 @@
 """Attributes of a model's modules as they were, so that what a look or a try has changed can be taken back."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,18 @@ class Attributes:
         for holder, content in self._contents:
             holder.clear()
             (holder.extend if isinstance(holder, list) else holder.update)(content)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode, and then each of its modules in the mode that it was in."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, before in training.items():
+            module.training = before
 
 
 def forget_results(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from samestep.cluster.world import World
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
-from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport
+from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport, TurnTaking
 from samestep.engines.resolve import resolve as resolve_engine
 from samestep.errors import InterruptedJobError, NonFiniteError
 from samestep.job import Job
@@ -166,7 +166,9 @@ class Training:
         if not self.turns:
             return partial(self.session.step, batch, with_weights(watched(self.task.loss), self.task.loss_weights))
         turns = [replace(turn, loss=watched(turn.loss)) for turn in self.turns]
-        return partial(self.session.trainer.step_in_turns, batch, StepTurns(turns))
+        trainer = self.session.trainer
+        assert isinstance(trainer, TurnTaking)  # by the engine's abilities, which were checked
+        return partial(trainer.step_in_turns, batch, StepTurns(turns))
 
     def _passed_over(self) -> StepReport:
         trainer = self.session.trainer

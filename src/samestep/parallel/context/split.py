@@ -8,8 +8,8 @@ by itself: see token_wise.py. The tokens are put together after each, and whatev
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from itertools import groupby
@@ -38,7 +38,6 @@ from samestep.parallel.context.messages import (
     split,
 )
 from samestep.parallel.context.token_wise import Run, find_token_wise, names_of, runs_of, split_run
-from samestep.parallel.context.varied import varied
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.parts import Parts
 from samestep.parallel.tensor.compare import Output, alike_numbers, output_of
@@ -229,7 +228,7 @@ class _Splitter:
             )
 
     def _output(self) -> Output:
-        with self.precisely(), torch.no_grad(), varied(self.model):
+        with self.precisely(), torch.no_grad(), _varied(self.model):
             return output_of(self.model, self.example)
 
     def said(self) -> str:
@@ -240,6 +239,36 @@ class _Splitter:
             alone = dict.fromkeys(map(_pattern, self.names()))
             said.append(f"tokens are split in {', '.join(alone)}, and every rank computes all of them in the rest")
         return "; ".join(said)
+
+
+@contextmanager
+def _varied(model: nn.Module) -> Iterator[None]:
+    """Give parameters that are one number throughout, such as zero, larger ones, and the old ones back after.
+
+    A branch whose last matrix or scale begins as zero gives nothing, whatever goes wrong in it. Every rank takes the
+    same numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    before: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if _is_constant(parameter):
+                before.append((parameter, parameter.detach().clone()))
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_((0.3 * noise.abs()).to(parameter.device, parameter.dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value)
+
+
+def _is_constant(parameter: nn.Parameter) -> bool:
+    if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel():
+        return False
+    first = parameter.detach().flatten()[0]
+    return bool(torch.isfinite(first)) and bool((parameter == first).all())
 
 
 def _pattern(name: str) -> str:

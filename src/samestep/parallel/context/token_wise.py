@@ -7,7 +7,6 @@ all tokens on every rank.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import pairwise
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from samestep.parallel.attributes import Attributes
+from samestep.parallel.attributes import Attributes, evaluating
 from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import mixing
@@ -126,7 +125,7 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
     made: dict[int, Tensor] = {}
     before = Attributes(module)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _evaluating(module):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(module):
             torch.manual_seed(0)
             named = [*module.named_parameters(), *module.named_buffers()]
             state = {name: _random(tensor.shape, tensor.dtype) for name, tensor in named}
@@ -164,17 +163,6 @@ def _random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _keeps_tensors(module: nn.Module, before: Attributes) -> bool:
     """Whether a forward leaves tensors behind in the module, such as a loss of its own, which would be of a part."""
     return any(isinstance(value, Tensor) for value in before.changed())
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = {each: each.training for each in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for each, before in training.items():
-            each.training = before
 
 
 def runs_of(found: Sequence[TokenWise], trace: Trace) -> list[Run]:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.attributes import evaluating
 from samestep.parallel.blocks import caller_of, has_forward, is_list_of_like
 from samestep.parallel.experts.listed import Form, rows_of
 from samestep.parallel.experts.stacked import Arguments, is_output
@@ -151,7 +152,6 @@ def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[
     """Run one forward of the example, in evaluation mode, and note what modules that may be experts are given."""
     watched = _Watched()
     before: dict[str, Any] = {}
-    training = {module: module.training for module in model.modules()}
 
     def begin(name: str, module: nn.Module, arguments: Any, keywords: Any) -> None:
         before.setdefault(name, _copied((arguments, keywords)))
@@ -176,12 +176,8 @@ def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[
             for key, child in container.named_children():
                 hook = child.register_forward_hook(partial(note, f"{name}.{key}"), with_kwargs=True)
                 stack.callback(hook.remove)
-        model.eval()
-        try:
+        with evaluating(model):
             call(model, example)
-        finally:
-            for module, was in training.items():
-                module.training = was
     return watched
 
 

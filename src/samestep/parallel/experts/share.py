@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
+from samestep.parallel.attributes import evaluating
 from samestep.parallel.experts.find import Experts, Listed, Stacked
 from samestep.parallel.experts.listed import ListedExperts
 from samestep.parallel.experts.stacked import StackedExperts, shrink
@@ -112,19 +113,14 @@ def _compare(caller: nn.Module, experts: Experts, parts: Parts, mesh: Mesh) -> N
     layout = parts.layout
     if layout.sequence == "split":  # its parts wait for parts of the tokens
         return
-    training = {module: module.training for module in caller.modules()}
     failed = ""
     try:
-        caller.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(caller):
             seen = experts.seen
             arguments, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (seen.arguments, seen.keywords))
             output = caller.forward(*arguments, **keywords)
     except Exception as error:  # whatever a model's own code raises where an expert is not what it was
         output, failed = None, f" ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
-    finally:
-        for module, was in training.items():
-            module.training = was
     alike = not failed and _alike(output, experts.seen.output)
     if not agree(alike, mesh.group("expert"), next(caller.parameters()).device):
         where = f"{experts.caller or 'the model'} ({type(caller).__name__})"

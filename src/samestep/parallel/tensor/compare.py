@@ -10,16 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.data.order import bounds
 from samestep.layout import Layout
+from samestep.parallel.attributes import evaluating
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
 from samestep.parallel.tensor.plan import Plan
 from samestep.parallel.tensor.sequence import Stream
-from samestep.parallel.tensor.unconnected import Unconnected
 from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
 from samestep.parallel.trace import first_line
 from samestep.tasks.base import call
@@ -57,19 +59,14 @@ def output_of(model: nn.Module, example: Any, marks: list[Mark] | None = None) -
 
     `marks` also has those of a forward that fails.
     """
-    training = {module: module.training for module in model.modules()}
     marks = [] if marks is None else marks
-    model.eval()
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.manual_seed(0)
-            for name, module in model.named_modules():
-                stack.callback(module.register_forward_hook(_marker(name, marks)).remove)
-            output = call(model, example)
-    finally:
-        for module, before in training.items():
-            module.training = before
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.manual_seed(0)
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_hook(_marker(name, marks)).remove)
+        output = call(model, example)
     numbers = [leaf for leaf in _tensors(output) if _has_gradient(leaf)]
     return Output(
         numbers=numbers, marks=marks, in_nests=any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output))
@@ -129,7 +126,7 @@ class Comparison:
     def _rehearse(self, example: Any, marks: list[Mark]) -> Exception | None:
         """What the forward fails with on this rank, if it does."""
         try:
-            with torch.no_grad(), Unconnected():
+            with torch.no_grad(), _Unconnected():
                 output_of(self._model, example, marks)
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
             return error
@@ -271,3 +268,26 @@ def alike_numbers(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return len(found) == len(expected) and all(
         mine.shape == other.shape and near(mine, other) for mine, other in zip(found, expected, strict=True)
     )
+
+
+_IN_PLACE = ("allreduce_", "broadcast_")  # which leave this rank's numbers where the sum or another rank's would be
+_WITHOUT_TENSORS = ("alltoall_base_", "barrier")  # which give nothing but the work
+
+
+class _Unconnected(TorchDispatchMode):
+    """Code in which collectives send nothing: what would come from other ranks is zero, of the right shape.
+
+    The other ranks would wait for a rank that fails before a message, until the watchdog ends them. So where slices
+    are of unlike sizes, every rank first runs the model by itself, and they agree on whether anyone has failed.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name not in _IN_PLACE:
+            pytree.tree_map_only(Tensor, Tensor.zero_, args[0])
+        work = FakeWork().boxed()
+        return work if name in _WITHOUT_TENSORS else (args[0], work)
