@@ -410,6 +410,33 @@ class UnmaskedPadding(Padded):
         return [(self.pairs[index][0][:length], self.pairs[index][1]) for index, length in enumerate(lengths)]
 
 
+class AnswerMean(nn.Module):
+    """A mean over an answer's numbers and their padding, beside a question's, whose padding counts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(2, 3)
+
+    def forward(self, question: Tensor, answer: Tensor) -> Tensor:
+        return self.last(torch.stack([question.sum(1), answer.mean(1)], 1))
+
+
+class UnmaskedAnswers(Odd):
+    """Questions get longer, while answers have the same lengths in the first five and the next seven samples."""
+
+    def __init__(self) -> None:
+        super().__init__(AnswerMean)
+
+    def train_set(self) -> samestep.Samples:
+        numbers = torch.arange(1.0, 13.0)
+        return [(numbers[: 1 + index], numbers[: 2 + (index % 4 > 0)], index % 3) for index in range(12)]
+
+    def collate(self, samples: Any) -> samestep.Batch:
+        questions, answers, labels = zip(*samples, strict=True)
+        padded = [nn.utils.rnn.pad_sequence(list(each), batch_first=True) for each in (questions, answers)]
+        return samestep.Batch(dict(zip(("question", "answer"), padded, strict=True)), torch.tensor(labels))
+
+
 class Contrastive(Odd):
     """Every sample is told apart from the others of its batch (InfoNCE, van den Oord et al. 2018)."""
 

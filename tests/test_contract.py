@@ -80,6 +80,12 @@ BROKEN: dict[str, tuple[samestep.Task, str, str, str | None]] = {
         "UnmaskedMean. couples the samples.* padding must be masked, or all samples padded to one length",
         "def forward",
     ),
+    "padding of answers": (
+        odd.UnmaskedAnswers(),
+        "sum of parts",
+        "the model .AnswerMean. couples the samples.* padding must be masked, or all samples padded to one length",
+        "def forward",
+    ),
     "a sparse table": (odd.Odd(odd.Sparse), "", r"table \(Embedding\) has sparse gradients.*sparse=False", None),
     "NumPy's draws": (odd.Odd(odd.NumpyDraw), "draws", "NumPyDraw|NumPy's generator", "np.random.rand()"),
     "Python's draws": (odd.Odd(odd.PythonDraw), "draws", "Python's generator", "random.random()"),

@@ -56,6 +56,14 @@ def check_sum_of_parts(trial: Trial) -> None:
     if number < 2:
         return
     _check_batch_norms(trial, number, cut)
+    _check_sums(trial)
+    for sampled in trial.sampled.shorter_in_others():
+        with trial.of(sampled):
+            _check_sums(trial)
+
+
+def _check_sums(trial: Trial) -> None:
+    number, cut = len(trial.sampled), trial.sampled.cut
     with trial.without_batch_statistics():
         sums = _in_float64(trial, number, cut)
         if sums.counts_add_up and sums.losses_add_up and sums.gradients_add_up:

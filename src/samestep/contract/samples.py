@@ -1,7 +1,7 @@
 """The parts of the contract about data: samples found by their index, the same each time, and their collation."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ class Sampled:
     task: Task
     samples: Sequence[Any]
     indices: Sequence[int]  # of the samples, in the training set
+    cut: int  # where the samples are cut into two parts of unlike sizes: 5 and 7 of 12
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -33,10 +34,54 @@ class Sampled:
         with said(COLLATE, f"collate of samples {first} to {last - 1}"):
             return as_batch(self.task.collate(self.samples[first:last]))
 
-    @property
-    def cut(self) -> int:
-        """Where the samples are cut into two parts of unlike sizes: 5 and 7 of 12."""
-        return len(self) * 5 // MOST if len(self) >= MOST else len(self) // 2
+    def ordered(self, size: Sequence[int], cut: int) -> "Sampled":
+        """The same samples in the order of their sizes; those of one size as they are."""
+        order = sorted(range(len(self)), key=lambda place: size[place])
+        return replace(
+            self,
+            samples=[self.samples[place] for place in order],
+            indices=[self.indices[place] for place in order],
+            cut=cut,
+        )
+
+    def shorter_in_others(self) -> Iterator["Sampled"]:
+        """Orders in which the first part is padded less than now in some tensor, as the targets of translations are.
+
+        Inputs and targets are padded each by themselves: short inputs may have targets of full length.
+        """
+        try:
+            sizes = [_sizes(self.batch(place, place + 1)) for place in range(len(self))]
+        except ContractError:  # a collate that wants several samples
+            return
+        if len({len(each) for each in sizes}) > 1:
+            return
+        known: set[tuple[int, ...]] = set()
+        for size in zip(*sizes, strict=True):  # of one tensor, by sample
+            shorter = sum(each < max(size) for each in size)
+            if shorter and max(size[: self.cut]) == max(size) and size not in known:
+                known.add(size)
+                yield self.ordered(size, min(shorter, self.cut))
+
+
+def _sampled(task: Task, samples: Sequence[Any], indices: Sequence[int]) -> Sampled:
+    """Samples in the order of their sizes, so that the first part's padding is shorter than the whole batch's.
+
+    A model that takes padding for tokens gives then other outputs for the part, and is found out.
+    """
+    number = len(samples)
+    cut = number * 5 // MOST if number >= MOST else number // 2
+    sampled = Sampled(task=task, samples=samples, indices=indices, cut=cut)
+    try:
+        sizes = [sum(_sizes(sampled.batch(place, place + 1)[:1])) for place in range(number)]
+    except ContractError:  # a collate that wants several samples
+        return sampled
+    return sampled.ordered(sizes, cut)
+
+
+def _sizes(parts: Iterable[Any]) -> list[int]:
+    """How many numbers each tensor in a batch's parts has."""
+    nests = (dict(part) if isinstance(part, Mapping) else part for part in parts)
+    return [leaf.numel() for nest in nests for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def take_samples(task: Task) -> Sampled:
@@ -50,29 +95,7 @@ def take_samples(task: Task) -> Sampled:
         again = task.train_set()
     if again is not train_set:
         _check_alike(train_set, again, samples, task)
-    return _short_ones_first(Sampled(task=task, samples=samples, indices=indices))
-
-
-def _short_ones_first(sampled: Sampled) -> Sampled:
-    """The samples in the order of their sizes, so that the first part's padding is shorter than the whole batch's.
-
-    A model that takes padding for tokens gives then other outputs for the part, and is found out.
-    """
-    try:
-        sizes = [_numbers_in(sampled.batch(place, place + 1).inputs) for place in range(len(sampled))]
-    except ContractError:  # a collate that wants several samples
-        return sampled
-    order = sorted(range(len(sampled)), key=lambda place: sizes[place])  # stable: of one size as they are
-    return replace(
-        sampled,
-        samples=[sampled.samples[place] for place in order],
-        indices=[sampled.indices[place] for place in order],
-    )
-
-
-def _numbers_in(inputs: Any) -> int:
-    leaves = pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
-    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+    return _sampled(task, samples, indices)
 
 
 def take_others(task: Task) -> Sampled:
@@ -80,7 +103,7 @@ def take_others(task: Task) -> Sampled:
     train_set = task.train_set()
     last = len(train_set) - 1
     indices = [last * part // (MOST - 1) for part in range(MOST)]
-    return _short_ones_first(Sampled(task=task, samples=_same_samples(train_set, indices), indices=indices))
+    return _sampled(task, _same_samples(train_set, indices), indices)
 
 
 def _same_samples(train_set: Any, indices: Sequence[int]) -> list[Any]:

@@ -1,7 +1,7 @@
 """A trial: the task's model in one process, called as a training step calls it, with its draws answered by sample."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -136,6 +136,15 @@ class Trial:
         for (first, last), each in zip(parts, found, strict=True):
             total, count = each.of(self.output(first, last)[0])
             yield total, float(count)
+
+    @contextmanager
+    def of(self, sampled: Sampled) -> Iterator[None]:
+        """Try other samples in the block."""
+        before, self.sampled = self.sampled, sampled
+        try:
+            yield
+        finally:
+            self.sampled = before
 
     def elsewhere(self) -> tuple[Tensor, float] | None:
         """Go on with samples from all over the set, where some count; their loss and count. None where none do."""
