@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from samestep.cluster.world import join
 from samestep.comm.shared_memory import backend
@@ -65,9 +67,31 @@ def wrong_collectives(kernels: Mapping[str, Mapping[str, str]]) -> list[str]:
             group = group_of(dist.PrefixStore(name, store), world.rank, world.world_size, {**os.environ, **environ})
             assert isinstance(group, SharedMemoryGroup)
             assert type(group.kernel).__name__.lower().startswith(name)
+            found += [f"{name}: {what}" for what in _without_memory(group)]
             found += [f"{name}: {what}" for what in _wrong(group, world.rank, world.world_size)]
             group.close()
     return found
+
+
+def _without_memory(group: SharedMemoryGroup) -> Iterator[str]:
+    """What takes a sharded tensor of DTensor, which has no numbers of its own, for numbers of the host's memory."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
+    plain = torch.ones(3)
+    calls: dict[str, Callable[[], Any]] = {
+        "all-reduce": lambda: group.allreduce([sharded]),
+        "broadcast": lambda: group.broadcast([sharded]),
+        "all-gather": lambda: group.allgather([[plain, plain]], [sharded]),
+        "all-gather base": lambda: group._allgather_base(torch.ones(6), sharded),
+        "reduce-scatter": lambda: group._reduce_scatter_base(sharded, torch.ones(6)),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except TypeError as error:
+            if "DTensor, which has no memory" in str(error):
+                continue
+        yield f"{name} of a sharded tensor"
 
 
 def _wrong(group: SharedMemoryGroup, rank: int, n: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 from model_tasks import NextWord
 from proving import prove, same
 from small_tasks import Points
-from tiny_texts import Averaged, Decoder, Encoder, Texts, bert, gpt2, llama
+from tiny_texts import Averaged, Decoder, Encoder, Texts, WeighingBlocks, bert, gpt2, llama
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -150,6 +150,8 @@ BERT = recipe(Texts(bert))
 LLAMA = recipe(Texts(llama, causal=True))
 TIED = recipe(Texts(partial(llama, tie_word_embeddings=True), causal=True))
 GPT2 = recipe(Texts(gpt2, causal=True))
+WEIGHING = recipe(Texts(partial(WeighingBlocks, causal=False), causal=True))
+WEIGHING_BEFORE = recipe(Texts(partial(WeighingBlocks, causal=True), causal=True))
 ENCODER = recipe(Texts(Encoder))
 
 SAME: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
@@ -257,6 +259,8 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
         "shards, tokens split": (BERT, "fsdp2 tp2 sequence=split recompute=full", {}),
         "shards offloaded": (LLAMA, "fsdp2 tp2 sequence=split offload=parameters", {}),
         "parts of the tokens": (LLAMA, "cp2 tp2", {}),
+        "parts of the tokens, PyTorch's attention": (WEIGHING, "cp2 tp2", {}),
+        "parts of the tokens, PyTorch's attention with a mask": (WEIGHING_BEFORE, "cp2 tp2", {}),
         "parts of the tokens, split again": (BERT, "cp2 tp2 sequence=split", {}),
         "four slices": (BERT, "tp4", {}),
         "four slices of two key-value heads": (LLAMA, "tp4", {}),

@@ -93,6 +93,39 @@ class Averaged(nn.Module):
         return self.head(attended.mean(0)) * weights.square().sum((1, 2))[:, None]
 
 
+class Weighing(nn.Module):
+    """A block whose attention is asked for its weights, which it then lays aside."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.norm, self.attention = nn.LayerNorm(16), nn.MultiheadAttention(16, 4, batch_first=True)
+        self.after = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed, mask = self.norm(x), None
+        if self.causal:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        x = x + self.attention(normed, normed, normed, attn_mask=mask)[0]
+        return x + self.after(x).relu()
+
+
+class WeighingBlocks(nn.Module):
+    """Two such blocks. With a causal mask, which a block makes itself, tokens can't be split in its attention."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(Weighing(causal) for _ in range(2))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embedding(input_ids)  # [batch, tokens, 16]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # [batch, tokens, vocabulary]
+
+
 class Texts(samestep.Task):
     """Random token ids; one of three classes for each text, or the next token after each."""
 

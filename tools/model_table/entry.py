@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.tasks import HuggingFace
+from samestep.tasks.gather import takes_gather
 from samestep.tasks.metric import Metric, Share
 
 Row = Mapping[str, Any]
-Loss = Callable[[Any, Any], tuple[Tensor, int]]
+Loss = Callable[..., tuple[Tensor, int]]  # (output, targets), and gather where it asks for it -> sum and count
 
 SAMPLES, HELD_OUT = 18, 5
 
@@ -35,7 +36,7 @@ class Entry:
     model: Callable[[], nn.Module]
     row: Callable[[int], Row]  # sample number -> its tensors; of one's own models with a key "target"
     collate: Callable[[list[Row]], Mapping[str, Any]]
-    loss: Loss | None = None  # (output, targets) -> sum and count; None: the model's own, through HuggingFace
+    loss: Loss | None = None  # None: the model's own, through HuggingFace
     stages: int = 4  # how many parts stand one behind the other, which is the most stages it can have
     impossible: Mapping[str, str] = field(default_factory=dict)  # axis (tp, pp, cp, tokens) -> why none can exist
 
@@ -74,10 +75,22 @@ class OwnTask(samestep.Task):
         return total.detach().double().reshape(1, 1), torch.tensor([[count]])
 
 
+class OwnTaskOfPairs(OwnTask):
+    """Trains an entry whose loss holds the two sides of a sample against those of the whole batch."""
+
+    def loss(self, output: Any, batch: samestep.Batch, gather: samestep.Gather) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._loss(output, batch.targets, gather)
+
+    def scores(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor]:
+        """The likeness of the two sides, which is a sample's own."""
+        left, right = output
+        return (left * right).sum().detach().double().reshape(1, 1), torch.tensor([[len(left)]])
+
+
 def task_of(entry: Entry) -> samestep.Task:
     """The entry as what samestep trains."""
     if entry.loss is not None:
-        return OwnTask(entry)
+        return OwnTaskOfPairs(entry) if takes_gather(entry.loss) else OwnTask(entry)
     rows = [entry.row(index) for index in range(SAMPLES + HELD_OUT)]
     return HuggingFace(model=entry.model, data=rows[:SAMPLES], eval_data=rows[SAMPLES:], collator=entry.collate)
 

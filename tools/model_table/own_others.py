@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import samestep
 from model_table.entry import OF_VECTORS, Entry, Row, numbers, stacked, without_tokens, words
 
 
@@ -120,10 +121,10 @@ def _pair(index: int) -> Row:
     return {"left": numbers(index, 12), "right": numbers(index + 40, 9), "target": float(index % 2)}
 
 
-def _in_batch(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, int]:
+def _in_batch(output: tuple[Tensor, Tensor], target: Tensor, gather: samestep.Gather) -> tuple[Tensor, int]:
     """Each left belongs to its right, and all other rights of the batch are its negatives."""
     left, right = output
-    return F.cross_entropy(left @ right.T, torch.arange(len(left)), reduction="sum"), len(left)
+    return F.cross_entropy(left @ gather(right).T, gather.rows(left), reduction="sum"), len(left)
 
 
 class Points(nn.Module):

@@ -1,7 +1,8 @@
 """Attributes of a model's modules as they were, so that what a look or a try has changed can be taken back."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import update_wrapper
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,32 @@ class Attributes:
         for holder, content in self._contents:
             holder.clear()
             (holder.extend if isinstance(holder, list) else holder.update)(content)
+
+
+class WrappedForward:
+    """A module's forward with something around it, which stays when the forward itself is replaced later."""
+
+    def __init__(self, inner: Callable[..., Any], around: Callable[..., Any]) -> None:
+        """`around` is called with the inner forward and its arguments."""
+        self._inner = inner
+        self._around = around
+        update_wrapper(self, inner)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._around(self._inner, *arguments, **keywords)
+
+    def with_inner(self, forward: Callable[..., Any]) -> "WrappedForward":
+        """The same around another forward."""
+        inner = self._inner
+        return WrappedForward(
+            inner.with_inner(forward) if isinstance(inner, WrappedForward) else forward, self._around
+        )
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace what a module computes, and keep what was put around it."""
+    given = module.forward
+    module.forward = given.with_inner(forward) if isinstance(given, WrappedForward) else forward
 
 
 @contextmanager

@@ -263,6 +263,12 @@ def _operation(opts: Any) -> int | None:
 
 
 def _dense(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers lie in a row in this host's memory. Raises TypeError for one without a memory."""
+    if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided and not tensor.data_ptr():
+        raise TypeError(
+            f"a collective is given a {type(tensor).__name__}, which has no memory of its own; "
+            "give it the local tensor (DTensor.to_local())"
+        )
     return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
@@ -272,7 +278,7 @@ def _summable(tensor: Tensor) -> bool:
 
 def _alike(parts: Sequence[Tensor], given: Tensor) -> bool:
     """Whether every rank gives as much as this one, which the places for what they give tell."""
-    return all(part.shape == given.shape and _dense(part) for part in parts) and _dense(given)
+    return _dense(given) and all(part.shape == given.shape and _dense(part) for part in parts)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from samestep.parallel.attributes import WrappedForward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.recorder import along
@@ -169,9 +170,8 @@ def _token_dim(seen: Seen, tokens: int) -> int | None:
 
 def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now: Now) -> None:
     """Make a module work on all tokens. Every rank computes the same in it, with the same gradients."""
-    inner: Callable[..., Any] = module.forward
 
-    def forward(*arguments: Any, **keywords: Any) -> Any:
+    def on_all_tokens(inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         leaves, form = pytree.tree_flatten((arguments, keywords))
         taken: dict[int, Tensor] = {}  # a tensor that is given twice is gathered once
         for index, leaf in enumerate(leaves):
@@ -189,7 +189,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
             results[index] = messages.split(results[index], dim)
         return pytree.tree_unflatten(results, form)
 
-    module.forward = forward
+    module.forward = WrappedForward(module.forward, on_all_tokens)
 
 
 def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:

@@ -8,7 +8,6 @@ all tokens on every rank.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from samestep.parallel.attributes import Attributes, evaluating
+from samestep.parallel.attributes import Attributes, WrappedForward, evaluating
 from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import mixing
@@ -198,7 +197,7 @@ def split_run(model: nn.Module, run: Run, group: dist.ProcessGroup, now: Now) ->
     for module, each in zip(modules, run, strict=True):
         module.register_forward_pre_hook(_splitting(each, group, lengths), with_kwargs=True)
         if any(True for _ in module.children()):  # a lone linear layer draws nothing
-            module.forward = _on_own_tokens(module.forward, each.dim, group, lengths, now)
+            module.forward = WrappedForward(module.forward, _on_own_tokens(each.dim, group, lengths, now))
     modules[-1].register_forward_hook(_gathering(run[-1].dim, group, lengths))
 
 
@@ -223,11 +222,8 @@ def _gathering(dim: int, group: dist.ProcessGroup, lengths: list[int]) -> Callab
     return hook
 
 
-def _on_own_tokens(
-    forward: Callable[..., Any], dim: int, group: dist.ProcessGroup, lengths: Sequence[int], now: Now
-) -> Callable[..., Any]:
-    @wraps(forward)
-    def on_own_tokens(*arguments: Any, **keywords: Any) -> Any:
+def _on_own_tokens(dim: int, group: dist.ProcessGroup, lengths: Sequence[int], now: Now) -> Callable[..., Any]:
+    def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         first = group.rank() * part_length(lengths[0], group.size())
         with now.holding(Portion(activations={dim: first})):
             return forward(*arguments, **keywords)

@@ -84,9 +84,13 @@ class Comparison:
         trace: Trace,
         streams: Sequence[Stream],
         group: dist.ProcessGroup,
+        everyone: dist.ProcessGroup,
         given: Mapping[str, str] | None,
     ) -> None:
-        """`given` is the user's plan, of which what a message tells to paste is a continuation."""
+        """`everyone`: all ranks that run the model's forward together, whose tokens may be split besides.
+
+        `given` is the user's plan, of which what a message tells to paste is a continuation.
+        """
         self._given = given or {}
         self._model = model
         self._layout = layout
@@ -94,6 +98,7 @@ class Comparison:
         self._trace = trace
         self._streams = streams
         self._group = group
+        self._everyone = everyone
 
     def hold(
         self, example: Any, expected: Output, vocabulary: Vocabulary, failed: Exception | None, *, rehearse: bool
@@ -108,7 +113,7 @@ class Comparison:
         device = next(self._model.parameters()).device
         if failed is None and rehearse:
             failed = self._rehearse(example, marks)
-        if not agree(failed is None, self._group, device):  # before a forward, in which the others would wait
+        if not agree(failed is None, self._everyone, device):  # before a forward, in which the others would wait
             return self._departure(replace(expected, marks=expected.marks if failed else []), found, failed)
         try:
             with torch.no_grad():
@@ -116,7 +121,7 @@ class Comparison:
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
             failed = error
         alike = failed is None and alike_numbers(found.numbers, expected.numbers)
-        if not agree(alike, self._group, device):
+        if not agree(alike, self._everyone, device):
             return self._departure(expected, found, failed)
         vocabulary.able = (
             expected.in_nests and not self._weights_after_logits() and self._able(example, expected, vocabulary)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from samestep.parallel.attributes import replace_forward
 from samestep.parallel.low_rank import base_of, updates_of
 from samestep.parallel.moment import Now, Portion
 from samestep.parallel.tensor.kinds import is_conv1d
@@ -73,7 +74,7 @@ def column(linear: nn.Module, entry: Message, region: Region, *, begins: bool) -
             region.begin(linear.training)
         return with_bias(product(x), linear)
 
-    linear.forward = forward
+    replace_forward(linear, forward)
 
 
 def shared_column(linear: nn.Module, entry: Message, region: Region, features: Tensor, *, begins: bool) -> None:
@@ -86,7 +87,7 @@ def shared_column(linear: nn.Module, entry: Message, region: Region, features: T
             region.begin(linear.training)
         return with_bias(product(x), linear).index_select(-1, features.to(x.device))
 
-    linear.forward = forward
+    replace_forward(linear, forward)
 
 
 def gathered(module: nn.Module, enter: Message, gather: Message) -> None:
@@ -106,7 +107,7 @@ def row(linear: nn.Module, region: Region) -> None:
     def forward(x: Tensor) -> Tensor:
         return with_bias(region.leave(product(x)), linear)
 
-    linear.forward = forward
+    replace_forward(linear, forward)
 
 
 def product_of(linear: nn.Module, around_dropout: Context = nullcontext) -> Message:
@@ -152,7 +153,7 @@ def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
         found = F.embedding(local.masked_fill(foreign, 0), embedding.weight, own_padding)
         return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0))
 
-    embedding.forward = forward
+    replace_forward(embedding, forward)
 
 
 def no_fast_path(model: nn.Module) -> None:

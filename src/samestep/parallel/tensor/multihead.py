@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from samestep.parallel.attributes import replace_forward
 from samestep.parallel.tensor import collectives
 from samestep.parallel.tensor.layers import Message, Region
 
@@ -53,7 +54,7 @@ def multihead(attention: nn.MultiheadAttention, entries: Mapping[str, Message], 
         weights = local.of_all_heads(weights, average_attn_weights)
         return output, weights if batched else weights.squeeze(0)
 
-    attention.forward = forward
+    replace_forward(attention, forward)
 
 
 class _LocalHeads:

@@ -122,6 +122,7 @@ class _Slicing:
     def apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, Plan]:
         """Slice what can be. Raises LayoutError, and leaves the model as it was, where nothing is left to slice."""
         model, layout, group = self.model, self.parts.layout, self.mesh.group("tensor")
+        everyone = self.mesh.group("context", "tensor")
         expected, before, table = self._expected, Attributes(self.model), dict(self.parts.table)
         whole: dict[str, str] = {}
         departure: Departure | None = None
@@ -153,12 +154,12 @@ class _Slicing:
                     )
             vocabulary = Vocabulary(self.mesh.grid["tensor"])
             failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.now, vocabulary))
-            comparison = Comparison(model, layout, plan, self.seen, streams, group, self.given)
+            comparison = Comparison(model, layout, plan, self.seen, streams, group, everyone, self.given)
             departure = comparison.hold(self.example, expected, vocabulary, failed, rehearse=uneven)
             if departure is None:
                 return vocabulary, plan
             self._take_back(before, table)
-            more = {name: departure.why for name in _leave_whole(departure, plan, group) if name not in whole}
+            more = {name: departure.why for name in _leave_whole(departure, plan, everyone) if name not in whole}
             if not more or (self.given and not departure.of_ours):
                 raise LayoutError(departure.sentence)
             whole |= more

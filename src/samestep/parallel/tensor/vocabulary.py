@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from samestep.parallel.attributes import replace_forward
 from samestep.parallel.parts import whole
 from samestep.parallel.tensor import collectives
 from samestep.parallel.tensor.layers import product_of, with_bias
@@ -48,7 +49,7 @@ class Vocabulary:
                 return DTensor.from_local(logits, self._mesh, [Shard(-1)], shape=shape, stride=stride)
             return collectives.gather(logits, self._group, lengths, -1)
 
-        linear.forward = forward
+        replace_forward(linear, forward)
 
     def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
         """A loss and a backward that can take slices of logits; from here on training forwards give some."""
