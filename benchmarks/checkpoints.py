@@ -28,14 +28,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from samestep.checkpoint.save import Saver
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.comm.mesh import new_group
 from samestep.engines.native import NativeTrainer
 from samestep.job import Job
 from samestep.jobfile import load
+from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 from samestep.training.state import save_state
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.comm.correctness import DTYPES, short
-from samestep.comm_bench.sizes import size_in_words
+from samestep.comm_bench.request import size_in_words
 from samestep.comm_bench.table import dtype_in_short, rate_in_words, seconds_in_words
 
 ROOT = Path(__file__).parent.parent

@@ -20,9 +20,9 @@ from rich.progress import Progress
 import samestep
 from samestep import jobfile
 from samestep.api import verify_layouts
+from samestep.display.tables import print_matrix
 from samestep.job import Job, Run
 from samestep.matrix import Row, layouts_of
-from samestep.report.tables import print_matrix
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("text", "language", "images", "regression")

@@ -20,8 +20,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import join
+from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.training.fit import try_out
 from samestep.training.usage import Usage

@@ -82,11 +82,11 @@ def pair(processes: int, steps: int, folder: Path) -> tuple[float, float]:
 
 def take_turns(folder: Path, steps: int) -> None:
     """One rank of a pair: both train, and take their steps in turns."""
-    from samestep.cluster.world import join
     from samestep.handwritten.loop import Loop
     from samestep.jobfile import load
+    from samestep.launch.world import join
     from samestep.layout import Layout
-    from samestep.tasks.resolve import resolve
+    from samestep.tasks.registry import resolve
     from samestep.training.fit import Training
 
     job = load(folder / "job.yaml").job
@@ -120,11 +120,9 @@ def handwritten(loop: Any, folder: Path | None) -> Iterator[None]:
 
 def samestep(training: Any, folder: Path | None) -> Iterator[None]:
     """What `samestep train` does in a step, with its records."""
-    from samestep.supervision.nonfinite import NonFinite
+    from samestep.fault_tolerance.nonfinite import NonFinite
     from samestep.training.loop import StepLog
-    from samestep.training.progress import Bar
-    from samestep.training.records import Records
-    from samestep.training.tally import Tally
+    from samestep.training.metrics_log import Bar, Records, Tally
 
     with Records(folder, tensorboard=True) as records, Bar("", training.total_steps, shown=False) as bar:
         guard = NonFinite(

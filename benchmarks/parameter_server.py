@@ -27,9 +27,7 @@ from samestep import environment, jobfile
 from samestep.api import train_job
 from samestep.job import Job
 from samestep.tasks.base import Batch
-from samestep.tasks.image_classification import ImageClassification
-from samestep.tasks.image_data import ImageData
-from samestep.tasks.image_model import ImageModel
+from samestep.tasks.image_classification import ImageClassification, ImageData, ImageModel
 
 DIGITS = Path(__file__).resolve().parent.parent / "examples" / "digits.yaml"
 

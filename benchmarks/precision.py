@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import samestep
-from samestep.cluster.world import join
 from samestep.job import Job
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.training.fit import Training
 

@@ -26,7 +26,7 @@ from notes import noted
 from rich.console import Console
 from rich.table import Table
 
-from samestep.comparison import process
+from samestep import subprocess_group
 
 HERE = Path(__file__).resolve().parent
 STEPS = 40
@@ -103,7 +103,7 @@ def take(way: Command, limit: float) -> Run:
     with TemporaryDirectory(prefix="samestep-recovery-") as place:
         folder = Path(place)
         times: list[float] = []
-        outcome = process.run(way(folder), limit=limit, meanwhile=partial(kill, folder, times, limit))
+        outcome = subprocess_group.run(way(folder), limit=limit, meanwhile=partial(kill, folder, times, limit))
         told = folder / "run" / "faults.jsonl"
         if told.is_file():
             restarts = len(told.read_text(encoding="utf-8").splitlines())

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 import samestep
 from samestep import environment, jobfile
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.job import Job, Run
+from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 
 WAYS: Mapping[str, Mapping[str, Any]] = {

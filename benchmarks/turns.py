@@ -33,13 +33,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.overhead import handwritten, samestep, shorten
-from samestep.cluster.world import World, join
 from samestep.handwritten.loop import Loop
 from samestep.job import Job, Run
 from samestep.jobfile import load
+from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.tasks.base import Batch, Task, call
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 
 SETTLE = 5  # steps until memory is allocated and caches are warm

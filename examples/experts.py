@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import samestep
-from samestep.tasks.text_classification import TextClassification
-from samestep.tasks.text_data import TextData
-from samestep.tasks.text_model import TextModel
+from samestep.tasks.text_classification import TextClassification, TextData, TextModel
 
 
 class Mixture(nn.Module):

@@ -8,7 +8,7 @@ from on_hosts import VARIABLES, python
 from small_jobs import steps_in, wait_until
 from testbed import Running, Testbed
 
-from samestep.cluster.start.limits import Limits
+from samestep.launch.node_spec import Limits
 
 _LIMITS = Limits()
 _GATHER = f"hosts gather for {_LIMITS.last_call:g} s"

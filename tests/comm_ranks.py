@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.cluster.start import local
 from samestep.comm import collectives, correctness, support, transports
 from samestep.comm.collectives import Buffers
 from samestep.comm_bench import run
-from samestep.comm_bench.asked import Asked
-from samestep.comm_bench.report import Report
+from samestep.comm_bench.request import Asked
+from samestep.comm_bench.results import Report
 from samestep.comm_bench.support import try_rank
+from samestep.launch import local
 
 SLOWER = 0.1  # seconds that each call of the second transport takes longer: more than a busy machine adds to each
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.tasks.metric import Share
+from samestep.tasks.metrics import Share
 
 
 class Towers(nn.Module):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from samestep.doctor.finding import Finding
+from samestep.doctor.findings import Finding
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.job import Job
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 
 WORDS = [f"word{number}" for number in range(30)]
 

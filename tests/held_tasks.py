@@ -12,7 +12,7 @@ from small_tasks import Points, Slow
 from torch import Tensor
 
 import samestep
-from samestep.supervision.counts import Counts, counts
+from samestep.fault_tolerance.collective_counts import Counts, counts
 
 _LONGER_THAN_ANY_TEST = 300.0  # seconds
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from small_jobs import wait_until
 
-from samestep.cluster.network.held_port import held_port
+from samestep.launch.network import held_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TOLD = str(SCRIPTS / "told.py")
@@ -41,7 +41,7 @@ def ranks_alive() -> list[psutil.Process]:
         try:
             words = process.cmdline()
             ours = process.environ().get("SAMESTEP_TEST") == os.environ["SAMESTEP_TEST"]
-            if ours and any(word == TOLD or word.startswith("samestep.cluster.start") for word in words):
+            if ours and any(word == TOLD or word.startswith("samestep.launch.start") for word in words):
                 found.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue

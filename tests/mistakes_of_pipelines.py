@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
-from samestep.parallel.pipeline.messages import Letter
-from samestep.parallel.pipeline.pipeline import Pipeline
+from samestep.parallel.pipeline.p2p import MessageId
+from samestep.parallel.pipeline.runner import Pipeline
 
 
 def pipeline_of(trainer: NativeTrainer) -> Pipeline:
@@ -35,7 +35,7 @@ class OtherSamples(Native):
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
-        def other(letter: Letter) -> list[Tensor]:
+        def other(letter: MessageId) -> list[Tensor]:
             tensors = receive(letter)
             return [tensor.flip(0) for tensor in tensors] if letter.kind == "F" else tensors
 
@@ -51,7 +51,7 @@ class NothingHandedBack(Native):
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
-        def nothing(letter: Letter) -> list[Tensor]:
+        def nothing(letter: MessageId) -> list[Tensor]:
             tensors = receive(letter)
             return [torch.zeros_like(tensor) for tensor in tensors] if letter.kind == "B" else tensors
 
@@ -67,7 +67,7 @@ class NotCarriedBack(Native):
         pipeline = pipeline_of(trainer)
         receive = pipeline.receive
 
-        def fewer(letter: Letter) -> list[Tensor]:
+        def fewer(letter: MessageId) -> list[Tensor]:
             tensors = receive(letter)
             first, *others = tensors
             return [torch.zeros_like(first), *others] if letter.kind == "B" and others else tensors

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.data.order import SampleOrder
+from samestep.launch import local
+from samestep.launch.world import join
 
 CLIP = 0.7
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from samestep.cluster.discover.place import Found, Given, OwnHost
-from samestep.cluster.discover.resolve import find
 from samestep.errors import UserError
+from samestep.launch.environments.base import Found, Given, OwnHost
+from samestep.launch.environments.registry import find
 
 
 class Here(OwnHost):

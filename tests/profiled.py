@@ -11,9 +11,9 @@ from small_tasks import Points
 from torch import Tensor, nn
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import Transport, join
 from samestep.job import Job, Profiling, Run
+from samestep.launch import local
+from samestep.launch.world import Transport, join
 from samestep.layout import Layout
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import StepProfiler

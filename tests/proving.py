@@ -6,12 +6,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.job import Job, Run
+from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.proof import Proof, Reference, hold_against, proof_job, reference
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 
 STEPS = 3
 

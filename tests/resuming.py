@@ -6,11 +6,11 @@ from typing import Any
 
 import samestep
 from samestep.api import _train_rank
-from samestep.cluster.start import local
-from samestep.cluster.world import join
+from samestep.fault_tolerance.rank import Round
 from samestep.job import Job, Run
+from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.supervision.round import Round
 
 # Every job makes groups of its own, whose threads stay to the end of the process, and some hundreds of them slow it.
 MOST = 25

@@ -15,10 +15,10 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from samestep.cluster.world import join
 from samestep.comm.shared_memory import backend
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.comm.traffic import Traffic
+from samestep.launch.world import join
 
 NO_COMPILER = {"CXX": "no-such-compiler"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

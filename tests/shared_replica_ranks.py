@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.cluster.world import join
 from samestep.engines.shared_replicas import SharedReplicasTrainer
 from samestep.job import Job, Run
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel import shared_replicas
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 from samestep.training.usage import Usage
 

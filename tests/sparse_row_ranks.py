@@ -10,14 +10,14 @@ from small_tasks import Points
 from torch import Tensor, nn
 
 import samestep
-from samestep.cluster.world import join
 from samestep.comm.shared_memory import backend
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
 from samestep.comm.traffic import Traffic
 from samestep.job import Job, Run
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.sparse_rows import RowExchange, find_tables
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 
 USERS, ITEMS, TAGS = 900, 700, 60

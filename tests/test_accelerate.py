@@ -12,7 +12,7 @@ from small_tasks import Words
 from tiny_models import Tiny
 
 import samestep
-from samestep.engines import resolve
+from samestep.engines import registry
 from samestep.layout import Layout
 
 pytest.importorskip("accelerate")
@@ -151,4 +151,4 @@ def test_layouts_that_it_has_not_are_refused(layout: str, message: str) -> None:
 def test_a_package_that_is_not_there_is_named(engine: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(samestep.UserError, match=f"needs {engine}, which is not installed; {command}"):
-        resolve.check(resolve.resolve(engine), Layout.parse("dp2"), "fp32")
+        registry.check(registry.resolve(engine), Layout.parse("dp2"), "fp32")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep import CheckpointError, LoRA, UserError
-from samestep.checkpoint.metadata import entries, read_metadata
-from samestep.convert.conversion import convert
+from samestep.checkpoint.safe_index import entries, read_metadata
+from samestep.convert.convert import convert
 from samestep.inference import evaluate, load_model
 from samestep.job import Checkpointing, Job
 from samestep.parallel.low_rank import adapted_layers

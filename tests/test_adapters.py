@@ -12,7 +12,7 @@ from torch import nn
 import samestep
 from samestep import Evaluation, LoRA
 from samestep.parallel.low_rank import adapted_layers
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.training.fit import build_model
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")]

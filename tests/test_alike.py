@@ -9,27 +9,27 @@ from pathlib import Path
 import pytest
 
 import samestep
-from samestep.cluster.network.store import store_at
-from samestep.cluster.start import alike, clocks
-from samestep.cluster.start.part import Part
-from samestep.cluster.start.roll_call import RollCall
 from samestep.errors import StartError, UserError
+from samestep.launch import clock_skew, consistency
+from samestep.launch.handshake import Handshake
+from samestep.launch.network import store_at
+from samestep.launch.node_spec import NodeSpec
 
-SOURCES = alike._SOURCES
+SOURCES = consistency._SOURCES
 
 
-def part(host: str, *command: str, **values: object) -> Part:
+def part(host: str, *command: str, **values: object) -> NodeSpec:
     known = {"job": "one", "most": 2, "num_procs": 1, "logs": "logs", "command": command or ("x",)}
-    return Part(**{"host": host, **known, **values})  # pyright: ignore
+    return NodeSpec(**{"host": host, **known, **values})  # pyright: ignore
 
 
-def told(host: Part) -> dict[str, object]:
+def told(host: NodeSpec) -> dict[str, object]:
     """What a host tells, as it comes out of the store."""
-    return json.loads(json.dumps({"host": host.host, **alike.told(host)}))
+    return json.loads(json.dumps({"host": host.host, **consistency.told(host)}))
 
 
-def message(first: Part, second: Part) -> str | None:
-    found = alike.difference(told(first), told(second))
+def message(first: NodeSpec, second: NodeSpec) -> str | None:
+    found = consistency.difference(told(first), told(second))
     return found[1] if found is not None else None
 
 
@@ -45,7 +45,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (("a.py", "a = 1\n"), ("inner/b.py", "b = 2\n"), ("inner/a.py", "a = 1\n")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    monkeypatch.setattr(alike, "_SOURCES", folder)
+    monkeypatch.setattr(consistency, "_SOURCES", folder)
     return folder
 
 
@@ -53,12 +53,12 @@ def test_checkouts_of_one_version_that_differ_are_told_apart(package: Path, monk
     first = told(part("host-a"))
     other = package.parent / "two"
     shutil.copytree(package, other)
-    monkeypatch.setattr(alike, "_SOURCES", other)
-    assert alike.difference(first, told(part("host-b"))) is None
+    monkeypatch.setattr(consistency, "_SOURCES", other)
+    assert consistency.difference(first, told(part("host-b"))) is None
     (other / "inner" / "b.py").write_text("b = 3\n", encoding="utf-8")
-    found = alike.difference(first, told(part("host-b")))
+    found = consistency.difference(first, told(part("host-b")))
     assert found is not None
-    digests = first["samestep sources"], alike.digest_of(other)
+    digests = first["samestep sources"], consistency.digest_of(other)
     assert found[1] == (
         f'the hosts of this job differ in their samestep sources: host-a has "{digests[0]}", host-b has '
         f'"{digests[1]}"; install the same on both'
@@ -66,14 +66,14 @@ def test_checkouts_of_one_version_that_differ_are_told_apart(package: Path, monk
 
 
 def test_the_digest_of_sources_is_that_of_the_files_and_their_places(package: Path) -> None:
-    before = alike.digest_of(package)
+    before = consistency.digest_of(package)
     for name in ("__pycache__/a.cpython-311.pyc", "notes.txt", ".#a.py"):
         (package / name).parent.mkdir(exist_ok=True)
         (package / name).write_bytes(b"x")
     os.utime(package / "a.py", (0, 0))
-    assert alike.digest_of(package) == before
+    assert consistency.digest_of(package) == before
     (package / "inner" / "a.py").rename(package / "inner" / "c.py")
-    assert alike.digest_of(package) != before
+    assert consistency.digest_of(package) != before
 
 
 def test_the_digest_of_samestep_costs_no_time() -> None:
@@ -81,7 +81,7 @@ def test_the_digest_of_samestep_costs_no_time() -> None:
     taken = []
     for _ in range(3):
         began = time.perf_counter()
-        alike.digest_of(SOURCES)
+        consistency.digest_of(SOURCES)
         taken.append(time.perf_counter() - began)
     assert min(taken) < 0.5  # on a busy machine; about 0.015 s on another
 
@@ -183,14 +183,14 @@ def test_a_host_that_joins_later_is_compared_too(
     for file in files:
         file.parent.mkdir()
         file.write_text("lr = 1\n", encoding="utf-8")
-    monkeypatch.setattr(clocks, "_PATIENCE", 0.1)  # the first host's ranks are only pretended: nobody answers
+    monkeypatch.setattr(clock_skew, "_PATIENCE", 0.1)  # the first host's ranks are only pretended: nobody answers
     store = store_at("127.0.0.1")
     where = {"address": "127.0.0.1", "port": store.port, "fewest": 1, "controlled": controlled}
-    RollCall(part("host-a", str(files[0]), **where)).agree()
+    Handshake(part("host-a", str(files[0]), **where)).agree()
     later = part("host-b", str(files[1]), **where, node_rank=1)
     files[1].write_text("lr = 2\n", encoding="utf-8")
     # Whoever brings the hosts up takes the first for one that may be tried again, and the second for the job's end.
     with pytest.raises(error, match=r"differ in their script: host-a has .*, host-b has .*; copy the same"):
-        RollCall(later).agree()
+        Handshake(later).agree()
     files[1].write_text("lr = 1\n", encoding="utf-8")
-    RollCall(later).agree()
+    Handshake(later).agree()

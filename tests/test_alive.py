@@ -5,19 +5,19 @@ from collections.abc import Iterator
 import pytest
 from small_jobs import wait_until
 
-from samestep.cluster.network.store import store_at
-from samestep.cluster.start.alive import Alive, Peer
-from samestep.cluster.start.limits import Limits
+from samestep.launch.network import store_at
+from samestep.launch.node_heartbeat import NodeHeartbeat, Peer
+from samestep.launch.node_spec import Limits
 
 SILENCE = 2.0
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[Alive, Alive]]:
+def hosts() -> Iterator[tuple[NodeHeartbeat, NodeHeartbeat]]:
     """Two hosts whose ranks run."""
     store = store_at("127.0.0.1")
     limits = Limits(silence=SILENCE)
-    both = [Alive("127.0.0.1", store.port, job="one", node=node, limits=limits) for node in (0, 1)]
+    both = [NodeHeartbeat("127.0.0.1", store.port, job="one", node=node, limits=limits) for node in (0, 1)]
     for node, alive in enumerate(both):
         other = both[1 - node]
         alive.enter(0, [Peer(node=1 - node, name=f"host-{'ab'[1 - node]}", agent=other.agent)], dict)
@@ -27,7 +27,9 @@ def hosts() -> Iterator[tuple[Alive, Alive]]:
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_host_that_falls_silent_is_lost_also_while_the_others_save(hosts: tuple[Alive, Alive], saves: bool) -> None:
+def test_a_host_that_falls_silent_is_lost_also_while_the_others_save(
+    hosts: tuple[NodeHeartbeat, NodeHeartbeat], saves: bool
+) -> None:
     one, other = hosts
     assert one.lost() is None
     if saves:
@@ -40,7 +42,9 @@ def test_a_host_that_falls_silent_is_lost_also_while_the_others_save(hosts: tupl
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_host_whose_rank_failed_is_seen_also_while_the_others_save(hosts: tuple[Alive, Alive], saves: bool) -> None:
+def test_a_host_whose_rank_failed_is_seen_also_while_the_others_save(
+    hosts: tuple[NodeHeartbeat, NodeHeartbeat], saves: bool
+) -> None:
     one, other = hosts
     if saves:
         one.leave("changes")

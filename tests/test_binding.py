@@ -12,12 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.cluster.binding import Binding, bindings, chosen, in_words
-from samestep.cluster.machine import Core, Machine, describe, list_of, numbers_of, this_machine
-from samestep.cluster.start.rank_command import rank_command
 from samestep.errors import UserError
+from samestep.launch.affinity import (
+    Binding,
+    Core,
+    Machine,
+    bindings,
+    chosen,
+    describe,
+    in_words,
+    list_of,
+    numbers_of,
+    this_machine,
+)
+from samestep.launch.worker import rank_command
 
-ENTRY = [sys.executable, "-m", "samestep.cluster.start.rank_entry"]
+ENTRY = [sys.executable, "-m", "samestep.launch.rank_entry"]
 NO_RANK = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
 

@@ -19,7 +19,7 @@ from samestep.parallel.exact.float64 import in_float64
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, call
 from samestep.tasks.causal_lm import CausalLM
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 
 TINY = {"layers": 2, "hidden": 24, "heads": 4, "feed_forward": 40}
 WORDS = [f"word{number}" for number in range(30)]

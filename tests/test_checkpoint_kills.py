@@ -13,10 +13,9 @@ import pytest
 from small_tasks import Points
 
 import samestep
-from samestep.checkpoint.info import read_info
-from samestep.checkpoint.metadata import read_metadata
-from samestep.checkpoint.sums import fault_of
-from samestep.cluster.start import fork_server
+from samestep.checkpoint.folder import fault_of, read_info
+from samestep.checkpoint.safe_index import read_metadata
+from samestep.launch import fork_server
 
 TESTS = Path(__file__).parent
 

@@ -72,7 +72,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*arguments: Any, **options: Any) -> None:
         raise StartedError
 
-    monkeypatch.setattr("samestep.cluster.start.local.start", start)
+    monkeypatch.setattr("samestep.launch.local.start", start)
 
 
 # The arguments, and what the one message says: what is wrong, and where that can be said, what would do.

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from samestep.cluster.network.store import store_at
-from samestep.cluster.start import clocks
-from samestep.cluster.start.clocks import Difference
-from samestep.cluster.start.part import Part
-from samestep.cluster.start.roll_call import RollCall
+from samestep.launch import clock_skew
+from samestep.launch.clock_skew import Difference
+from samestep.launch.handshake import Handshake
+from samestep.launch.network import store_at
+from samestep.launch.node_spec import NodeSpec
 
 
-def host(number: int, port: int, **values: object) -> Part:
+def host(number: int, port: int, **values: object) -> NodeSpec:
     known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "command": ("x",), "logs": "logs"}
     where = {"address": "127.0.0.1", "port": port, "node_rank": number, "start_timeout": 20.0}
-    return Part(**{"host": f"host-{'ab'[number]}", **known, **where, **values})  # pyright: ignore
+    return NodeSpec(**{"host": f"host-{'ab'[number]}", **known, **where, **values})  # pyright: ignore
 
 
 def ahead(seconds: float) -> Callable[[], float]:
@@ -27,12 +27,12 @@ def ahead(seconds: float) -> Callable[[], float]:
 def meet(seconds: float) -> None:
     """Two hosts meet, of which the second's clock is so much ahead."""
     store = store_at("127.0.0.1")
-    first = RollCall(host(0, store.port))
+    first = Handshake(host(0, store.port))
     thread = threading.Thread(target=first.agree)
     thread.start()
     while not first._there("samestep/node/0"):
         pass
-    RollCall(host(1, store.port), clock=ahead(seconds)).agree()
+    Handshake(host(1, store.port), clock=ahead(seconds)).agree()
     thread.join()
 
 
@@ -58,7 +58,7 @@ def test_clocks_that_agree_are_not_told(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_a_host_that_joins_later_is_told_too(capfd: pytest.CaptureFixture[str]) -> None:
     store = store_at("127.0.0.1")
-    first = RollCall(host(0, store.port, fewest=1))
+    first = Handshake(host(0, store.port, fewest=1))
     first.agree()
     over = threading.Event()
 
@@ -68,7 +68,7 @@ def test_a_host_that_joins_later_is_told_too(capfd: pytest.CaptureFixture[str]) 
 
     thread = threading.Thread(target=while_its_ranks_run)
     thread.start()
-    RollCall(host(1, store.port, fewest=1), clock=ahead(-60)).agree()
+    Handshake(host(1, store.port, fewest=1), clock=ahead(-60)).agree()
     over.set()
     thread.join()
     err = capfd.readouterr().err
@@ -80,10 +80,10 @@ def test_a_host_that_joins_later_is_told_too(capfd: pytest.CaptureFixture[str]) 
 def test_where_nobody_answers_the_job_begins_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(clocks, "_PATIENCE", 0.2)
+    monkeypatch.setattr(clock_skew, "_PATIENCE", 0.2)
     store = store_at("127.0.0.1")
-    RollCall(host(0, store.port, fewest=1)).agree()
-    RollCall(host(1, store.port, fewest=1), clock=ahead(60)).agree()
+    Handshake(host(0, store.port, fewest=1)).agree()
+    Handshake(host(1, store.port, fewest=1), clock=ahead(60)).agree()
     assert capfd.readouterr().err == ""
 
 

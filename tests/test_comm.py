@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from samestep.cli.main import main
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.comm import limits, measure
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.correctness import attempt, difference, known_values
-from samestep.comm_bench import asked, sizes, support
-from samestep.comm_bench.asked import Asked
+from samestep.comm_bench import request, support
 from samestep.comm_bench.plot import write_plot
-from samestep.comm_bench.report import Limits, Report
+from samestep.comm_bench.request import Asked
+from samestep.comm_bench.results import Limits, Report
 from samestep.comm_bench.table import console, dtype_in_short, print_report, seconds_in_words
+from samestep.launch import local
+from samestep.launch.world import join
 
 TESTS = Path(__file__).parent
 KB, MB = 1024, 1024**2
@@ -258,7 +258,7 @@ def test_a_wrong_result_on_one_rank_is_named_and_not_timed(capsys: pytest.Captur
 
 
 def test_the_model_is_found_again() -> None:
-    points = {size: 2e-5 + size / 3e9 for size in sizes.USUAL}
+    points = {size: 2e-5 + size / 3e9 for size in request.USUAL}
     latency, bandwidth, worst = measure.fit(points)
     assert latency == pytest.approx(2e-5)
     assert bandwidth == pytest.approx(3e9)
@@ -267,7 +267,7 @@ def test_the_model_is_found_again() -> None:
 
 def test_the_model_minimises_relative_differences() -> None:
     generator = np.random.default_rng(0)
-    points = {size: float((1e-4 + size / 1e9) * generator.uniform(0.8, 1.25)) for size in sizes.USUAL}
+    points = {size: float((1e-4 + size / 1e9) * generator.uniform(0.8, 1.25)) for size in request.USUAL}
     latency, bandwidth, worst = measure.fit(points)
     assert bandwidth is not None
 
@@ -380,11 +380,11 @@ def test_an_attempt_that_hangs_or_crashes_does_not_end_the_rest() -> None:
     ],
 )
 def test_sizes_are_read(text: str, wanted: tuple[int, ...]) -> None:
-    assert sizes.parse_sizes(text) == wanted
+    assert request.parse_sizes(text) == wanted
 
 
 def test_numbers_are_told_in_words() -> None:
-    assert [sizes.size_in_words(size) for size in (8, KB, 1536, MB, 256 * MB)] == [
+    assert [request.size_in_words(size) for size in (8, KB, 1536, MB, 256 * MB)] == [
         "8 B",
         "1 KB",
         "1.5 KB",
@@ -447,14 +447,14 @@ def test_a_mistake_is_told_in_one_message(
 def test_a_size_too_large_for_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(asked, "available_memory", lambda: 4 * 1024**3)
+    monkeypatch.setattr(request, "available_memory", lambda: 4 * 1024**3)
     assert main(["comm", "--processes", "4", "--device", "cpu", "--sizes", "1KB,1GB"]) == 2
     errors = capsys.readouterr().err
     assert "--sizes: 1 GB on 4 processes of this host needs 13.2 GB of memory, and 4 GB are free" in errors
     fitting = re.search(r"use sizes up to ([\d.]+) MB\n$", errors)
     assert fitting is not None
     assert 4 * (3 * float(fitting[1]) + 300) == pytest.approx(4096, rel=0.001)
-    monkeypatch.setattr(asked, "available_memory", lambda: 1024**3)
+    monkeypatch.setattr(request, "available_memory", lambda: 1024**3)
     assert main(["comm", "--processes", "4", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.endswith("use fewer processes\n")
 

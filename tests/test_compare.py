@@ -18,17 +18,14 @@ from rich.console import Console
 from torch import nn
 
 import samestep
-from samestep import environment
+from samestep import environment, subprocess_group
 from samestep.cli.main import main
-from samestep.comparison import figures, process
-from samestep.comparison.compare import _turns
-from samestep.comparison.entries import entries
+from samestep.comparison import results
+from samestep.comparison.compare import _turns, entries
 from samestep.comparison.methods import METHODS, Method, chosen
-from samestep.comparison.page.html import json_in_html
-from samestep.comparison.published import PUBLISHED
-from samestep.comparison.rows import Comparison, Row
-from samestep.comparison.same_step import BFLOAT16_TOLERANCE, SameStep
-from samestep.comparison.table import print_comparison
+from samestep.comparison.page.page import json_in_html
+from samestep.comparison.results import BFLOAT16_TOLERANCE, PUBLISHED, Comparison, Row, SameStep
+from samestep.comparison.terminal import print_comparison
 from samestep.engines.native import Native
 from samestep.handwritten.loop import Loop
 from samestep.job import Job, Run
@@ -193,7 +190,7 @@ def job(**recipe: Any) -> Job:
 
 def measured(name: str, *seconds: float, **row: Any) -> Row:
     runs = [
-        figures.Figures(
+        results.Figures(
             seconds=each,
             evaluation_seconds=0.0,
             startup_seconds=1.0,
@@ -345,7 +342,7 @@ def test_a_run_that_hangs_is_ended_with_all_that_it_started() -> None:
         "import subprocess, sys, time; subprocess.Popen(['sleep', '77.125'], start_new_session=True); time.sleep(60)"
     )
     began = time.monotonic()
-    outcome = process.run([sys.executable, "-c", program], limit=2.0)
+    outcome = subprocess_group.run([sys.executable, "-c", program], limit=2.0)
     assert outcome.code is None
     assert time.monotonic() - began < 30
     commands = read_of_processes("cmdline")
@@ -382,7 +379,7 @@ def test_mistakes_are_found_before_anything_starts(
     def start(*arguments: object, **more: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(process, "run", start)
+    monkeypatch.setattr(subprocess_group, "run", start)
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text("recipe: {task: regression, batch: 8}\nrun: {device: cpu}\n", encoding="utf-8")
     arguments, message = MISTAKES[mistake]

@@ -15,7 +15,7 @@ import samestep
 from samestep.data.loader import to_device
 from samestep.data.order import SampleOrder
 from samestep.parallel.complex_parameters import check_complex
-from samestep.parallel.initial import move
+from samestep.parallel.deferred_init import move
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:

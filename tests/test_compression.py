@@ -29,11 +29,10 @@ from torch.func import functional_call
 
 import samestep
 from samestep import jobfile
-from samestep.checkpoint.folder import name_of
-from samestep.checkpoint.info import read_info
-from samestep.checkpoint.recipes import changes
+from samestep.checkpoint.compatibility import changes
+from samestep.checkpoint.folder import name_of, read_info
+from samestep.display.tables import print_proof
 from samestep.errors import CheckpointError, UserError
-from samestep.report.tables import print_proof
 from samestep.validation import checked
 
 BATCH, SAMPLES, STEPS, EVALUATED, SAVED, CLIP = 10, 45, 12, 5, 7, 0.5

@@ -16,13 +16,11 @@ import torch
 from launching import free_port
 from small_jobs import wait_until
 
-from samestep.cluster.binding import bindings
-from samestep.cluster.contracts import keras, table
-from samestep.cluster.contracts.horovod import slots_of, variables_of
-from samestep.cluster.machine import this_machine
-from samestep.cluster.start import as_long_as
-from samestep.cluster.start.rank_command import rank_command
 from samestep.errors import UserError
+from samestep.launch.affinity import bindings, this_machine
+from samestep.launch.script_env import keras, registry, until_rank_ends
+from samestep.launch.script_env.horovod import slots_of, variables_of
+from samestep.launch.worker import rank_command
 from samestep.ranks import Ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -106,7 +104,7 @@ def servers_left() -> list[int]:
     """The helpers beside ranks that this test's jobs started and that are still there."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):
-        named = any(word.startswith("samestep.cluster.contracts.") for word in process.info["cmdline"] or [])
+        named = any(word.startswith("samestep.launch.script_env.") for word in process.info["cmdline"] or [])
         if named and (process.info["environ"] or {}).get("SAMESTEP_TEST") == str(os.getpid()):
             found.append(process.pid)
     return found
@@ -132,7 +130,7 @@ def test_workers_and_parameter_servers_end_with_their_chief() -> None:
 
 @pytest.mark.parametrize(("ends", "code"), [("chief", 0), ("command", 7)])
 def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str, code: int, tmp_path: Path) -> None:
-    announced = "from samestep.cluster.contracts.presence import announce; print(announce('127.0.0.1'), flush=True); "
+    announced = "from samestep.launch.script_env.sidecar import announce; print(announce('127.0.0.1'), flush=True); "
     chief = subprocess.Popen(
         [sys.executable, "-c", announced + "import time; time.sleep(60)"], stdout=subprocess.PIPE, text=True
     )
@@ -140,7 +138,7 @@ def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str,
     port = int(chief.stdout.readline())
     program = f"import pathlib, sys, time; pathlib.Path({str(tmp_path / 'began')!r}).touch(); "
     program += "time.sleep(60)" if ends == "chief" else "time.sleep(0.5); sys.exit(7)"
-    other = subprocess.Popen(as_long_as.wrapped("127.0.0.1", port, [sys.executable, "-c", program]))
+    other = subprocess.Popen(until_rank_ends.wrapped("127.0.0.1", port, [sys.executable, "-c", program]))
     try:
         if ends == "chief":
             wait_until((tmp_path / "began").exists)
@@ -236,11 +234,11 @@ def test_horovods_ranks_are_numbered_within_hosts_and_across() -> None:
 def test_hosts_are_numbered_as_the_launcher_says_or_as_ranks_are() -> None:
     ranks = Ranks(rank=5, world_size=8, local_rank=1, local_world_size=4)
     met = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    said = table.expected("deepspeed", ranks, met, 1)
+    said = registry.expected("deepspeed", ranks, met, 1)
     assert (said.variables["CROSS_RANK"], said.variables["CROSS_SIZE"]) == ("1", "2")
     assert said.arguments == ("--local_rank=1",)
     uneven = met | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}
-    said = table.expected("deepspeed:local-rank=no", ranks, uneven, 1)
+    said = registry.expected("deepspeed:local-rank=no", ranks, uneven, 1)
     assert (said.variables["CROSS_RANK"], said.variables["GROUP_WORLD_SIZE"]) == ("2", "3")
     assert said.arguments == ()
 
@@ -259,7 +257,7 @@ def test_hosts_are_numbered_as_the_launcher_says_or_as_ranks_are() -> None:
 )
 def test_a_wrong_engine_is_refused(engine: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        table.check(engine)
+        registry.check(engine)
 
 
 @pytest.mark.parametrize(
@@ -267,13 +265,13 @@ def test_a_wrong_engine_is_refused(engine: str, message: str) -> None:
 )
 def test_ranks_that_nobody_told_where_to_meet_are_refused(environ: Mapping[str, str], missing: str) -> None:
     with pytest.raises(UserError, match=f"^rank 0 of 2 has {missing} in its environment"):
-        table.expected("torch", RANK_0, environ, 1)
+        registry.expected("torch", RANK_0, environ, 1)
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="the package horovod is not installed; make horovod would do"):
-        table.expected("horovod", RANK_0, {}, 1)
+        registry.expected("horovod", RANK_0, {}, 1)
 
 
 @needs("accelerate", "pip install 'samestep[accelerate]'")
@@ -281,7 +279,7 @@ def test_a_script_of_accelerate_without_a_file_is_told_of_the_cpu(tmp_path: Path
     empty = {"HF_HOME": str(tmp_path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     on_cpu = {} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
     for environ, wanted in ((empty, on_cpu), (empty | {"ACCELERATE_USE_CPU": "false"}, {})):
-        found = table.expected("accelerate", RANK_0, environ, 1).variables
+        found = registry.expected("accelerate", RANK_0, environ, 1).variables
         assert {name: value for name, value in found.items() if name.startswith("ACCELERATE")} == wanted
 
 
@@ -289,8 +287,8 @@ def test_a_script_of_accelerate_without_a_file_is_told_of_the_cpu(tmp_path: Path
 def test_a_configuration_that_accelerate_refuses_is_named(tmp_path: Path) -> None:
     alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
     with pytest.raises(UserError, match=r"config=missing.yaml: there is no such file in"):
-        table.expected("accelerate:config=missing.yaml", alone, {}, 1)
+        registry.expected("accelerate:config=missing.yaml", alone, {}, 1)
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(CONFIG + "colour: blue\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"wrong.yaml: Accelerate can't launch from it: (.|\n)*colour"):
-        table.expected(f"accelerate:config={wrong}", alone, {}, 1)
+        registry.expected(f"accelerate:config={wrong}", alone, {}, 1)

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from samestep.cluster.start import controller
-from samestep.cluster.start.controller import Controller
-from samestep.cluster.start.link import Ended, Event, Told
-from samestep.cluster.start.outcome import Failure, Outcome
-from samestep.cluster.start.part import Part
-from samestep.cluster.start.starter import Bring
+from samestep.launch import controller
+from samestep.launch.controller import AgentMessage, Controller, Ended, Event
+from samestep.launch.failure import Failure, Outcome
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.starter import AgentCommand
 
 TRIES = 5
 GONE = "gone"  # the host is never reached
@@ -33,7 +32,7 @@ class Reached:
     waits: list[float]  # how long worker-2 is waited for, as often as it is lost
     working: "list[Reached]"
 
-    def __init__(self, bring: Bring, request: bytes, events: "SimpleQueue[Event]") -> None:
+    def __init__(self, bring: AgentCommand, request: bytes, events: "SimpleQueue[Event]") -> None:
         self.bring = bring
         self.began = time.monotonic()
         self.started: set[str] = set()
@@ -59,7 +58,7 @@ class Reached:
             self._end()
 
     def _tell(self, host: str, **values: Any) -> None:
-        self._events.put(Told(link=self, values={"host": host, **values}))  # pyright: ignore[reportArgumentType]
+        self._events.put(AgentMessage(link=self, values={"host": host, **values}))  # pyright: ignore[reportArgumentType]
 
     def _end(self) -> None:
         self._events.put(Ended(link=self))  # pyright: ignore[reportArgumentType]
@@ -98,10 +97,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
         monkeypatch.setattr(Reached, "says", says, raising=False)
         monkeypatch.setattr(Reached, "tries", {}, raising=False)
         monkeypatch.setattr(Reached, "working", [], raising=False)
-        parts = [Part(job="one", host=host, num_procs=1, command=("x",), logs="logs") for host in says]
+        parts = [NodeSpec(job="one", host=host, num_procs=1, command=("x",), logs="logs") for host in says]
         groups = [tuple(parts)] if together else [(part,) for part in parts]
         job = Controller(
-            [Bring(command=("ssh",), parts=group) for group in groups], ".", {}, notice=0.1, elastic=True
+            [AgentCommand(command=("ssh",), parts=group) for group in groups], ".", {}, notice=0.1, elastic=True
         )
         monkeypatch.setattr(Reached, "waits", [], raising=False)
         await_again = job._await

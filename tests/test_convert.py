@@ -16,7 +16,7 @@ from torch import Tensor
 
 import samestep
 from samestep.cli.main import main
-from samestep.convert.conversion import convert
+from samestep.convert.convert import convert
 from samestep.convert.formats import FORMATS
 from samestep.job import Job
 
@@ -80,7 +80,7 @@ def test_the_folder_of_a_checkpoint_needs_no_job(tmp_path: Path) -> None:
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from samestep.tasks.resolve import resolve
+    from samestep.tasks.registry import resolve
 
     recipe = classifier(tmp_path)
     torch.save(model_of(recipe).state_dict(), tmp_path / "plain.pt")
@@ -161,7 +161,7 @@ def test_language_models_tie(tmp_path: Path) -> None:
 STREAMING = """
 import json, sys, threading
 from pathlib import Path
-from samestep.convert.conversion import convert
+from samestep.convert.convert import convert
 
 def own_bytes():
     return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) * 1024

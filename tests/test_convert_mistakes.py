@@ -14,7 +14,7 @@ from small_tasks import Points
 
 import samestep
 from samestep.cli.main import main
-from samestep.convert.conversion import convert
+from samestep.convert.convert import convert
 from samestep.convert.formats import FORMATS
 from samestep.errors import UserError
 from samestep.job import Job

@@ -16,9 +16,9 @@ from small_tasks import Points
 from torch import Tensor, nn
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import join
-from samestep.convert.conversion import convert
+from samestep.convert.convert import convert
+from samestep.launch import local
+from samestep.launch.world import join
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'"

@@ -10,7 +10,7 @@ from formats import points_file
 from unsafe import renew_sums, trap_index, trap_tensors, trapped_state
 
 from samestep.cli.main import main
-from samestep.convert.conversion import convert
+from samestep.convert.convert import convert
 from samestep.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")

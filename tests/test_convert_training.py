@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from small_tasks import Points
 from torch import nn
 
-from samestep.convert.conversion import convert
+from samestep.convert.convert import convert
 from samestep.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")

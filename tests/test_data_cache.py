@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from samestep.data import byte_pairs, prepared, tokenizer
-from samestep.data.cache import Arrays, DataCache, digest
+from samestep.data import byte_pairs, tokenizer
+from samestep.data.cache import Arrays, DataCache, digest, sequences, stream, stream_tokenizer, text_tokenizer
 from samestep.errors import UserError
 
 LIMIT = 10**8
@@ -30,7 +30,7 @@ TEXTS = texts_of(0)
 
 
 def ids_of(texts: Sequence[str], cache: DataCache, length: int = 16) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    return prepared.sequences(texts, prepared.text_tokenizer(texts, 400, cache), length, cache)
+    return sequences(texts, text_tokenizer(texts, 400, cache), length, cache)
 
 
 def entries(cache: DataCache) -> list[Path]:
@@ -65,9 +65,9 @@ def test_a_hit_gives_the_ids_of_a_tokenizer_trained_now(cache: DataCache, monkey
 
 def test_a_stream_likewise(cache: DataCache, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = byte_pairs.train(TEXTS, 300).stream(TEXTS)
-    first = prepared.stream(TEXTS, prepared.stream_tokenizer(TEXTS, 300, cache), cache)
+    first = stream(TEXTS, stream_tokenizer(TEXTS, 300, cache), cache)
     refuse_to_train(monkeypatch)
-    again = prepared.stream(TEXTS, prepared.stream_tokenizer(TEXTS, 300, cache), cache)
+    again = stream(TEXTS, stream_tokenizer(TEXTS, 300, cache), cache)
     assert expected.tolist() == first.tolist() == again.tolist()
 
 
@@ -81,7 +81,7 @@ def test_another_text_length_or_vocabulary_is_another_entry(cache: DataCache) ->
         assert len(entries(cache)) > before
         assert all(np.array_equal(a, b) for a, b in zip(found, ids_of(texts, fresh, length), strict=True))
     before = len(entries(cache))
-    prepared.text_tokenizer(TEXTS, 401, cache)
+    text_tokenizer(TEXTS, 401, cache)
     assert len(entries(cache)) == before + 1
 
 

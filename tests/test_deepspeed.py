@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep import environment
-from samestep.cluster.start import local
-from samestep.cluster.world import join
+from samestep.launch import local
+from samestep.launch.world import join
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'"

@@ -12,7 +12,7 @@ from small_tasks import Points
 import samestep
 from samestep.engines.deepspeed import config as configuration
 from samestep.engines.deepspeed.config import Asked
-from samestep.engines.resolve import resolve
+from samestep.engines.registry import resolve
 from samestep.job import Job, Run
 from samestep.jobfile import load
 from samestep.layout import Layout

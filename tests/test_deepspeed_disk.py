@@ -17,7 +17,7 @@ from torch import nn
 import samestep
 from samestep import environment
 from samestep.api import verify_layouts
-from samestep.engines.deepspeed import disk
+from samestep.engines.deepspeed import nvme
 from samestep.job import Job, Run
 
 pytestmark = pytest.mark.skipif(
@@ -67,8 +67,8 @@ def test_what_is_on_disk_takes_the_step_of_one_process(tmp_path: Path) -> None:
 
 
 def test_without_the_extension_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(disk, "_BUILD", "raise SystemExit('libaio is not there')")
-    disk.build.cache_clear()
+    monkeypatch.setattr(nvme, "_BUILD", "raise SystemExit('libaio is not there')")
+    nvme.build.cache_clear()
     with pytest.raises(samestep.UserError, match=r"can't be built here \(libaio is not there\); .* libaio-dev"):
         samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=tmp_path)
 
@@ -76,16 +76,16 @@ def test_without_the_extension_it_says_what_to_install(monkeypatch: pytest.Monke
 def test_a_folder_that_is_not_there_is_named_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(disk, "_BUILD", "raise SystemExit('libaio is not there')")
-    disk.build.cache_clear()
+    monkeypatch.setattr(nvme, "_BUILD", "raise SystemExit('libaio is not there')")
+    nvme.build.cache_clear()
     folder = tmp_path / "nowhere"
     with pytest.raises(samestep.UserError, match=r"offload_folder is .*nowhere: there is no such folder"):
         samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=folder)
 
 
 def test_a_layout_that_can_not_be_is_a_row_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_BUILD", "raise SystemExit('it was built')")
-    disk.build.cache_clear()
+    monkeypatch.setattr(nvme, "_BUILD", "raise SystemExit('it was built')")
+    nvme.build.cache_clear()
     job = Job(recipe=recipe(), run=Run(engine="deepspeed", device="cpu"))
     (row,) = verify_layouts(job, ["zero1x2 offload=optimizer-disk"], steps=1)
     assert row.reason is not None
@@ -93,9 +93,9 @@ def test_a_layout_that_can_not_be_is_a_row_before_anything_is_built(monkeypatch:
 
 
 def test_a_build_that_waits_for_ever_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(disk, "_BUILD", "import time; time.sleep(60)")
-    monkeypatch.setattr(disk, "_LONGEST_BUILD", 0.5)
-    disk.build.cache_clear()
+    monkeypatch.setattr(nvme, "_BUILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(nvme, "_LONGEST_BUILD", 0.5)
+    nvme.build.cache_clear()
     with pytest.raises(samestep.UserError, match=r"not built after 0.5 seconds; .* named lock"):
         samestep.train(recipe(), "fsdp2 offload=optimizer-disk", engine="deepspeed", offload_folder=tmp_path)
 
@@ -109,9 +109,9 @@ def test_a_build_that_is_stopped_lets_go_of_its_lock(
         f"import os, pathlib, time; pathlib.Path({str(began)!r}).touch(); pathlib.Path({str(lock)!r}).touch()\n"
         f"try: time.sleep(60)\nfinally: os.remove({str(lock)!r})"
     )
-    monkeypatch.setattr(disk, "_BUILD", held)
-    monkeypatch.setattr(disk, "_LONGEST_BUILD", 4.0)
-    disk.build.cache_clear()
+    monkeypatch.setattr(nvme, "_BUILD", held)
+    monkeypatch.setattr(nvme, "_LONGEST_BUILD", 4.0)
+    nvme.build.cache_clear()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
     try:
         with pytest.raises(samestep.UserError, match=r"not built after 4.0 seconds"):

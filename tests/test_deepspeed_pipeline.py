@@ -14,8 +14,8 @@ from small_tasks import Points, Words
 from torch import Tensor, nn
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import join
+from samestep.launch import local
+from samestep.launch.world import join
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'"

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samestep.cluster import device
-from samestep.cluster.start import agent
-from samestep.cluster.start.part import Part
 from samestep.errors import UserError
+from samestep.launch import agent, device
+from samestep.launch.node_spec import NodeSpec
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def test_slots_beyond_a_hosts_accelerators_are_refused(visible: pytest.MonkeyPat
 
 def test_an_agent_refuses_such_slots_before_a_rank_starts(visible: pytest.MonkeyPatch) -> None:
     visible.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    asked = Part(job="one", host="worker-2", num_procs=1, chosen=(2,), command=(__file__,), logs="logs")
+    asked = NodeSpec(job="one", host="worker-2", num_procs=1, chosen=(2,), command=(__file__,), logs="logs")
     outcome = agent.run(asked)
     assert outcome.exit_code == 2
     assert "worker-2: slot 2, counted from 0, is asked for" in (outcome.message or "")

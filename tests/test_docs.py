@@ -17,13 +17,10 @@ from samestep.cli.main import _parser
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
 from samestep.job import Checkpointing, Profiling, Run
 from samestep.recipe import SGD, AdamW, Average, EarlyStop, Evaluation, Group, LoRA, NamedOptimizer, Recipe, Schedule
-from samestep.tasks.decoder_model import DecoderModel
-from samestep.tasks.image_data import ImageData
-from samestep.tasks.image_model import ImageModel
-from samestep.tasks.language_data import LanguageData
+from samestep.tasks.causal_lm import DecoderModel, LanguageData
+from samestep.tasks.image_classification import ImageData, ImageModel
 from samestep.tasks.regression import Regression
-from samestep.tasks.text_data import TextData
-from samestep.tasks.text_model import TextModel
+from samestep.tasks.text_classification import TextData, TextModel
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from findings import GIB, by_subject, only
 
 from samestep.cli.main import main
-from samestep.cluster.world import join
-from samestep.doctor import collectives, disk, examine, memory, trial
-from samestep.doctor.finding import Asked, Finding, ok
+from samestep.doctor import collectives, examine, machine
+from samestep.doctor.findings import Asked, Finding, ok
+from samestep.launch.world import join
 
 TESTS = Path(__file__).parent
 
@@ -62,18 +62,18 @@ def test_a_collective_with_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(trial, "_MODULE", "fake_trials")
+    monkeypatch.setattr(collectives, "_MODULE", "fake_trials")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *sys.path]))
     return monkeypatch
 
 
-CPU = trial.Trial(backend="gloo", device="cpu", ranks=2)
+CPU = collectives.Trial(backend="gloo", device="cpu", ranks=2)
 
 
 def test_a_collective_that_hangs_is_named_at_the_time_limit(faked: pytest.MonkeyPatch) -> None:
     faked.setenv("SAMESTEP_TEST_WAY", "hangs")
     began = time.monotonic()
-    found = only(trial.collectives(CPU, limit=6))
+    found = only(collectives.collectives(CPU, limit=6))
     assert time.monotonic() - began < 20
     assert found.verdict == "problem"
     assert found.text == (
@@ -83,7 +83,7 @@ def test_a_collective_that_hangs_is_named_at_the_time_limit(faked: pytest.Monkey
 
 def test_a_collective_that_fails_on_one_rank_is_named(faked: pytest.MonkeyPatch) -> None:
     faked.setenv("SAMESTEP_TEST_WAY", "fails")
-    found = only(trial.collectives(CPU, limit=60))
+    found = only(collectives.collectives(CPU, limit=60))
     assert found.verdict == "warning"
     assert "1 of 2 attempts fail on 2 ranks: broadcast of bfloat16" in found.text
     assert found.values["collectives"] == {"broadcast": {"bfloat16": False}, "reduce": {"float32": True}}
@@ -91,14 +91,14 @@ def test_a_collective_that_fails_on_one_rank_is_named(faked: pytest.MonkeyPatch)
 
 def test_ranks_that_cannot_start_are_a_problem(faked: pytest.MonkeyPatch) -> None:
     faked.setenv("SAMESTEP_TEST_WAY", "raises")
-    found = only(trial.collectives(CPU, limit=60))
+    found = only(collectives.collectives(CPU, limit=60))
     assert found.verdict == "problem"
     assert "RuntimeError: planted" in found.text
 
 
 @pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "trials", list)
+    monkeypatch.setattr(collectives, "trials", list)
 
 
 @pytest.mark.usefixtures("no_ranks")
@@ -133,11 +133,11 @@ def test_a_check_that_hangs_or_raises_is_named_and_the_others_are_made(monkeypat
 def test_a_problem_is_exit_code_1_and_a_warning_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory, "meminfo", lambda: {"MemTotal": 8 * GIB, "MemFree": GIB // 2})
-    monkeypatch.setattr(examine, "CHECKS", {"memory": memory.memory})
+    monkeypatch.setattr(machine, "meminfo", lambda: {"MemTotal": 8 * GIB, "MemFree": GIB // 2})
+    monkeypatch.setattr(examine, "CHECKS", {"memory": machine.memory})
     assert main(["doctor"]) == 0
     assert "warning: 1, problem: 0" in capsys.readouterr().out
-    monkeypatch.setattr(examine, "CHECKS", {"disks": disk.disks})
+    monkeypatch.setattr(examine, "CHECKS", {"disks": machine.disks})
     (tmp_path / "file").touch()
     assert main(["doctor", "--folder", str(tmp_path / "file" / "runs")]) == 1
     assert "problem: 1" in capsys.readouterr().out

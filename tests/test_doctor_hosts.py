@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from findings import only
 
-from samestep.doctor import host_list, hosts, ports
-from samestep.doctor.finding import Asked
-from samestep.doctor.host_list import Host
+from samestep.doctor import findings, network
+from samestep.doctor.findings import Asked, Host
 
 
 def test_hosts_are_read_from_a_list_and_from_a_file(tmp_path: Path) -> None:
-    hosts_of_a_list = host_list.parse_hosts("worker-1, 10.0.0.7:2222,[fd00::7],[fd00::8]:23")
+    hosts_of_a_list = findings.parse_hosts("worker-1, 10.0.0.7:2222,[fd00::7],[fd00::8]:23")
     assert [(host.name, host.port) for host in hosts_of_a_list] == [
         ("worker-1", 22),
         ("10.0.0.7", 2222),
@@ -24,38 +23,38 @@ def test_hosts_are_read_from_a_list_and_from_a_file(tmp_path: Path) -> None:
     assert list(map(str, hosts_of_a_list)) == ["worker-1", "10.0.0.7:2222", "[fd00::7]", "[fd00::8]:23"]
     file = tmp_path / "hosts"
     file.write_text("# two hosts\nworker-1 slots=4\n\nworker-2:2222   slots=2 # the other\n", encoding="utf-8")
-    assert list(map(str, host_list.read_hostfile(file))) == ["worker-1", "worker-2:2222"]
+    assert list(map(str, findings.read_hostfile(file))) == ["worker-1", "worker-2:2222"]
 
 
 def test_a_port_is_free_or_its_holder_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
-        found = only(ports.port(Asked(port=number)))
+        found = only(network.port(Asked(port=number)))
         assert found.verdict == "problem"
         name = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
         user = pwd.getpwuid(os.getuid()).pw_name
         assert found.values["held_by"] == [{"pid": os.getpid(), "name": name, "user": user}]
         assert f"{name} (process {os.getpid()} of {user})" in found.text
-    assert only(ports.port(Asked(port=number))).verdict == "ok"
+    assert only(network.port(Asked(port=number))).verdict == "ok"
 
 
 def test_the_loopback_works_and_is_a_problem_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(ports.loopback(Asked())).verdict == "ok"
-    monkeypatch.setattr(ports, "LOOPBACK", "203.0.113.1")  # a documentation address, which no host has
-    assert only(ports.loopback(Asked())).verdict == "problem"
+    assert only(network.loopback(Asked())).verdict == "ok"
+    monkeypatch.setattr(network, "LOOPBACK", "203.0.113.1")  # a documentation address, which no host has
+    assert only(network.loopback(Asked())).verdict == "problem"
 
 
 def test_a_host_is_reached_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ssh(tmp_path, monkeypatch, "exit 255")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
-        reached, _ = hosts.reached(Host(name="127.0.0.1", port=number))
+        reached, _ = network.reached(Host(name="127.0.0.1", port=number))
     assert reached.verdict == "ok"
     assert 0 < reached.values["round_trip_seconds"] < 1
-    closed = only(hosts.reached(Host(name="127.0.0.1", port=number)))
+    closed = only(network.reached(Host(name="127.0.0.1", port=number)))
     assert closed.verdict == "problem"
     assert "Connection refused" in closed.text
-    unknown = only(hosts.reached(Host(name="no-such-host.invalid")))
+    unknown = only(network.reached(Host(name="no-such-host.invalid")))
     assert unknown.verdict == "problem"
     assert "does not resolve" in unknown.text
 
@@ -74,7 +73,7 @@ def test_the_clocks_of_hosts_are_compared(
     fake_ssh(tmp_path, monkeypatch, f'date -d "{apart:+d} seconds" +%s.%N')
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
-        _, clock = hosts.reached(Host(name="127.0.0.1", port=number))
+        _, clock = network.reached(Host(name="127.0.0.1", port=number))
     assert clock.verdict == verdict
     assert clock.values["seconds_apart"] == pytest.approx(apart, abs=1)
     arguments = (tmp_path / "arguments").read_text(encoding="utf-8")
@@ -85,7 +84,7 @@ def test_the_clocks_of_hosts_are_compared(
 def test_a_clock_behind_a_password_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ssh(tmp_path, monkeypatch, "exit 255")
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        _, clock = hosts.reached(Host(name="127.0.0.1", port=listening.getsockname()[1]))
+        _, clock = network.reached(Host(name="127.0.0.1", port=listening.getsockname()[1]))
     assert clock.verdict == "ok"
     assert "not compared" in clock.text
 
@@ -101,15 +100,15 @@ def test_a_clock_behind_a_password_is_not_compared(tmp_path: Path, monkeypatch: 
 def test_the_own_name_leads_to_this_host(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], alone: str, with_others: str
 ) -> None:
-    monkeypatch.setattr(hosts, "_addresses", lambda name: addresses)
-    assert only(hosts.own_name(Asked())).verdict == alone
-    assert only(hosts.own_name(Asked(hosts=(Host(name="b"),)))).verdict == with_others
+    monkeypatch.setattr(network, "_addresses", lambda name: addresses)
+    assert only(network.own_name(Asked())).verdict == alone
+    assert only(network.own_name(Asked(hosts=(Host(name="b"),)))).verdict == with_others
 
 
 def test_a_chosen_interface_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-0")
-    found = only(hosts.own_name(Asked()))
+    found = only(network.own_name(Asked()))
     assert found.verdict == "problem"
     assert "no-such-0" in found.text
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", socket.if_nameindex()[0][1])
-    assert only(hosts.own_name(Asked(hosts=(Host(name="b"),)))).verdict == "ok"
+    assert only(network.own_name(Asked(hosts=(Host(name="b"),)))).verdict == "ok"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from findings import GIB, only
 
-from samestep.doctor import cores, disk, limits, memory, packages
-from samestep.doctor.finding import Asked
+from samestep.doctor import machine
+from samestep.doctor.findings import Asked
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -29,23 +29,23 @@ def test_the_quota_of_a_cgroup_is_read(tmp_path: Path, files: dict[str, str], qu
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="ascii")
-    assert cores.cpu_quota(tmp_path) == quota
+    assert machine.cpu_quota(tmp_path) == quota
 
 
 def test_a_quota_below_the_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "cpu_quota", lambda groups: 0.5)
-    found = only(cores.cores(Asked()))
+    monkeypatch.setattr(machine, "cpu_quota", lambda groups: 0.5)
+    found = only(machine.cores(Asked()))
     assert found.verdict == "warning"
     assert "--threads 1" in (found.remedy or "")
 
 
 def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "9999")
-    assert only(cores.threads(Asked())).verdict == "warning"
+    assert only(machine.threads(Asked())).verdict == "warning"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert only(cores.threads(Asked())).verdict == "ok"
+    assert only(machine.threads(Asked())).verdict == "ok"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert only(cores.threads(Asked())).verdict == "ok"
+    assert only(machine.threads(Asked())).verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -54,40 +54,40 @@ def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch) 
      (8 * GIB, 8 * GIB, "ok")],
 )  # fmt: skip
 def test_little_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch, total: int, free: int, verdict: str) -> None:
-    monkeypatch.setattr(memory, "SHARED", Path("/"))
+    monkeypatch.setattr(machine, "SHARED", Path("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(total, total - free, free))
-    found = only(memory.shared_memory(Asked()))
+    found = only(machine.shared_memory(Asked()))
     assert found.verdict == verdict
     assert verdict == "ok" or "--shm-size" in (found.remedy or "")
 
 
 def test_swapped_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "meminfo", lambda: {"SwapTotal": 4 * GIB, "SwapFree": GIB})
-    found = only(memory.swap(Asked()))
+    monkeypatch.setattr(machine, "meminfo", lambda: {"SwapTotal": 4 * GIB, "SwapFree": GIB})
+    found = only(machine.swap(Asked()))
     assert found.verdict == "warning"
     assert found.values["used_bytes"] == 3 * GIB
 
 
 @pytest.mark.parametrize(("soft", "verdict"), [(100, "problem"), (1024, "warning"), (65536, "ok"), (-1, "ok")])
 def test_a_low_limit_of_open_files_is_found(monkeypatch: pytest.MonkeyPatch, soft: int, verdict: str) -> None:
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda what: (soft, 65536))
-    assert only(limits.open_files(Asked())).verdict == verdict
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (soft, 65536))
+    assert only(machine.open_files(Asked())).verdict == verdict
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(2**20, "problem"), (GIB, "warning"), (100 * GIB, "ok")])
 def test_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, verdict: str) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(100 * GIB, 0, free))
-    runs, temporary = disk.disks(Asked(folder=tmp_path / "not" / "yet"))
+    runs, temporary = machine.disks(Asked(folder=tmp_path / "not" / "yet"))
     assert (runs.verdict, temporary.verdict) == (verdict, verdict)
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    runs, _ = disk.disks(Asked(folder=tmp_path / "file" / "runs"))
+    runs, _ = machine.disks(Asked(folder=tmp_path / "file" / "runs"))
     assert runs.verdict == "problem"
     assert f"{tmp_path / 'file'} is a file" in runs.text
     if Path("/proc/sys").is_dir():  # where nobody can make a file, root neither
-        runs, _ = disk.disks(Asked(folder=Path("/proc/sys/runs")))
+        runs, _ = machine.disks(Asked(folder=Path("/proc/sys/runs")))
         assert runs.verdict == "problem"
 
 
@@ -100,8 +100,8 @@ def test_missing_and_old_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         'torch; extra == "there"',
         'no-such-tool; extra == "dev"',
     ]
-    monkeypatch.setattr(packages, "requires", lambda name: wanted)
-    found = list(packages.packages(Asked()))
+    monkeypatch.setattr(machine, "requires", lambda name: wanted)
+    found = list(machine.packages(Asked()))
     assert [(each.subject, each.verdict) for each in found] == [
         ("packages", "problem"),
         ("extra old", "warning"),
@@ -113,8 +113,8 @@ def test_missing_and_old_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_engine_without_its_package_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
-    of = {each.subject: each for each in packages.engines(Asked())}
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    of = {each.subject: each for each in machine.engines(Asked())}
     assert of["engine native"].text == "can be used"
     assert of["engine deepspeed"].text == "deepspeed not installed"
     assert "pip install 'samestep[deepspeed]'" in (of["engine deepspeed"].remedy or "")

@@ -14,9 +14,9 @@ from small_tasks import Points
 
 import samestep
 from samestep.cli.main import main
-from samestep.doctor.finding import Finding
-from samestep.doctor.run import speed
-from samestep.doctor.run.read import CHECKS, read
+from samestep.doctor import run
+from samestep.doctor.findings import Finding
+from samestep.doctor.run import CHECKS, read
 
 Steps = list[dict[str, Any]]
 
@@ -182,7 +182,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_the_one_thing_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "meminfo", lambda: {"MemTotal": 64 * 2**30})
+    monkeypatch.setattr(run, "meminfo", lambda: {"MemTotal": 64 * 2**30})
     planted, steps = PLANTED[name], steps_of()
     planted.change(steps)
     found = [

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.data.loader import Moment
-from samestep.parallel.dropout import same_dropout
-from samestep.parallel.moment import Now
+from samestep.parallel.exact.dropout import same_dropout
+from samestep.parallel.exact.forward_context import ForwardContext
 
 SAMPLES = 20_000
 
@@ -28,7 +28,7 @@ class Draws(nn.Module):
 
 def drawn(draw: Callable[[Tensor], Tensor], samples: Tensor, *, step: int = 0, columns: int = 3) -> Tensor:
     """What a model draws in a training forward of these samples."""
-    now, model = Now(), Draws(draw)
+    now, model = ForwardContext(), Draws(draw)
     same_dropout(model, now)
     before = torch.get_rng_state()
     with now.at(Moment(step=step, samples=samples, lent=False)):

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from samestep.cli.main import main
-from samestep.drill.drill import Drill, Outcome, row
+from samestep.drill.drill import Drill, Left, Outcome, row_of
 from samestep.drill.faults import DRILLS
-from samestep.drill.runs import Left
 
 TESTS = Path(__file__).parent
 JOB = f"""
@@ -71,8 +70,8 @@ def left(folder: Path, loss: float, weights: bytes) -> Left:
 def test_a_run_with_another_result_has_not_passed(tmp_path: Path, loss: float, weights: bytes, passed: bool) -> None:
     drill = Drill(name="fire", does="fire", run=lambda runs: Outcome(survived=True, happened="", left=mine))
     undisturbed, mine = left(tmp_path / "undisturbed", 1.0, b"same"), left(tmp_path / "fire", loss, weights)
-    assert row(drill, Outcome(survived=True, happened="", left=mine), undisturbed).passed == passed
-    assert not row(drill, Outcome(survived=False, happened="", left=mine), undisturbed).passed
+    assert row_of(drill, Outcome(survived=True, happened="", left=mine), undisturbed).passed == passed
+    assert not row_of(drill, Outcome(survived=False, happened="", left=mine), undisturbed).passed
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,9 @@ from samestep.data.loader import Moment, StepBatch
 from samestep.data.order import SampleOrder
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.native import Native, NativeTrainer
-from samestep.parallel.attention import explicit_attention
-from samestep.parallel.counter import columns, draw, key_of, split, threshold
-from samestep.parallel.dropout import same_dropout
-from samestep.parallel.moment import Now, Portion
+from samestep.parallel.exact.counter_rng import columns, draw, key_of, split, threshold
+from samestep.parallel.exact.dropout import explicit_attention, same_dropout
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
 
 BATCH, STEPS = 13, 7
 MASK_64, MASK_32 = 2**64 - 1, 2**32 - 1
@@ -174,7 +173,7 @@ def moment(*samples: int, step: int = 0, seed: int = 0) -> Moment:
 
 
 def dropped(model: nn.Module, when: Moment, *inputs: Tensor, part: Portion | None = None) -> Any:
-    now = Now()
+    now = ForwardContext()
     same_dropout(model.train(), now)
     with now.at(when), now.holding(part or Portion()):
         return model(*inputs)
@@ -310,7 +309,7 @@ def test_outside_of_training_nothing_is_dropped_and_outside_of_steps_nothing_cha
     model = Dropping()
     inputs = torch.randn(4, 4)
     evaluated = model.eval()(inputs)
-    same_dropout(model, Now())
+    same_dropout(model, ForwardContext())
     assert torch.equal(model(inputs), evaluated)
     torch.manual_seed(3)
     first = model.train()(inputs)
@@ -336,11 +335,11 @@ class Recurrent(nn.Module):
 )
 def test_what_cannot_be_reached_is_refused_at_the_start(model: nn.Module, message: str) -> None:
     with pytest.raises(samestep.UserError, match=f"{message}.*recipe.dropout: false would do"):
-        same_dropout(model, Now())
-    from samestep.training.dropout import switch_off
+        same_dropout(model, ForwardContext())
+    from samestep.training.evaluation import switch_off
 
     switch_off(model)
-    same_dropout(model, Now())
+    same_dropout(model, ForwardContext())
 
 
 @pytest.mark.parametrize("shape", [(5, 3, 8), (7, 8), (6, 3, 8)])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import samestep
 from samestep import EarlyStop, Evaluation, UserError
-from samestep.cluster.start import local
+from samestep.launch import local
 
 
 class Told:

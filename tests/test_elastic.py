@@ -11,7 +11,7 @@ from launching import free_port
 from small_jobs import faults_in, losses_alone, losses_in, steps_in
 
 from samestep.cli.main import main
-from samestep.cluster.network.store import reach
+from samestep.launch.network import reach
 
 TRAIN = ("-m", "samestep", "train", "job.yaml")
 STEPS = 60

@@ -13,7 +13,7 @@ from scored_task import Scored, evaluations
 from torchmetrics.classification import MulticlassAveragePrecision, MulticlassROC
 
 import samestep
-from samestep.cluster.start import local
+from samestep.launch import local
 
 BATCH = 8
 

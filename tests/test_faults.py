@@ -19,7 +19,7 @@ import samestep
 from samestep.data.order import SampleOrder
 from samestep.engines.base import Abilities
 from samestep.engines.native import Native
-from samestep.supervision import missing
+from samestep.fault_tolerance import watchdog
 
 STEPS = 9
 # Saved before the step goes on, so that which steps are lost is not a matter of time.
@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     told = re.search(r"it hung in step 7: no rank moved on for (\d+) s", found["cause"])
     assert told is not None
     assert int(told[1]) >= 2  # five times the longest step, where that is more
-    assert 'supervision/inject.py", line' in found["reason"]
+    assert 'fault_tolerance/injection.py", line' in found["reason"]
     assert found["reason"].splitlines()[1].endswith("in _hang")
     assert found["seconds"] > 2
 
@@ -125,8 +125,8 @@ def test_the_rank_that_did_not_enter_is_found() -> None:
         2: {"0,1,2,3#1": 2},
         3: {"1,3#1": 7, "0,1,2,3#1": 2},
     }
-    assert missing.behind(counts) == [3]
-    assert missing.behind({0: {"0,1#1": 5}, 1: {"0,1#1": 5}}) == []
+    assert watchdog.behind(counts) == [3]
+    assert watchdog.behind({0: {"0,1#1": 5}, 1: {"0,1#1": 5}}) == []
 
 
 def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from samestep import environment
-from samestep.cluster.cluster import Cluster, Host
-from samestep.cluster.discover.place import Found, Slots
-from samestep.cluster.filters import Filters, apply
 from samestep.errors import UserError
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments.base import Found, Slots
+from samestep.launch.filters import Filters, apply
 
 
 def found(*slots: int, this: int | None = None, slots_from: Slots = "listed") -> Found:
@@ -127,7 +127,7 @@ def test_chosen_cores_are_not_shared() -> None:
 
 @pytest.mark.parametrize("text", ["worker-1 slots=4\n# a comment\n\nworker-2 slots=4  # another\n"])
 def test_a_hostfile_and_filters_together(tmp_path: Path, text: str) -> None:
-    from samestep.cluster.discover.hostfile import read_hostfile
+    from samestep.launch.environments.hostfile import read_hostfile
 
     (tmp_path / "hosts").write_text(text, encoding="utf-8")
     hosts, _ = read_hostfile(tmp_path / "hosts")

@@ -7,7 +7,7 @@ import torch
 from proving import assert_same_steps
 
 import samestep
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "graph.py"
 

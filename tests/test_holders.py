@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.cluster.network import holders
-from samestep.cluster.network.holders import NOBODY_LISTENS, why_not
+from samestep.launch import network
+from samestep.launch.network import NOBODY_LISTENS, why_not
 
 TAKEN = OSError(errno.EADDRINUSE, "Address already in use")
 TABLE = """\
@@ -32,7 +32,7 @@ def test_of_another_users_process_the_user_is_named(
 ) -> None:
     (tmp_path / "net").mkdir()
     (tmp_path / "net" / "tcp").write_text(TABLE.format(uid=uid), encoding="ascii")
-    monkeypatch.setattr(holders, "_PROC", tmp_path)  # a system on which no process lets this one look at it
+    monkeypatch.setattr(network, "_PROC", tmp_path)  # a system on which no process lets this one look at it
     assert why_not(0x735A, TAKEN) == f"is taken by a process of {user}"
     assert why_not(0x735B, TAKEN) == f"is taken by {NOBODY_LISTENS}"
 

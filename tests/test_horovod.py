@@ -22,11 +22,11 @@ from torch import nn
 
 import samestep
 from samestep import environment
-from samestep.cluster.contracts.horovod import slots_of
-from samestep.cluster.contracts.horovod_server import serving
-from samestep.cluster.network.address import LOOPBACK
-from samestep.cluster.start import local
-from samestep.cluster.world import join
+from samestep.launch import local
+from samestep.launch.network import LOOPBACK
+from samestep.launch.script_env.horovod import slots_of
+from samestep.launch.script_env.horovod_server import serving
+from samestep.launch.world import join
 from samestep.proof import Proof
 from samestep.ranks import Ranks
 
@@ -82,8 +82,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
 
 def _broadcast(settings: Any) -> list[Any]:
-    from samestep.engines.horovod import distributed
-    from samestep.engines.horovod_start import start
+    from samestep.engines.horovod import distributed, start
 
     with join(device="cpu", threads=1) as world:
         start(settings)
@@ -106,7 +105,7 @@ def _broadcast(settings: Any) -> list[Any]:
 
 
 def test_state_is_broadcast_where_there_is_one_and_never_made_by_a_step() -> None:
-    from samestep.engines.horovod_config import Settings
+    from samestep.engines.horovod import Settings
 
     (untouched, first), (also_untouched, second) = local.start(_broadcast, (Settings(),), 2)
     assert untouched

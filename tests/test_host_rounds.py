@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from small_jobs import faults_in, wait_until
 
-from samestep.cluster.start.host_rounds import Ended, HostRounds
-from samestep.cluster.start.several_hosts import HostRound, Member
-from samestep.supervision import about, watch
-from samestep.supervision.about import About
-from samestep.supervision.beat import Beat
+from samestep.fault_tolerance import job_info, watchdog
+from samestep.fault_tolerance.job_info import JobInfo
+from samestep.fault_tolerance.status import RankStatus
+from samestep.launch.rendezvous import HostRound, Member
+from samestep.launch.rounds import Ended, NodeRounds
 
 LAYOUT = "dp2"
 
@@ -56,14 +56,14 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rounds(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRounds]:
+def rounds(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRounds]:
     """After a first round in which rank 0 was killed in step 3; the second one has begun."""
     for name in ("SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER", "SAMESTEP_MEMORY_FOLDER"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(watch, "_AFTER_A_DEATH", 3600.0)  # the rank that fails here is this very process
-    monkeypatch.setattr(watch, "_LAST_WORDS", 3600.0)
+    monkeypatch.setattr(watchdog, "_AFTER_A_DEATH", 3600.0)  # the rank that fails here is this very process
+    monkeypatch.setattr(watchdog, "_LAST_WORDS", 3600.0)
     host: Any = OneHost()
-    rounds = HostRounds(host, tmp_path / "agent", tmp_path / "memory", None)
+    rounds = NodeRounds(host, tmp_path / "agent", tmp_path / "memory", None)
     host.meet(0)
     rounds.begin([0])
     say(tmp_path / "agent" / "round-0", run, steps=[0, 1, 2], begins=3)
@@ -78,8 +78,8 @@ def rounds(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def say(folder: Path, run: Path, *, steps: list[int], begins: int | None = None) -> None:
     """What the rank of a round says when it takes these steps."""
-    about.write(folder, 0, About(hang_limit=None, notice=0.0, layout=LAYOUT, run_folder=str(run)))
-    beat = Beat(folder, 0)
+    job_info.write(folder, 0, JobInfo(hang_limit=None, notice=0.0, layout=LAYOUT, run_folder=str(run)))
+    beat = RankStatus(folder, 0)
     for step in steps:
         beat.begin(step)
         beat.end(step)
@@ -89,7 +89,7 @@ def say(folder: Path, run: Path, *, steps: list[int], begins: int | None = None)
 
 
 def test_a_fault_is_written_down_though_the_steps_after_it_were_done_before_the_agent_looked(
-    tmp_path: Path, run: Path, rounds: HostRounds
+    tmp_path: Path, run: Path, rounds: NodeRounds
 ) -> None:
     say(tmp_path / "agent" / "round-1", run, steps=[2, 3, 4])
     wait_until(lambda: faults_in(run), 10.0)
@@ -106,7 +106,7 @@ def test_a_fault_is_written_down_though_the_steps_after_it_were_done_before_the_
 
 
 def test_a_fault_is_written_down_though_the_next_round_ends_before_its_ranks_say_anything(
-    run: Path, rounds: HostRounds
+    run: Path, rounds: NodeRounds
 ) -> None:
     rounds.end(Ended(rank=0, reason="it raised", at=1.0))
     (fault,) = faults_in(run)

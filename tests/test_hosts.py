@@ -11,9 +11,9 @@ from on_hosts import SAME, VARIABLES, follow, needs_hosts, proved, python, recor
 from small_jobs import job_file, losses_alone, losses_in, steps_in
 from testbed import Cable, Testbed
 
-from samestep.cluster.discover.open_mpi import OpenMpi
-from samestep.cluster.discover.place import Given
-from samestep.cluster.network.interface import interface_of, loopback_interface
+from samestep.launch.environments.base import Given
+from samestep.launch.environments.open_mpi import OpenMpi
+from samestep.launch.network import interface_of, loopback_interface
 
 pytestmark = needs_hosts(ssh=False)
 

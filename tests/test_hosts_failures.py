@@ -106,7 +106,7 @@ def test_a_host_whose_agent_is_told_to_stop_leaves_in_good_order(bed: Testbed, t
     )
     first = wait_for_step(1, run, running)
     wait_for_step(10, run, running)
-    bed["host-b"].run(["pkill", "-TERM", "-f", "samestep.cluster.start.remote"])
+    bed["host-b"].run(["pkill", "-TERM", "-f", "samestep.launch.remote_agent"])
     told = running.finish(150)
     assert told.count("samestep: host-b: stopped by signal 15; the others go on, and it is tried again") == 1
     saved = re.search(r"goes on from .*, after step (\d+)", told)

@@ -16,22 +16,23 @@ SOURCE = Path(samestep.__file__).parent
 # From the ground up: a module may import from its own row and from the rows above it here.
 HOUSE = (
     ("errors",),
-    ("ranks", "visible"),
+    ("ranks", "visible_devices"),
     ("environment",),
-    ("versions", "cache_folder", "imports"),
+    ("cache_folder", "imports"),
     ("layout",),
     ("field_types",),
     ("communication",),
     ("recipe",),
     ("job",),
     ("run_folder",),
+    ("subprocess_group",),
     ("validation",),
     ("jobfile",),
     ("tasks", "data"),
     ("comm",),
-    ("supervision",),
+    ("fault_tolerance",),
     ("profiling",),
-    ("cluster",),
+    ("launch",),
     ("parallel",),
     ("engines",),
     ("checkpoint",),
@@ -42,7 +43,7 @@ HOUSE = (
     ("handwritten",),
     ("proof",),
     ("matrix",),
-    ("report",),
+    ("display",),
     ("api",),
     ("job_check",),
     ("inference",),
@@ -160,7 +161,7 @@ def test_an_import_from_below_or_for_type_checkers_is_allowed(text: str) -> None
 
 def test_only_the_device_module_knows_the_kind_of_accelerator() -> None:
     said = {module for module in MODULES if "cuda" in (SOURCE / module).read_text(encoding="utf-8")}
-    assert said <= {"cluster/device.py"}
+    assert said <= {"launch/device.py"}
 
 
 def touches_environment(text: str) -> list[int]:
@@ -204,7 +205,7 @@ START = [
     "import samestep",
     "import samestep; samestep.Recipe, samestep.Layout, samestep.Task",
     "import samestep.jobfile",
-    "import samestep.cluster.start.rank_entry",
+    "import samestep.launch.rank_entry",
     *(["import samestep.cli.main"] if "cli/main.py" in MODULES else []),
 ]
 
@@ -256,9 +257,9 @@ HARMLESS = {
 }
 MAY_LOAD = {
     # Ranks read the call that their own starting process wrote, into a folder that only this user opens.
-    "cluster/start/local.py": {"pickle.loads"},
+    "launch/local.py": {"pickle.loads"},
     # With a loader made of PyYAML's SafeLoader.
-    "translate/source.py": {"yaml.load"},
+    "translate/translation.py": {"yaml.load"},
 }
 
 

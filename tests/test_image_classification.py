@@ -15,13 +15,13 @@ from PIL import Image
 from torch import nn
 
 import samestep
-import samestep.data.idx
+import samestep.data.images
 from samestep.errors import UserError
 from samestep.jobfile import load
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, call
 from samestep.tasks.image_classification import ImageClassification
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -223,7 +223,7 @@ def test_fashion_mnist_is_what_debian_has() -> None:
 
 def test_resnet18_has_the_parameters_of_the_paper() -> None:
     """11,689,512 is what every implementation of it has for 1,000 classes of images in three colours."""
-    from samestep.tasks.image_model import ImageModel, build
+    from samestep.tasks.image_classification import ImageModel, build
 
     with torch.device("meta"):
         model = build(ImageModel(type="resnet18", norm="batch"), channels=3, size=(224, 224), classes=1000)
@@ -377,7 +377,7 @@ def test_idx_files_that_are_broken(source: Path) -> None:
 
 
 def test_what_is_not_installed_is_named(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samestep.data.idx, "_FASHION", tmp_path / "nowhere")
+    monkeypatch.setattr(samestep.data.images, "_FASHION", tmp_path / "nowhere")
     assert mistake("fashion-mnist").startswith(
         f'source "fashion-mnist": no folder {tmp_path}/nowhere; on Debian and Ubuntu apt-get install '
         "dataset-fashion-mnist would do"

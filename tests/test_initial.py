@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import samestep
 from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
-from samestep.parallel.initial import InitialModel, build_recorded, move
+from samestep.parallel.deferred_init import InitialModel, build_recorded, move
 
 Make = Callable[[], nn.Module]
 CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from samestep.cluster.contracts import table
-from samestep.cluster.network import interface
-from samestep.cluster.network.interface import for_messages, own_name_leads_nowhere
 from samestep.errors import UserError
+from samestep.launch import network
+from samestep.launch.network import for_messages, own_name_leads_nowhere
+from samestep.launch.script_env import registry
 from samestep.ranks import Ranks
 
 ONE_OF_TWO_HOSTS = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1)
@@ -29,8 +29,8 @@ def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the other host be reached from 10.9.0.2, which an interface eth7 has."""
-    monkeypatch.setattr(interface, "address_towards", lambda host: "10.9.0.2")
-    monkeypatch.setattr(interface, "interface_of", lambda address: {"10.9.0.2": "eth7"}[address])
+    monkeypatch.setattr(network, "address_towards", lambda host: "10.9.0.2")
+    monkeypatch.setattr(network, "interface_of", lambda address: {"10.9.0.2": "eth7"}[address])
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_the_interface_towards_the_other_hosts_is_named(
 
 def test_a_loopback_towards_the_others_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     named(monkeypatch, "127.0.1.1")
-    monkeypatch.setattr(interface, "address_towards", lambda host: "127.0.0.1")
+    monkeypatch.setattr(network, "address_towards", lambda host: "127.0.0.1")
     assert for_messages(ONE_OF_TWO_HOSTS, MET) is None
 
 
 def test_horovod_between_hosts_without_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object())
     named(monkeypatch, "127.0.1.1")
     with pytest.raises(UserError, match=r"leads to no address that other hosts reach.*/etc/hosts there would do"):
-        table.expected("horovod", ONE_OF_TWO_HOSTS, MET, 1)
+        registry.expected("horovod", ONE_OF_TWO_HOSTS, MET, 1)

@@ -15,7 +15,7 @@ from samestep.comparison import kept
 from samestep.comparison.methods import chosen
 from samestep.job import Job, Run
 from samestep.recipe import Evaluation
-from samestep.training.progress import Bar
+from samestep.training.metrics_log import Bar
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,10 +14,10 @@ from small_tasks import Points
 from torch import Tensor, nn
 
 import samestep
-from samestep.engines.keras import convert, parameter_server
+from samestep.engines.keras import from_torch, parameter_server
+from samestep.engines.keras.engine import PACKAGES, start
 from samestep.engines.keras.layers import MODULES
-from samestep.engines.keras.start import PACKAGES, start
-from samestep.tasks.image_nets import NORMS, ResNet18
+from samestep.tasks.image_classification import NORMS, ResNet18
 from samestep.tasks.regression import Regression
 
 if any(importlib.util.find_spec(package) is None for package in PACKAGES):
@@ -139,7 +139,7 @@ def test_a_counterpart_computes_what_the_module_does(model: nn.Module, shape: tu
         nn.init.normal_(parameter, std=0.3)
     given = torch.randn(3, *shape, dtype=torch.float64)
     tools = start("fp64", torch.device("cpu"), replicas=2)
-    converted = convert.convert(model, tools, given)
+    converted = from_torch.convert(model, tools, given)
     found = torch.from_numpy(converted.model(given.numpy(), training=False).numpy())
     torch.testing.assert_close(found, model(given), rtol=1e-12, atol=1e-12)
     for name, parameter in model.named_parameters():
@@ -235,7 +235,7 @@ def test_a_model_without_counterpart_is_refused_before_ranks_start(model: nn.Mod
 def test_a_setting_without_counterpart_is_refused(model: nn.Module, shape: tuple[int, ...], message: str) -> None:
     tools = start("fp64", torch.device("cpu"), replicas=2)
     with pytest.raises(samestep.UserError, match=message):
-        convert.convert(model.double(), tools, torch.zeros(2, *shape, dtype=torch.float64))
+        from_torch.convert(model.double(), tools, torch.zeros(2, *shape, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_every_counterpart_is_in_the_documentation() -> None:
 
 def test_tensorboard_does_not_load_tensorflow(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from samestep.training.records import Records\n"
+        "import sys; from pathlib import Path; from samestep.training.metrics_log import Records\n"
         f"with Records(Path({str(tmp_path)!r}), tensorboard=True) as records:\n"
         "    records.evaluation(0, {'accuracy': 1.0})\n"
         "assert 'tensorboard' in sys.modules and 'tensorflow' not in sys.modules\n"

@@ -14,7 +14,7 @@ import telling
 from small_tasks import Failing, Points
 
 import samestep
-from samestep.cluster.start import local
+from samestep.launch import local
 
 TESTS = Path(__file__).parent
 MARK = str(os.getpid())

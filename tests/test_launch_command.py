@@ -13,8 +13,8 @@ from small_jobs import faults_in, losses_in
 
 from samestep.cli import launch_options
 from samestep.cli.main import main
-from samestep.cluster.device import accelerators
-from samestep.cluster.start.launch import Wanted
+from samestep.launch.device import accelerators
+from samestep.launch.launcher import LaunchRequest
 
 # PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
 pytestmark = [
@@ -127,9 +127,9 @@ def test_a_job_of_samesteps_starts_with_the_same_options(capfd: pytest.CaptureFi
 def test_the_restarts_that_a_job_says_hold_for_its_launch(
     words: list[str], restarts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Wanted] = []
+    asked: list[LaunchRequest] = []
 
-    def launch(options: object, found: object, wanted: Wanted) -> int:
+    def launch(options: object, found: object, wanted: LaunchRequest) -> int:
         asked.append(wanted)
         return 0
 

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from launching import SCRIPTS, TOLD, await_files, free_port, started
 
-import samestep.cluster.start.alike
-import samestep.cluster.start.roll_call
+import samestep.launch.consistency
+import samestep.launch.handshake
 from samestep.cli.main import main
-from samestep.cluster.network.store import store_at
-from samestep.cluster.start import remote
-from samestep.cluster.start.part import Part
-from samestep.cluster.start.roll_call import RollCall
 from samestep.errors import StartError, UserError
+from samestep.launch import remote_agent
+from samestep.launch.handshake import Handshake
+from samestep.launch.network import store_at
+from samestep.launch.node_spec import NodeSpec
 
 pytestmark = [
     pytest.mark.usefixtures("folder_of_its_own"),
@@ -77,14 +77,14 @@ def test_hosts_that_differ_do_not_begin(port: int, capfd: pytest.CaptureFixture[
     assert other.returncode == 2
 
 
-def part(node_rank: int, port: int, **values: object) -> Part:
+def part(node_rank: int, port: int, **values: object) -> NodeSpec:
     known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "start_timeout": 20.0, "logs": "logs"}
     where = {"address": "127.0.0.1", "port": port, "serves": node_rank == 0, "node_rank": node_rank}
-    return Part(**{"host": f"host-{'ab'[node_rank]}", "command": ("x",), **known, **where, **values})  # pyright: ignore
+    return NodeSpec(**{"host": f"host-{'ab'[node_rank]}", "command": ("x",), **known, **where, **values})  # pyright: ignore
 
 
 @contextmanager
-def waiting(first: RollCall) -> Iterator[list[str]]:
+def waiting(first: Handshake) -> Iterator[list[str]]:
     """The first host's agent as it waits for the second; what it was told at last."""
     told: list[str] = []
 
@@ -101,43 +101,43 @@ def waiting(first: RollCall) -> Iterator[list[str]]:
 
 
 def test_versions_that_differ_are_named_with_both_hosts(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = RollCall(part(0, port))
+    first = Handshake(part(0, port))
     with waiting(first) as told:
         await_seat(first)
-        monkeypatch.setattr(samestep.cluster.start.alike, "__version__", "9.9")
+        monkeypatch.setattr(samestep.launch.consistency, "__version__", "9.9")
         with pytest.raises(
             UserError,
             match=r'differ in their samestep version: host-a has ".*", host-b has "9.9"; install the same on both',
         ) as late:
-            RollCall(part(1, port)).agree()
+            Handshake(part(1, port)).agree()
     assert told == [str(late.value)]
 
 
-def await_seat(first: RollCall) -> None:
+def await_seat(first: Handshake) -> None:
     while not first._there("samestep/node/0"):
         pass
 
 
 def test_another_jobs_store_is_no_place_to_meet_and_is_not_disturbed(port: int) -> None:
-    first = RollCall(part(0, port))
+    first = Handshake(part(0, port))
     with waiting(first) as told:
         await_seat(first)
         with pytest.raises(UserError, match='is that of job "one", which host-a began; host-b is of job "two"'):
-            RollCall(part(1, port, job="two")).agree()
+            Handshake(part(1, port, job="two")).agree()
         with pytest.raises(
             UserError, match=r"node rank 0 of job one is held by host-a .* and host-b comes with it too"
         ):
-            RollCall(replace(part(1, port), node_rank=0)).agree()
-        RollCall(part(1, port)).agree()
+            Handshake(replace(part(1, port), node_rank=0)).agree()
+        Handshake(part(1, port)).agree()
     assert told == []
 
 
 def test_hosts_that_do_not_come_are_named(port: int) -> None:
     with pytest.raises(StartError, match=r"only 1 of 2 hosts came within 1 s: host-a; not host-b$"):
-        RollCall(part(0, port, start_timeout=1.0, hosts=("host-a", "host-b"))).agree()
+        Handshake(part(0, port, start_timeout=1.0, hosts=("host-a", "host-b"))).agree()
     says = f"host-b waited 1 s for the job's store at 127.0.0.1:{port}: Connection refused; host-a is to serve it"
     with pytest.raises(StartError, match=says):
-        RollCall(part(1, port, start_timeout=1.0, hosts=("host-a", "host-b")))
+        Handshake(part(1, port, start_timeout=1.0, hosts=("host-a", "host-b")))
 
 
 def test_a_taken_port_is_named_with_its_holder(capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,25 +151,25 @@ def test_a_taken_port_is_named_with_its_holder(capfd: pytest.CaptureFixture[str]
 def test_an_address_of_another_host_is_no_place_for_the_store(port: int) -> None:
     # A documentation address, which no host has.
     with pytest.raises(UserError, match="--master-addr is to be an address of the host with --node-rank 0"):
-        RollCall(part(0, port, address="203.0.113.1"))
+        Handshake(part(0, port, address="203.0.113.1"))
     with pytest.raises(UserError, match=r"the name no.such.host.invalid does not resolve"):
-        RollCall(part(1, port, address="no.such.host.invalid", start_timeout=1.0))
+        Handshake(part(1, port, address="no.such.host.invalid", start_timeout=1.0))
 
 
 def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samestep.cluster.start.roll_call, "_ANSWER", 1.0)
+    monkeypatch.setattr(samestep.launch.handshake, "_ANSWER", 1.0)
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,  # takes connections, and never answers
         pytest.raises(StartError, match=r"is no job's store \(no answer\); another --master-port would do"),
     ):
-        RollCall(part(1, listening.getsockname()[1]))
+        Handshake(part(1, listening.getsockname()[1]))
 
 
 def test_an_agent_that_comes_again_takes_its_old_place() -> None:
     store = store_at("127.0.0.1")
     seats = [part(number, store.port, serves=False) for number in (0, 1)]
     store.set("samestep/node/1", json.dumps({"host": "host-b", "machine": "elsewhere", "process": 1}))
-    RollCall(seats[1])._take_seat()
+    Handshake(seats[1])._take_seat()
     assert json.loads(store.get("samestep/node/1"))["process"] == os.getpid()
 
 
@@ -234,13 +234,13 @@ def test_where_a_host_has_no_such_python_the_option_that_names_it_is_told(
     ids=["version", "sources"],
 )
 def test_another_samestep_at_the_far_end_says_so(changes: Mapping[str, Any], says: str) -> None:
-    first, second = remote.request([part(0, 1, host="a")], ".", {}).splitlines()
+    first, second = remote_agent.request([part(0, 1, host="a")], ".", {}).splitlines()
     asked = json.dumps({**json.loads(second), **changes}).encode()
     done = subprocess.run(
-        remote.far_end([sys.executable]), input=b"\n".join([first, asked, b""]), capture_output=True, timeout=60
+        remote_agent.far_end([sys.executable]), input=b"\n".join([first, asked, b""]), capture_output=True, timeout=60
     )
     assert done.returncode == 2
-    *_, told = [json.loads(line.removeprefix(remote.MARK)) for line in done.stdout.splitlines()]
+    *_, told = [json.loads(line.removeprefix(remote_agent.MARK)) for line in done.stdout.splitlines()]
     assert told["outcome"]["message"].startswith(f"the hosts of this job differ in their {says}")
 
 

@@ -10,12 +10,11 @@ from launching import TOLD
 
 from samestep.cli import launch_options
 from samestep.cli.main import main
-from samestep.cluster.discover.place import Found, Given
-from samestep.cluster.discover.resolve import find
-from samestep.cluster.filters import Filters, apply
-from samestep.cluster.start.launch import Wanted, first_hosts, part_here
-from samestep.cluster.start.which_host import check_one_a_host
 from samestep.errors import UserError
+from samestep.launch.environments.base import Found, Given
+from samestep.launch.environments.registry import find
+from samestep.launch.filters import Filters, apply
+from samestep.launch.launcher import LaunchRequest, check_one_a_host, first_hosts, part_here
 
 
 @pytest.fixture
@@ -38,8 +37,8 @@ def test_a_host_that_is_left_out_does_not_do_the_job_too(words: list[str], capfd
     assert out == ""
 
 
-def wanted(**more: Any) -> Wanted:
-    return Wanted(command=("train.py",), remote_python=("python",), folder=".", **more)
+def wanted(**more: Any) -> LaunchRequest:
+    return LaunchRequest(command=("train.py",), remote_python=("python",), folder=".", **more)
 
 
 @pytest.mark.usefixtures("container")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from samestep.cli.main import main
-from samestep.cluster.variables import files_of, gather, is_secret
+from samestep.launch.forwarded_env import files_of, gather, is_secret
 
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY",

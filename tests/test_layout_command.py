@@ -23,7 +23,7 @@ from samestep.cli.main import main
 from samestep.comm.mesh import build_mesh
 from samestep.layout import MESH_DIMENSIONS, Layout
 from samestep.parallel.apply import spread
-from samestep.parallel.spread import Details
+from samestep.parallel.parallel_model import Details
 from samestep.parallel.spread_optimizer import spread_optimizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep import environment
-from samestep.cluster.start import local
 from samestep.comm.leave import leave_process_group
+from samestep.launch import local
 
 ENDS = 40  # without care, one of some thirty waits
 

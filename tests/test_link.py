@@ -5,10 +5,10 @@ import sys
 import time
 from queue import SimpleQueue
 
-from samestep.cluster.start.link import Ended, Event, Line, Link, Told
-from samestep.cluster.start.part import Part
-from samestep.cluster.start.remote import MARK
-from samestep.cluster.start.starter import Bring
+from samestep.launch.controller import AgentConnection, AgentMessage, Ended, Event, Line
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.remote_agent import MARK
+from samestep.launch.starter import AgentCommand
 
 FAR = """
 import sys
@@ -20,10 +20,12 @@ assert sys.stdin.readline() == "kill\\n"
 """
 
 
-def open_link(*command: str) -> tuple[Link, "SimpleQueue[Event]"]:
+def open_link(*command: str) -> tuple[AgentConnection, "SimpleQueue[Event]"]:
     events: SimpleQueue[Event] = SimpleQueue()
-    part = Part(job="one", host="b", num_procs=1, command=("x",))
-    return Link(Bring(command=command, parts=(part,)), json.dumps("this").encode() + b"\n", events), events
+    part = NodeSpec(job="one", host="b", num_procs=1, command=("x",))
+    return AgentConnection(
+        AgentCommand(command=command, parts=(part,)), json.dumps("this").encode() + b"\n", events
+    ), events
 
 
 def test_a_link_tells_all_and_leaves_no_pipe_open() -> None:
@@ -31,7 +33,7 @@ def test_a_link_tells_all_and_leaves_no_pipe_open() -> None:
     came = [events.get(timeout=30) for _ in range(3)]
     link.order("kill")
     assert isinstance(events.get(timeout=30), Ended)
-    assert [event.values for event in came if isinstance(event, Told)] == [{"host": "b"}]
+    assert [event.values for event in came if isinstance(event, AgentMessage)] == [{"host": "b"}]
     assert {event.text for event in came if isinstance(event, Line)} == {b'asked for "this"', b"a warning"}
     process = link._process
     assert process is not None

@@ -14,17 +14,17 @@ import pytest
 from launchers import MPICH, OPEN_MPI, SLURM
 
 from samestep import environment
-from samestep.cluster import beacon, meeting
-from samestep.cluster.network.address import LOOPBACK
 from samestep.errors import UserError
+from samestep.launch import rank_rendezvous
+from samestep.launch.network import LOOPBACK
 from samestep.ranks import Ranks
 
 
-def launched(environ: Mapping[str, str]) -> meeting.Meeting:
+def launched(environ: Mapping[str, str]) -> rank_rendezvous.Meeting:
     ranks = environment.ranks(environ)
     assert ranks is not None
-    assert meeting.tells_no_address(ranks)
-    return meeting.meeting(ranks, environ)
+    assert rank_rendezvous.tells_no_address(ranks)
+    return rank_rendezvous.meeting(ranks, environ)
 
 
 def test_ranks_of_a_job_know_where_to_meet() -> None:
@@ -49,9 +49,9 @@ def test_ranks_of_a_job_know_where_to_meet() -> None:
 def test_jobs_have_names_and_ports_of_their_own(environ: Mapping[str, str], change: Mapping[str, str]) -> None:
     one, other = launched(environ).job, launched({**environ, **change}).job
     assert one != other
-    assert set(beacon.ports_of(one)) != set(beacon.ports_of(other))
-    assert beacon.ports_of(one) == beacon.ports_of(one)
-    assert all(20_000 <= port < 32_000 for port in beacon.ports_of(one))
+    assert set(rank_rendezvous.ports_of(one)) != set(rank_rendezvous.ports_of(other))
+    assert rank_rendezvous.ports_of(one) == rank_rendezvous.ports_of(one)
+    assert all(20_000 <= port < 32_000 for port in rank_rendezvous.ports_of(one))
 
 
 def test_launchers_that_say_too_little_are_told_what_would_do() -> None:
@@ -73,19 +73,19 @@ def test_launchers_that_say_too_little_are_told_what_would_do() -> None:
 def test_a_host_of_rank_0_that_is_not_known(
     monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(meeting, "meeting", lambda *_: meeting.Meeting(job="j", addresses=addresses))
+    monkeypatch.setattr(rank_rendezvous, "meeting", lambda *_: rank_rendezvous.Meeting(job="j", addresses=addresses))
     first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="open-mpi")
     with pytest.raises(UserError) as error:
-        meeting.meet(first)
+        rank_rendezvous.meet(first)
     assert message in str(error.value)
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = meeting.Meeting(job=f"alone {os.getpid()}", addresses=(LOOPBACK,))
-    monkeypatch.setattr(meeting, "meeting", lambda *_: job)
+    job = rank_rendezvous.Meeting(job=f"alone {os.getpid()}", addresses=(LOOPBACK,))
+    monkeypatch.setattr(rank_rendezvous, "meeting", lambda *_: job)
     first = Ranks(rank=0, world_size=3, local_rank=0, local_world_size=3, launcher="open-mpi")
     with pytest.raises(TimeoutError, match="ranks 1, 2 of 3 did not come within 1 s"):
-        meeting.meet(first, timeout=1.0)
+        rank_rendezvous.meet(first, timeout=1.0)
 
 
 @pytest.mark.parametrize("given", ["203.0.113.1", "no-such-host.invalid"])
@@ -94,7 +94,7 @@ def test_a_given_address_that_rank_0_has_not(monkeypatch: pytest.MonkeyPatch, gi
     monkeypatch.setenv("MASTER_PORT", "29500")
     first = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, launcher="slurm")
     with pytest.raises(UserError, match=f"MASTER_ADDR is {given}, which is no address of rank 0's host"):
-        meeting.meet(first)
+        rank_rendezvous.meet(first)
 
 
 def test_a_given_port_that_is_taken_is_told_with_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_given_port_that_is_taken_is_told_with_its_holder(monkeypatch: pytest.
         with pytest.raises(
             UserError, match=rf"MASTER_PORT is {port}, which on rank 0's host is taken by .*process {os.getpid()} of "
         ):
-            meeting.meet(first)
+            rank_rendezvous.meet(first)
 
 
 # Whole runs. The job's steps are held against one process, so that a wrong rank or a lonely world would show.
@@ -175,7 +175,7 @@ def test_ranks_of_srun_on_two_hosts_meet(job: Path) -> None:
 SUM = """\
 import torch, torch.distributed as dist
 from samestep import environment
-from samestep.cluster.world import join
+from samestep.launch.world import join
 with join(device="cpu") as world:
     found = torch.tensor([10.0 + world.rank])
     dist.all_reduce(found)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.cli.main import main
 from samestep.comm.traffic import Traffic
-from samestep.training.allocations import Allocations
-from samestep.training.usage import Usage
+from samestep.training.usage import Allocations, Usage
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, LAYERS = 64, 4
@@ -181,13 +180,13 @@ def count_collectives() -> tuple[dict[str, float], dict[str, float]]:
 
 
 def in_ranks(function: Callable[[], Any], processes: int) -> Any:
-    from samestep.cluster.start import local
+    from samestep.launch import local
 
     return local.start(_joined, (function,), processes)
 
 
 def _joined(function: Callable[[], Any]) -> Any:
-    from samestep.cluster.world import join
+    from samestep.launch.world import join
 
     with join(device="cpu", threads=1):
         return function()

@@ -61,7 +61,7 @@ def test_without_room_for_them_the_training_goes_on(
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", full], capture_output=True, check=False)
     if done.returncode:
         pytest.skip("a small disk needs the right to mount one")
-    monkeypatch.setattr("samestep.supervision.in_memory._IN_MEMORY", full)
+    monkeypatch.setattr("samestep.fault_tolerance.scratch._IN_MEMORY", full)
     try:
         result = train(tmp_path / "run", "single", checkpoint={"every": 5, "memory": 2}, max_restarts=1)
     finally:

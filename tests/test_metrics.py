@@ -16,8 +16,7 @@ from torchmetrics.classification import (
     MulticlassStatScores,
 )
 
-from samestep.tasks.classification import PrecisionRecallCurve, classification_metrics
-from samestep.tasks.metric import Metric, SquaredError
+from samestep.tasks.metrics import Metric, PrecisionRecallCurve, SquaredError, classification_metrics
 
 
 def updated(metrics: dict[str, Any], classes: int, batches: list[int]) -> dict[str, Any]:

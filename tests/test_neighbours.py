@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from samestep.checkpoint.find import open_newest
-from samestep.checkpoint.info import Info
-from samestep.checkpoint.neighbours import Neighbours
+from samestep.checkpoint.folder import Info
+from samestep.checkpoint.load import open_newest
+from samestep.checkpoint.peer_memory import Neighbours
 from samestep.checkpoint.save import Saver
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.comm.mesh import new_group
-from samestep.parallel.pieces import Box, Piece
+from samestep.launch import local
+from samestep.launch.world import join
+from samestep.parallel.state_shards import Box, Piece
 
 HOSTS = ((0,), (1, 2), (3,))
 

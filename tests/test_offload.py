@@ -16,10 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
 from samestep.cli.main import main
-from samestep.cluster.world import join
-from samestep.parallel.host_memory import HostMemory
-from samestep.parallel.mapped_file import MappedFile
-from samestep.parallel.offload_optimizer import OffloadedOptimizer
+from samestep.launch.world import join
+from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.offload.optimizer import OffloadedOptimizer
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ import yaml
 from launching import SCRIPTS
 from pretended import accelerators
 
-import samestep.cluster.start.launch
+import samestep.launch.launcher
 from samestep.cli.main import main
-from samestep.cluster.cores import cores
-from samestep.cluster.discover.place import Given, OwnHost
-from samestep.cluster.discover.resolve import find
-from samestep.cluster.filters import Filters, apply
-from samestep.cluster.start import agent, alike
-from samestep.cluster.start.launch import Wanted
-from samestep.cluster.start.outcome import Outcome
-from samestep.cluster.start.part import Part
+from samestep.launch import agent, consistency
+from samestep.launch.affinity import cores
+from samestep.launch.environments.base import Given, OwnHost
+from samestep.launch.environments.registry import find
+from samestep.launch.failure import Outcome
+from samestep.launch.filters import Filters, apply
+from samestep.launch.launcher import LaunchRequest
+from samestep.launch.node_spec import NodeSpec
 
 # PyTorch's elastic agent leaves the files of ranks that have ended to the garbage collector.
 pytestmark = [
@@ -53,7 +53,7 @@ def test_ranks_of_a_launch_on_the_cpu_see_no_accelerator(
 
 @pytest.mark.usefixtures("one_accelerator")
 def test_more_slots_than_accelerators_are_refused_unless_the_job_is_on_the_cpu() -> None:
-    part = Part(job="one", host="worker-2", num_procs=2, command=(str(SCRIPTS / "told.py"),), logs="logs")
+    part = NodeSpec(job="one", host="worker-2", num_procs=2, command=(str(SCRIPTS / "told.py"),), logs="logs")
     outcome = agent.run(part)
     assert outcome.exit_code == 2
     assert outcome.message == (
@@ -133,13 +133,13 @@ def test_a_job_of_samesteps_says_its_device_to_the_launch(
     run: dict[str, str], words: list[str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, "run": {**JOB["run"], **run}}), encoding="utf-8")
-    asked: list[Wanted] = []
+    asked: list[LaunchRequest] = []
 
-    def start(found: object, wanted: Wanted, variables: object) -> Outcome:
+    def start(found: object, wanted: LaunchRequest, variables: object) -> Outcome:
         asked.append(wanted)
         return Outcome()
 
-    monkeypatch.setattr(samestep.cluster.start.launch, "launch", start)
+    monkeypatch.setattr(samestep.launch.launcher, "launch", start)
     assert main(["train", "job.yaml", "--num-procs", "2", *words]) == 0
     assert [wanted.device for wanted in asked] == [device]
     assert asked[0].command[-len(words) :] == tuple(words) if words else asked[0].command[-1] == "job.yaml"
@@ -149,8 +149,8 @@ def test_hosts_that_differ_in_it_do_not_begin() -> None:
     told = []
     for host, device in (("host-a", "auto"), ("host-b", "cpu")):
         known: dict[str, Any] = {"num_procs": 1, "logs": "logs", "device": device}
-        told.append({"host": host, **alike.told(Part(job="one", host=host, command=("x",), **known))})
-    found = alike.difference(told[0], told[1])
+        told.append({"host": host, **consistency.told(NodeSpec(job="one", host=host, command=("x",), **known))})
+    found = consistency.difference(told[0], told[1])
     assert found is not None
     assert 'differ in their device: host-a has "auto", host-b has "cpu"; give both the same' in found[1]
 

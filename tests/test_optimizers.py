@@ -15,9 +15,9 @@ from torch import nn
 
 import samestep
 from samestep import Average, Checkpointing, Group, NamedOptimizer, jobfile
-from samestep.cluster.start import local
-from samestep.cluster.world import World, join
-from samestep.engines.resolve import resolve
+from samestep.engines.registry import resolve
+from samestep.launch import local
+from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.optimizer_kinds import Shapes, kind_of
 from samestep.training.session import Session
@@ -353,7 +353,7 @@ def test_a_wrong_key_is_told(case: str) -> None:
 
 
 def test_a_frozen_model_has_no_group() -> None:
-    from samestep.training.optimizer_plan import OptimizerPlan
+    from samestep.training.optimizer import OptimizerPlan
 
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(samestep.UserError, match="are frozen"):

@@ -17,8 +17,6 @@ from small_tasks import Failing, Points, Words
 from torch import nn
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.comm.mesh import build_mesh
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
@@ -29,10 +27,12 @@ from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters, bounds_of, boxes, chunks_of, spans_of
 from samestep.engines.precision import Precision
 from samestep.job import Job, Run
+from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.apply import spread
-from samestep.parallel.spread import Details
-from samestep.tasks.resolve import resolve
+from samestep.parallel.parallel_model import Details
+from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 
 ENGINE: Mapping[str, Any] = {"engine": "parameter-server"}

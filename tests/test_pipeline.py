@@ -21,8 +21,8 @@ from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
 from samestep.layout import Layout
 from samestep.parallel.apply import spread
-from samestep.parallel.cache import keep_no_cache
-from samestep.parallel.spread import Details
+from samestep.parallel.exact.buffers import keep_no_cache
+from samestep.parallel.parallel_model import Details
 from samestep.proof import TOLERANCE
 
 
@@ -286,7 +286,7 @@ class Alone:
     """A model's plan, as every rank of a pipeline makes it."""
 
     def __init__(self, task: samestep.Task, layout: str, cut_at: tuple[str, ...] = ()) -> None:
-        from samestep.parallel.pipeline.plan import make_plan
+        from samestep.parallel.pipeline.partition import make_plan
         from samestep.parallel.trace import trace
 
         model = task.model()

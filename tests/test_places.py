@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from places import BATCH, OPEN_MPI, PYTORCHJOB, SAGEMAKER, TORCHRUN, Here, at, read, refused, slots
 
-from samestep.cluster.discover.place import Given, Slots
-from samestep.cluster.discover.resolve import PLACES, check_not_alone, find, idle_hosts
 from samestep.errors import UserError
+from samestep.launch.environments.base import Given, Slots
+from samestep.launch.environments.registry import PLACES, check_not_alone, find, idle_hosts
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from places import at, read, refused, slots
 
-from samestep.cluster.discover.hostfile import read_hostfile
-from samestep.cluster.discover.who_am_i import which
+from samestep.launch.environments.base import which
+from samestep.launch.environments.hostfile import read_hostfile
 
 
 @pytest.fixture

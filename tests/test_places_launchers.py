@@ -3,8 +3,8 @@
 import pytest
 from places import BATCH, OPEN_MPI, TORCHRUN, Here, at, read, refused, slots
 
-from samestep.cluster.discover.slurm_lists import host_names
 from samestep.errors import UserError
+from samestep.launch.environments.slurm import host_names
 from samestep.ranks import counts
 
 # Slurm

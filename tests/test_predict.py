@@ -18,7 +18,7 @@ from samestep.cli.main import main
 from samestep.inference import predict_job
 from samestep.job import Job
 from samestep.tasks.prediction import ToPredict
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 
 
 def predicted(recipe: samestep.Recipe, weights: Path, file: Path | None = None, new_tokens: int = 0) -> list[Any]:

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from launching import free_port
 
-from samestep.cluster.contracts import presence
-from samestep.cluster.start import as_long_as
 from samestep.errors import StartError
+from samestep.launch.script_env import sidecar, until_rank_ends
 
 
 def test_a_command_whose_other_rank_is_not_reached_fails_and_is_not_run(tmp_path: Path) -> None:
     port = free_port()
     program = [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
-    ended = subprocess.run(as_long_as.wrapped("127.0.0.1", port, program), capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        until_rank_ends.wrapped("127.0.0.1", port, program), capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 1
     assert ended.stderr == (
         "samestep: the first rank, whose end this host's rank waits for, is not reached at "
@@ -31,14 +32,14 @@ def test_no_answer_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "create_connection", silent)
     with pytest.raises(StartError, match=r"is not reached at 10\.9\.0\.1:7: no answer; has it ended"):
-        presence.connect("10.9.0.1", 7)
+        sidecar.connect("10.9.0.1", 7)
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system has no such option")
 def test_a_silent_host_is_noticed_within_a_minute() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
-        presence.connect("127.0.0.1", listening.getsockname()[1]) as connection,
+        sidecar.connect("127.0.0.1", listening.getsockname()[1]) as connection,
     ):
         idle, between, tries = (
             connection.getsockopt(socket.IPPROTO_TCP, option)

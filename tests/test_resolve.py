@@ -13,8 +13,8 @@ from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task
+from samestep.tasks.registry import resolve
 from samestep.tasks.regression import Regression
-from samestep.tasks.resolve import resolve
 
 METHODS = """
     def model(self): ...

@@ -10,10 +10,10 @@ from contextlib import suppress
 import pytest
 from small_jobs import wait_until
 
-from samestep.cluster.network.store import store_at
-from samestep.cluster.start.part import Part
-from samestep.cluster.start.roll_call import RollCall
 from samestep.errors import StartError
+from samestep.launch.handshake import Handshake
+from samestep.launch.network import store_at
+from samestep.launch.node_spec import NodeSpec
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no time: to close is to reset
 
@@ -78,8 +78,8 @@ def relay() -> Iterator[Relay]:
     relay.close()
 
 
-def part(node_rank: int, port: int) -> Part:
-    return Part(
+def part(node_rank: int, port: int) -> NodeSpec:
+    return NodeSpec(
         job="one",
         host=f"host-{node_rank}",
         node_rank=node_rank,
@@ -99,7 +99,7 @@ class Agreeing:
     """A host that agrees with the others, in a thread of its own."""
 
     def __init__(self, node_rank: int, port: int) -> None:
-        self._roll_call = RollCall(part(node_rank, port))
+        self._roll_call = Handshake(part(node_rank, port))
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._agree, daemon=True)
         self._thread.start()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from samestep.data.installed import package_folder
-from samestep.data.running_text import divide
+from samestep.data.corpus import divide
+from samestep.data.package_files import package_folder
 from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.tasks.causal_lm import CausalLM
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 
 LINES = [hashlib.sha256(bytes([number])).hexdigest()[: 5 + number % 50] + "\n" for number in range(250)]
 
@@ -69,7 +69,7 @@ def test_every_byte_is_known(tmp_path: Path) -> None:
 IDS = """
 import hashlib, sys
 from samestep.recipe import Recipe
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 task = resolve(Recipe(task="causal-lm", data={"source": sys.argv[1], "vocabulary": 400}))
 digest = hashlib.sha256()
 for samples in (task.train_set(), task.eval_set()):

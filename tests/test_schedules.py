@@ -10,9 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from samestep.layout import Layout
-from samestep.parallel.pipeline.balance import best_starts
-from samestep.parallel.pipeline.orders import orders_of
-from samestep.parallel.pipeline.rules import SCHEDULES, micro_batches, owners
+from samestep.parallel.pipeline.partition import best_starts
+from samestep.parallel.pipeline.schedule import SCHEDULES, micro_batches, orders_of, owners
 from samestep.parallel.pipeline.timeline import bubble, bubble_formula, ideal_times
 
 

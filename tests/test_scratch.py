@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from samestep.supervision import scratch as module
-from samestep.supervision.scratch import scratch
+from samestep.fault_tolerance import scratch as module
+from samestep.fault_tolerance.scratch import scratch
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from samestep.supervision.scratch import scratch
+from samestep.fault_tolerance.scratch import scratch
 
 with scratch("samestep-test-", Path(sys.argv[1])) as folder:
     (folder / "rank-0").mkdir()

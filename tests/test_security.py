@@ -18,10 +18,8 @@ import torch.distributed as dist
 from launching import free_port
 
 from samestep import environment
-from samestep.cluster.network.address import address_towards
-from samestep.cluster.network.interface import loopback_interface
-from samestep.cluster.network.store import store_at
-from samestep.cluster.world import join
+from samestep.launch.network import address_towards, loopback_interface, store_at
+from samestep.launch.world import join
 
 TESTS = Path(__file__).parent
 LOOPBACKS = ("127.", "::1", "::ffff:127.")

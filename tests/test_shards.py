@@ -16,7 +16,7 @@ from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native import Native, NativeTrainer
 from samestep.parallel.blocks import find_blocks
-from samestep.parallel.parts import local
+from samestep.parallel.sharding import local
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
@@ -182,7 +182,7 @@ def test_blocks_are_the_repeated_layers(make: Any) -> None:
 
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_recomputation_keeps_less_for_backward(how: str) -> None:
-    from samestep.parallel.moment import Now
+    from samestep.parallel.exact.forward_context import ForwardContext
     from samestep.parallel.recompute import recompute
 
     def kept(model: nn.Module) -> int:
@@ -197,5 +197,5 @@ def test_recomputation_keeps_less_for_backward(how: str) -> None:
         return sum(saved.values())
 
     plain, spare = transformer_encoder()[0], transformer_encoder()[0]
-    recompute(find_blocks(spare), how, Now())  # pyright: ignore[reportArgumentType]
+    recompute(find_blocks(spare), how, ForwardContext())  # pyright: ignore[reportArgumentType]
     assert kept(spare) < kept(plain)

@@ -27,10 +27,10 @@ from shared_memory_ranks import (
 from small_tasks import Points
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.comm.shared_memory import build, host, region
 from samestep.comm.shared_memory.process_group import KernelGroup, SharedMemoryGroup
+from samestep.launch import local
+from samestep.launch.world import join
 
 MEMORY = Path("/dev/shm")
 

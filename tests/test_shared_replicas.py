@@ -14,8 +14,8 @@ from sparse_row_ranks import Branches, Ids, Tied
 from torch import nn
 
 import samestep
-from samestep.cluster.start import local
 from samestep.errors import RankFailedError, UserError
+from samestep.launch import local
 from samestep.parallel.shared_replicas import share_out
 from samestep.validation import checked
 

@@ -9,15 +9,15 @@ import pretended
 import pytest
 import torch
 
-from samestep.cluster import device
-from samestep.cluster.discover.place import Found, Given
-from samestep.cluster.discover.resolve import find
-from samestep.cluster.filters import Filters, apply
-from samestep.cluster.start import srun
-from samestep.cluster.start.link import Ended, Event, Line, Link
-from samestep.cluster.start.part import Part
-from samestep.cluster.start.starter import Bring, Ways
 from samestep.errors import UserError
+from samestep.launch import device
+from samestep.launch.controller import AgentConnection, Ended, Event, Line
+from samestep.launch.environments import srun
+from samestep.launch.environments.base import Found, Given
+from samestep.launch.environments.registry import find
+from samestep.launch.filters import Filters, apply
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.starter import AgentCommand, LaunchOptions
 
 # sbatch -N2 -n3 --gpus-per-task=2, as its script finds it on the first node.
 BATCH = {
@@ -181,19 +181,19 @@ def test_srun_gives_its_tasks_no_variable_that_stays_here(monkeypatch: pytest.Mo
     assert started_with(bring, "HF_TOKEN", "WANDB_MODE") == "none offline"
 
 
-WAYS = Ways(remote_python=("python",))
+WAYS = LaunchOptions(remote_python=("python",))
 
 
-def parts(*hosts: str, **values: Any) -> list[Part]:
+def parts(*hosts: str, **values: Any) -> list[NodeSpec]:
     known: dict[str, Any] = {"job": "7", "num_procs": 1, "command": ("x",), "logs": "logs", **values}
-    return [Part(host=host, **known) for host in hosts]
+    return [NodeSpec(host=host, **known) for host in hosts]
 
 
-def started_with(bring: Bring, *names: str) -> str:
+def started_with(bring: AgentCommand, *names: str) -> str:
     """What a process that brings hosts up finds in these variables."""
     command = ("sh", "-c", "echo " + " ".join(f"${{{name}:-none}}" for name in names))
     events: SimpleQueue[Event] = SimpleQueue()
-    Link(Bring(command=command, parts=bring.parts, without=bring.without), b"", events)
+    AgentConnection(AgentCommand(command=command, parts=bring.parts, without=bring.without), b"", events)
     lines = []
     while not isinstance(event := events.get(timeout=10), Ended):
         if isinstance(event, Line):

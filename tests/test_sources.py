@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import samestep.data.reviews
 from samestep.errors import UserError
 from samestep.recipe import Recipe
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.tasks.text_classification import TextClassification
 
 Rows = Sequence[tuple[str, Any]]

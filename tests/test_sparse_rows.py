@@ -25,8 +25,8 @@ from torch import nn
 
 import samestep
 from samestep import jobfile
-from samestep.cluster.start import local
 from samestep.errors import UserError
+from samestep.launch import local
 from samestep.parallel.sparse_rows import find_tables, touched_rows
 from samestep.proof import Proof
 from samestep.validation import checked

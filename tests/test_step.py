@@ -16,7 +16,7 @@ from torch import nn
 from watching import Watching
 
 import samestep
-from samestep.training.dropout import switch_off
+from samestep.training.evaluation import switch_off
 
 
 def steps_of(result: samestep.TrainResult) -> list[dict[str, Any]]:
@@ -208,7 +208,7 @@ def test_float16_without_an_accelerator_is_refused_before_any_process_starts(
     def start(*arguments: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("samestep.cluster.start.local.start", start)
+    monkeypatch.setattr("samestep.launch.local.start", start)
     recipe = samestep.Recipe(task=Points(), batch=32, steps=2, precision="fp16")
     with pytest.raises(samestep.UserError, match=r"recipe\.precision is fp16, .*; bf16 or fp32 would do on a CPU"):
         samestep.train(recipe, layout="dp2", folder=tmp_path, device="cpu")

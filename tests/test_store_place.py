@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from samestep.cli.main import main
-from samestep.cluster.network.store import store_at
-from samestep.cluster.start import store_place
-from samestep.cluster.start.part import Part
-from samestep.cluster.start.roll_call import RollCall
 from samestep.errors import UserError
+from samestep.launch import store_address
+from samestep.launch.handshake import Handshake
+from samestep.launch.network import store_at
+from samestep.launch.node_spec import NodeSpec
 
 
 @pytest.fixture
@@ -31,16 +31,18 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return known
 
 
-def part(**values: Any) -> Part:
+def part(**values: Any) -> NodeSpec:
     known = {"job": "one", "host": "worker-1", "most": 2, "fewest": 2, "num_procs": 1, "command": ("x",)}
-    return Part(**{**known, "logs": "logs", "address": "worker-1", "start_timeout": 5.0, "serves": True, **values})
+    return NodeSpec(
+        **{**known, "logs": "logs", "address": "worker-1", "start_timeout": 5.0, "serves": True, **values}
+    )
 
 
 def test_a_name_that_leads_to_the_loopback_on_itself_is_no_place(names: dict[str, str]) -> None:
     names["worker-1"] = "127.0.1.1"
     began = time.monotonic()
     with pytest.raises(UserError) as error:
-        RollCall(part())
+        Handshake(part())
     assert time.monotonic() - began < 2
     assert str(error.value) == (
         "worker-1 leads to 127.0.1.1 on worker-1 itself, where no other host reaches it; "
@@ -52,11 +54,11 @@ def test_where_other_hosts_are_known_the_way_towards_them_says_the_address(
     names: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     towards = {"worker-2": "127.0.0.1", "worker-3": "10.9.0.1"}
-    monkeypatch.setattr(store_place, "address_towards", towards.__getitem__)
+    monkeypatch.setattr(store_address, "address_towards", towards.__getitem__)
     three = part(hosts=("worker-1", "worker-2", "worker-3"), most=3, fewest=3)
-    assert store_place.to_serve_at(three, "127.0.1.1") == "10.9.0.1"
+    assert store_address.to_serve_at(three, "127.0.1.1") == "10.9.0.1"
     with pytest.raises(UserError, match=r"worker-1 leads to 127\.0\.1\.1 on worker-1 itself"):
-        store_place.to_serve_at(part(hosts=("worker-1", "worker-2")), "127.0.1.1")
+        store_address.to_serve_at(part(hosts=("worker-1", "worker-2")), "127.0.1.1")
 
 
 def test_the_host_that_serves_uses_that_address_itself(
@@ -64,18 +66,18 @@ def test_the_host_that_serves_uses_that_address_itself(
 ) -> None:
     names["worker-1"] = "127.0.1.1"
     # Another address than the name's, and one that every machine has.
-    monkeypatch.setattr(store_place, "address_towards", lambda host: "127.0.0.2")
-    monkeypatch.setattr(store_place, "is_loopback", lambda address: address == "127.0.1.1")
+    monkeypatch.setattr(store_address, "address_towards", lambda host: "127.0.0.2")
+    monkeypatch.setattr(store_address, "is_loopback", lambda address: address == "127.0.1.1")
     with socket.create_server(("127.0.0.2", 0)) as listening:
         port = listening.getsockname()[1]
-    roll_call = RollCall(part(hosts=("worker-1", "worker-2"), port=port))
+    roll_call = Handshake(part(hosts=("worker-1", "worker-2"), port=port))
     assert roll_call.address == "127.0.0.2"
     assert roll_call.ended() is None
 
 
 def test_of_a_store_that_is_gone_no_failures_are_known() -> None:
     store = store_at("127.0.0.1")
-    roll_call = RollCall(part(serves=False, address="127.0.0.1", port=store.port))
+    roll_call = Handshake(part(serves=False, address="127.0.0.1", port=store.port))
     assert roll_call.failures() == []
     del store
     assert roll_call.failures() is None
@@ -83,7 +85,7 @@ def test_of_a_store_that_is_gone_no_failures_are_known() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "localhost"])
 def test_a_loopback_that_was_asked_for_is_served(address: str) -> None:
-    assert store_place.to_serve_at(part(address=address), "127.0.0.1") == "127.0.0.1"
+    assert store_address.to_serve_at(part(address=address), "127.0.0.1") == "127.0.0.1"
 
 
 def test_the_machine_that_starts_a_job_serves_where_the_hosts_reach_it(
@@ -91,13 +93,13 @@ def test_the_machine_that_starts_a_job_serves_where_the_hosts_reach_it(
 ) -> None:
     names["worker-1"] = "127.0.1.1"
     towards = {"worker-2": "127.0.0.1", "worker-3": "10.9.0.1"}
-    monkeypatch.setattr(store_place, "address_towards", towards.__getitem__)
-    assert store_place.to_meet_at("worker-1", ["worker-2", "worker-3"]) == "10.9.0.1"
-    assert store_place.to_meet_at("worker-1", ["worker-2"]) == "worker-1"  # all hosts are this machine
+    monkeypatch.setattr(store_address, "address_towards", towards.__getitem__)
+    assert store_address.to_meet_at("worker-1", ["worker-2", "worker-3"]) == "10.9.0.1"
+    assert store_address.to_meet_at("worker-1", ["worker-2"]) == "worker-1"  # all hosts are this machine
     for address in ("127.0.1.1", "localhost", "10.9.0.1"):  # it is meant
-        assert store_place.to_meet_at(address, ["worker-3"]) == address
+        assert store_address.to_meet_at(address, ["worker-3"]) == address
     names["worker-1"] = "10.9.0.7"
-    assert store_place.to_meet_at("worker-1", ["worker-3"]) == "worker-1"
+    assert store_address.to_meet_at("worker-1", ["worker-3"]) == "worker-1"
 
 
 def test_a_name_on_the_loopback_is_no_place_where_the_way_to_the_hosts_is_not_known(
@@ -124,7 +126,7 @@ def test_a_name_may_come_late(
             names["worker-1"] = "10.9.0.1"
 
     monkeypatch.setattr(time, "sleep", wait)
-    assert store_place.resolved(part(host="worker-2"), time.monotonic() + 60) == "10.9.0.1"
+    assert store_address.resolved(part(host="worker-2"), time.monotonic() + 60) == "10.9.0.1"
     says = "samestep: worker-2: the name worker-1 does not resolve yet (Name or service not known); waiting for it\n"
     assert capfd.readouterr().err == says
 
@@ -133,4 +135,4 @@ def test_a_name_may_come_late(
 def test_a_name_that_never_comes_is_told(serves: bool, names: dict[str, str]) -> None:
     says = r"worker-2: the name worker-1 does not resolve \(Name or service not known\), nor has it for 1 s; "
     with pytest.raises(UserError, match=says):
-        RollCall(part(host="worker-2", serves=serves, start_timeout=1.0))
+        Handshake(part(host="worker-2", serves=serves, start_timeout=1.0))

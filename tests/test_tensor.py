@@ -19,8 +19,8 @@ from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native import Native, NativeTrainer
 from samestep.layout import ModelShape
-from samestep.parallel.parts import Part
-from samestep.parallel.tensor import collectives, plan, slicing
+from samestep.parallel.sharding import Part
+from samestep.parallel.tensor import apply, collectives, plan
 from samestep.proof import Proof
 
 
@@ -120,7 +120,7 @@ class Crooked(Native):
         with mock.patch.object(plan, "even_ranges", crooked):
             if self.looks:
                 return super().prepare(model, how)
-            with mock.patch.object(slicing.Comparison, "hold", return_value=None):
+            with mock.patch.object(apply.Comparison, "hold", return_value=None):
                 return super().prepare(model, how)
 
 
@@ -280,7 +280,7 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
 def test_sizes_and_options_are_checked_before_any_rank_starts(
     layout: str, values: dict[str, Any], message: str
 ) -> None:
-    with mock.patch("samestep.cluster.start.local.start") as start, pytest.raises(samestep.LayoutError) as error:
+    with mock.patch("samestep.launch.local.start") as start, pytest.raises(samestep.LayoutError) as error:
         samestep.train(recipe(Fixed(llama, causal=True), **values), layout=layout)
     assert message in str(error.value)
     start.assert_not_called()

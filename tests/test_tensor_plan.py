@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.errors import LayoutError
 from samestep.parallel.blocks import find_blocks
-from samestep.parallel.tensor.heads import Heads
+from samestep.parallel.tensor.modules import Heads
 from samestep.parallel.tensor.plan import Plan, even_ranges, make_plan, vocabulary_ranges
 from samestep.parallel.trace import trace
 

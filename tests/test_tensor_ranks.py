@@ -13,13 +13,12 @@ from tiny_texts import Encoder, Texts, llama
 from torch import Tensor, nn
 
 import samestep
-from samestep.cluster.start import local
-from samestep.cluster.world import join
 from samestep.job import Job, Run
+from samestep.launch import local
+from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.parallel.moment import Now, Portion
-from samestep.parallel.tensor.layers import Region
-from samestep.parallel.tensor.multihead import multihead
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
+from samestep.parallel.tensor.layers import Region, multihead
 from samestep.training.fit import Training
 
 STEPS = 3
@@ -158,7 +157,12 @@ def attention(world: Any) -> dict[str, float]:
         torch.manual_seed(0)
         sliced = nn.MultiheadAttention(16, 4, dtype=torch.float64, **settings)
         cut(sliced, world.rank)
-        multihead(sliced, dict.fromkeys(("query", "key", "value"), _copied), Region(_summed, Now(), Portion()), group)
+        multihead(
+            sliced,
+            dict.fromkeys(("query", "key", "value"), _copied),
+            Region(_summed, ForwardContext(), Portion()),
+            group,
+        )
         first = settings.get("batch_first", False) or not batch
         shapes = [(*batch, t, w) if first else (t, *batch, w) for t, w in _sizes(settings)]
         inputs = [random(*shape).requires_grad_() for shape in shapes]

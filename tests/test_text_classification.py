@@ -17,7 +17,7 @@ from samestep.jobfile import load
 from samestep.layout import ModelShape
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, call
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.tasks.text_classification import TextClassification
 
 WORDS = [f"word{number}" for number in range(30)]
@@ -95,7 +95,7 @@ def pretrained(tmp_path: Path) -> Path:
 IDS = """
 import hashlib, sys
 from samestep.recipe import Recipe
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 task = resolve(Recipe(task="text-classification", data={"source": sys.argv[1], "vocabulary": int(sys.argv[2])}))
 digest = hashlib.sha256()
 for samples in (task.train_set(), task.eval_set()):

@@ -15,7 +15,7 @@ import samestep
 from samestep import jobfile
 from samestep.cli.main import main
 from samestep.job import Job, Run
-from samestep.tuning.rows import Row, Tuned
+from samestep.tuning.results import Row, Tuned
 from samestep.tuning.settings import SETTINGS, Candidate, Setting
 from samestep.tuning.tune import TrialError, greedy, tune_job
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import samestep
-from samestep.cluster.start import local
 from samestep.contract.check import check_contract
 from samestep.job import Job, Run
+from samestep.launch import local
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from samestep.checkpoint.sums import sums_of
+from samestep.checkpoint.folder import sums_of
 
 
 class Trap:

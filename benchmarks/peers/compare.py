@@ -14,11 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from samestep.comparison.bilingual import Words
 from samestep.comparison.compare import compare_job
-from samestep.comparison.methods import Method
-from samestep.comparison.starts import Start
-from samestep.comparison.table import print_comparison
-from samestep.comparison.words import Words
+from samestep.comparison.methods import Method, Start
+from samestep.comparison.terminal import print_comparison
 from samestep.jobfile import load
 
 PRECISIONS = frozenset({"fp32", "bf16"})

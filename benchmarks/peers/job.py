@@ -13,19 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from samestep.cluster.device import peak_memory
 from samestep.data.order import Place, SampleOrder, bounds
 from samestep.jobfile import load
+from samestep.launch.device import peak_memory
+from samestep.run_folder import versions
 from samestep.tasks.base import Batch, call
-from samestep.tasks.resolve import resolve
-from samestep.training.curves import named_parts
-from samestep.training.dropout import switch_off
-from samestep.training.evaluation import apart, plain
+from samestep.tasks.registry import resolve
+from samestep.training.evaluation import apart, named_parts, plain, switch_off
 from samestep.training.fit import build_model
-from samestep.training.optimizer import make_schedule
-from samestep.training.optimizer_plan import OptimizerPlan
+from samestep.training.optimizer import OptimizerPlan, make_schedule
 from samestep.training.result import is_curve
-from samestep.versions import versions
 
 
 def arguments(description: str | None) -> tuple[Path, Path]:

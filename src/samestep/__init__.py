@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from samestep import tasks as tasks
     from samestep.api import dry_run, train, verify
     from samestep.comparison.compare import compare
-    from samestep.comparison.rows import Comparison
+    from samestep.comparison.results import Comparison
     from samestep.errors import (
         CheckpointError,
         InterruptedJobError,
@@ -53,7 +53,7 @@ _HOME = {
     "evaluate": "samestep.inference",
     "load_model": "samestep.inference",
     "compare": "samestep.comparison.compare",
-    "Comparison": "samestep.comparison.rows",
+    "Comparison": "samestep.comparison.results",
     "session": "samestep.training.session",
     "Session": "samestep.training.session",
     "TrainResult": "samestep.training.result",

@@ -9,40 +9,38 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep import environment
-from samestep.cluster.cores import cores, threads_of
-from samestep.cluster.device import accelerators, check_devices, device_of
-from samestep.cluster.discover.resolve import check_not_alone
-from samestep.cluster.start import fork_server, local
-from samestep.cluster.world import World, join
 from samestep.contract.check import check_contract, find_gradients_passed
 from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients
-from samestep.engines import resolve as engines
+from samestep.display.schedule_svg import draw_schedule
+from samestep.engines import registry as engines
 from samestep.engines.precision import Precision
 from samestep.errors import InterruptedJobError, LayoutError, NonFiniteError, RankFailedError, UserError
+from samestep.fault_tolerance import preemption, restarts
+from samestep.fault_tolerance.policy import check_faults, smaller
+from samestep.fault_tolerance.rank import RankSupervision, Round
 from samestep.job import Job, Run
+from samestep.launch import fork_server, local
+from samestep.launch.affinity import cores, threads_of
+from samestep.launch.device import accelerators, check_devices, device_of
+from samestep.launch.environments.registry import check_not_alone
+from samestep.launch.world import World, join
 from samestep.layout import Layout, unsized
 from samestep.matrix import Row
-from samestep.parallel.mapped_file import check_offload_folder
+from samestep.parallel.offload.memory import check_offload_folder
 from samestep.proof import Proof, Reference, hold_against, proof_job, reference
 from samestep.recipe import Recipe
-from samestep.report.schedule import draw_schedule
 from samestep.run_folder import RunPlace
-from samestep.supervision import restarts, signals
-from samestep.supervision.check import check_faults
-from samestep.supervision.rank import RankSupervision
-from samestep.supervision.round import Round
-from samestep.supervision.smaller import smaller
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task, check_data
-from samestep.tasks.resolve import resolve as resolve_task
+from samestep.tasks.registry import resolve as resolve_task
 from samestep.tasks.several_losses import with_weights
 from samestep.tasks.turns import turns_of
-from samestep.training.checkpoints import check_place
+from samestep.training.checkpointing import check_place
 from samestep.training.early_stop import EarlyStopper
 from samestep.training.fit import try_out
-from samestep.training.optimizer_checks import check_average_start, check_optimizers, check_turns_optimizers
+from samestep.training.loop import fit_with_rollbacks
+from samestep.training.optimizer import check_average_start, check_optimizers, check_turns_optimizers
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
-from samestep.training.rollback import fit_with_rollbacks
 from samestep.training.usage import Usage
 from samestep.validation import checked
 
@@ -124,7 +122,7 @@ def _trained(job: Job, layout: Layout, round_: Round | None) -> TrainResult | In
 
 
 def _start_round(job: Job, layout: Layout, round_: Round) -> Any:
-    taken = signals.TAKEN if job.run.checkpoint is not None else ()
+    taken = preemption.TAKEN if job.run.checkpoint is not None else ()
     return _start(_train_rank, job, layout, round_, signals_taken=taken)
 
 

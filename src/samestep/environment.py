@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from samestep.ranks import Ranks, by_horovodrun, integer
 from samestep.ranks import read as read_ranks
-from samestep.visible import VARIABLES, VisibleDevices
-from samestep.visible import read as read_visible
+from samestep.visible_devices import VARIABLES, VisibleDevices
+from samestep.visible_devices import read as read_visible
 
 # What this process began with. In a rank: what the server that it was forked from had at its start.
 _AT_FIRST: Final = dict(os.environ)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from samestep import environment
 from samestep.api import check_job
 from samestep.checkpoint.base import check_base, fingerprint
-from samestep.checkpoint.recipes import differences
-from samestep.cluster.world import join
+from samestep.checkpoint.compatibility import differences
 from samestep.convert.base import Weights
-from samestep.convert.conversion import format_of
+from samestep.convert.convert import format_of
 from samestep.convert.formats import FORMATS
 from samestep.data.loader import to_device
 from samestep.engines.base import Checkpointed
@@ -22,14 +21,15 @@ from samestep.engines.precision import parameter_dtype
 from samestep.errors import CheckpointError, UserError
 from samestep.job import Job, Run
 from samestep.jobfile import plain
+from samestep.launch.world import join
 from samestep.layout import Layout
-from samestep.parallel.pieces import MODEL, Piece, whole_piece
+from samestep.parallel.state_shards import MODEL, Piece, whole_piece
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.prediction import Prediction, ToPredict
-from samestep.tasks.resolve import resolve as resolve_task
+from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.fit import Training, build_model
-from samestep.training.progress import Bar
+from samestep.training.metrics_log import Bar
 from samestep.validation import checked
 
 # What of a recipe decides what a model says; the rest is how it learned.

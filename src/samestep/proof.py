@@ -11,21 +11,22 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from samestep.cluster.world import World, join
 from samestep.engines.base import StepReport, Trainer
 from samestep.engines.native import NativeTrainer
-from samestep.engines.resolve import resolve as resolve_engine
+from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import UserError
+from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.job import Job, Run
+from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
-from samestep.parallel.optimizer_pieces import innermost
+from samestep.parallel.state_shards import innermost
 from samestep.recipe import SGD, Recipe
-from samestep.supervision.nonfinite import without_nonfinite
 from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, FirstStep, dense, hold_as_built
-from samestep.training.differences import difference, largest, pairs, relative, relative_tensors
+from samestep.training.differences import Rounding, difference, largest, pairs, relative, relative_tensors
 from samestep.training.fit import Training
+from samestep.training.metrics_log import Bar
 from samestep.training.nonfinite_values import (
     ONE_PROCESS,
     NonFiniteValue,
@@ -36,8 +37,6 @@ from samestep.training.nonfinite_values import (
     watched,
 )
 from samestep.training.optimizer import SCHEDULE
-from samestep.training.progress import Bar
-from samestep.training.rounding import Rounding
 
 TOLERANCE = 1e-10
 

@@ -1,10 +1,9 @@
-"""A run's folder: the one that the job names, a new one under runs/, or that of the run that it goes on with.
+"""A run's folder: the one that the job names, a new one under runs/, or that of the run that it resumes."""
 
-What is here looks at names and nothing else, so that a host's agent finds the folder before any rank has begun.
-"""
-
+import platform
 import re
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,3 +88,10 @@ def steps_in(folder: Path) -> list[int]:
         return []
     steps = [step_of(path) for path in folder.iterdir() if (path / INFO_FILE).is_file()]
     return sorted(step for step in steps if step is not None)
+
+
+_PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "torchmetrics")
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.tasks import HuggingFace
 from samestep.tasks.gather import takes_gather
-from samestep.tasks.metric import Metric, Share
+from samestep.tasks.metrics import Metric, Share
 
 Row = Mapping[str, Any]
 Loss = Callable[..., tuple[Tensor, int]]  # (output, targets), and gather where it asks for it -> sum and count

@@ -28,12 +28,12 @@ _VERDICTS: dict[str, Verdict] = {
     "crash": "crash",
 }
 _PRELOADED = (
-    "samestep.cluster.start.served",
+    "samestep.launch.fork_server_first",
     "samestep.api",
     "torch._dynamo",
     "transformers.modeling_utils",
     "model_table.preload",
-    "samestep.cluster.start.served_all",
+    "samestep.launch.fork_server_last",
 )
 
 

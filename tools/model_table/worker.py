@@ -13,11 +13,11 @@ from model_table.entry import HELD_OUT, task_of
 from model_table.zoo import entries
 from samestep import AdamW, Recipe, environment
 from samestep.api import check_job
-from samestep.cluster.start.parent import end_with_starter
-from samestep.cluster.world import join
 from samestep.contract.check import check_contract
 from samestep.errors import LayoutError, UserError
 from samestep.job import Job, Run
+from samestep.launch.fork_server import end_with_starter
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.proof import Reference, hold_against, proof_job, reference
 from samestep.tasks.base import Task

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import CheckpointError
-from samestep.parallel.pieces import MODEL, Piece
+from samestep.parallel.state_shards import MODEL, Piece
 
 _LOOKED_AT = 16  # numbers of each parameter
 

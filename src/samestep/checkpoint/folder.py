@@ -1,13 +1,118 @@
-"""The folder of a training's checkpoints: `step-<number>` each, and only complete ones bear that name."""
+"""The folder of a training's checkpoints: `step-<number>` each, and only complete ones bear that name.
 
+`checkpoint.json` says what a checkpoint is; checksums are made when files are written, and compared before they are
+used.
+"""
+
+import hashlib
+import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from samestep.checkpoint.info import Info, read_info
+from samestep.checkpoint.base import Base, base_of_json
 from samestep.errors import CheckpointError
-from samestep.run_folder import name_of, steps_in
+from samestep.run_folder import INFO_FILE, name_of, steps_in
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSum:
+    """A file of a checkpoint as it was when it was written."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Where a training stood, and what wrote it down."""
+
+    step: int  # optimizer steps taken; the next step has this number, counted from 0
+    epoch: int | None  # None where nobody counts them
+    layout: str
+    processes: int
+    engine: str
+    recipe: Mapping[str, Any]  # as a job file says it; empty for a loop of one's own
+    scaler: Mapping[str, float] = field(default_factory=dict)  # of the loss, under fp16
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the evaluation after this step
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what a loop of one's own gave along
+    base: Base | None = None  # frozen parameters that it does not hold; None: it holds all
+    tied: Mapping[str, str] = field(default_factory=dict)  # further names of parameters -> where they stand
+    versions: Mapping[str, str] = field(default_factory=dict)
+    saved_at: str = ""  # ISO 8601
+    files: Mapping[str, FileSum] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_info(folder: Path) -> Info:
+    """Read a checkpoint's info. Raises CheckpointError where the file is no such thing."""
+    file = folder / INFO_FILE
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {INFO_FILE}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
+    known = {each.name for each in fields(Info)}
+    if not isinstance(values, dict) or values.get("format") != FORMAT or not known - {"base"} <= values.keys():
+        found = values.get("format") if isinstance(values, dict) else None
+        raise CheckpointError(f"{file} is of format {found}; this version of samestep reads format {FORMAT}")
+    try:
+        sums = {str(name): FileSum(**each) for name, each in values["files"].items()}
+    except (TypeError, AttributeError):
+        raise CheckpointError(f"{file} is damaged: its list of files is not one") from None
+    try:
+        base = None if values.get("base") is None else base_of_json(values["base"])
+    except (TypeError, KeyError):
+        raise CheckpointError(f"{file} is damaged: what it says of a base is not of one") from None
+    read = {"files": sums, "base": base}
+    return Info(**{**{name: values[name] for name in known - read.keys()}, **read})
+
+
+AT_ONCE = 1 << 20  # bytes
+
+
+def sums_of(folder: Path, names: Iterable[str]) -> dict[str, FileSum]:
+    """The sums of some files of a folder."""
+    return {name: _sum_of(folder / name) for name in names}
+
+
+def _sum_of(file: Path, advance: Callable[[int], None] | None = None) -> FileSum:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(AT_ONCE))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+            if advance is not None:
+                advance(count)
+    return FileSum(bytes=file.stat().st_size, sha256=digest.hexdigest())
+
+
+def fault_of(
+    folder: Path, expected: Mapping[str, FileSum], advance: Callable[[int], None] | None = None
+) -> str | None:
+    """What is wrong with the first wrong file; None where all are as they were written.
+
+    `advance` is told how many bytes were read, again and again.
+    """
+    for name, wanted in expected.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != wanted.bytes:
+            return f"{file} has {file.stat().st_size:,} bytes, and {wanted.bytes:,} were written"
+        if _sum_of(file, advance) != wanted:
+            return f"{file} is not what was written: its checksum differs"
+    return None
+
 
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"

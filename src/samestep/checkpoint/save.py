@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from samestep.checkpoint import folder as folders
-from samestep.checkpoint.info import FileSum, Info
-from samestep.checkpoint.metadata import METADATA_FILE
-from samestep.checkpoint.neighbours import Neighbours
-from samestep.checkpoint.plans import SavePlanner
-from samestep.checkpoint.sums import sums_of
+from samestep.checkpoint.folder import FileSum, Info, sums_of
+from samestep.checkpoint.peer_memory import Neighbours
+from samestep.checkpoint.planner import SavePlanner
+from samestep.checkpoint.safe_index import METADATA_FILE
 from samestep.errors import CheckpointError
-from samestep.parallel.pieces import Box, Piece
+from samestep.parallel.state_shards import Box, Piece
 from samestep.run_folder import INFO_FILE
 
 # Named in the errors of PyTorch's writer of files, which keep the system's to themselves.

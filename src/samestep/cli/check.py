@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, output_files
+from samestep.cli import job_options
 
 if TYPE_CHECKING:
     from samestep.job_check import Checked
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
 
     from samestep.job_check import check_layouts
     from samestep.matrix import layouts_of

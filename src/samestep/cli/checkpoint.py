@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.cli import output_files
+from samestep.cli import job_options
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ def _list_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     """Show the checkpoints of a run: steps, layouts, sizes, metrics."""
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
     if options.lowest and options.best is None:
         raise UserError("--lowest goes with --best METRIC")
 
-    from samestep.checkpoint.look import listed
-    from samestep.report.checkpoints import print_listed
+    from samestep.checkpoint.inspect import listed
+    from samestep.display.checkpoints import print_listed
 
     found = listed(options.folder)
     print_listed(found, options.best, lowest=options.lowest)
@@ -58,10 +58,10 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     """Show what a checkpoint of any format holds: tensors, shapes, bytes, and what it says of itself."""
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
 
-    from samestep.convert.look import inspect
-    from samestep.report.checkpoints import print_contents
+    from samestep.convert.inspect import inspect
+    from samestep.display.checkpoints import print_contents
 
     contents = inspect(options.checkpoint)
     print_contents(contents)
@@ -76,10 +76,10 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     """Compare a checkpoint's files, or those of all in a folder, with their sums."""
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
 
-    from samestep.convert.look import verified
-    from samestep.report.checkpoints import print_verified
+    from samestep.convert.inspect import verified
+    from samestep.display.checkpoints import print_verified
 
     faults = verified(options.folder)
     print_verified(faults)
@@ -114,8 +114,8 @@ def _target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _convert(options: argparse.Namespace) -> int:
     """Write a model's weights in another tool's format, or make a checkpoint of another tool's."""
-    from samestep.convert.conversion import convert
-    from samestep.report.checkpoints import print_converted
+    from samestep.convert.convert import convert
+    from samestep.display.checkpoints import print_converted
 
     converted = convert(
         options.source,

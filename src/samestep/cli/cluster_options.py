@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from samestep.cluster.discover.place import Found
-    from samestep.visible import DeviceChoice
+    from samestep.launch.environments.base import Found
+    from samestep.visible_devices import DeviceChoice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +43,9 @@ def flag(name: str) -> str:
 def cluster_from(options: argparse.Namespace, device: "DeviceChoice") -> "Found":
     """The hosts that a job on such devices takes, and how they came to be known. Raises UserError."""
     from samestep import environment
-    from samestep.cluster.discover.place import Given
-    from samestep.cluster.discover.resolve import find
-    from samestep.cluster.filters import Filters, apply
+    from samestep.launch.environments.base import Given
+    from samestep.launch.environments.registry import find
+    from samestep.launch.filters import Filters, apply
 
     environ = environment.snapshot()
     found = find(Given(environ=environ, hostfile=options.hostfile, ray=options.ray, device=device), options.place)

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from samestep.cli import output_files
+from samestep.cli import job_options
 from samestep.errors import UserError
 
 _ATTEMPT_LIMIT = 10.0  # seconds
@@ -63,17 +63,17 @@ def _one_line(command: Any) -> str:
 
 def _measure(options: argparse.Namespace) -> int:
     """Check and time collectives."""
-    output_files.check("--json", options.json)
-    output_files.check("--plot", options.plot)
+    job_options.check("--json", options.json)
+    job_options.check("--plot", options.plot)
     if not 0 < options.seconds < float("inf"):
         raise UserError(f"--seconds is {options.seconds:g}; use more than 0 seconds")
 
-    from samestep.comm_bench.sizes import USUAL, parse_sizes
+    from samestep.comm_bench.request import USUAL, parse_sizes
 
     sizes = parse_sizes(options.sizes) if options.sizes is not None else USUAL
 
-    from samestep.comm_bench.asked import Asked, check_collectives, check_sizes, processes_of
     from samestep.comm_bench.plot import check_file, write_plot
+    from samestep.comm_bench.request import Asked, check_collectives, check_sizes, processes_of
     from samestep.comm_bench.run import measured
     from samestep.comm_bench.table import print_report
 
@@ -97,7 +97,7 @@ def _measure(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     """Show what a collective does: the tensor of each rank before and after."""
     from samestep.comm.collectives import COLLECTIVES
-    from samestep.comm_bench.asked import check_collectives, processes_of
+    from samestep.comm_bench.request import check_collectives, processes_of
     from samestep.comm_bench.run import demonstrated
     from samestep.comm_bench.table import print_demonstration
 
@@ -110,12 +110,12 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _support(options: argparse.Namespace) -> int:
     """Try each back end with each device, collective and dtype, and tell what works."""
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
     if not 0 < options.time_limit < float("inf"):
         raise UserError(f"--time-limit is {options.time_limit:g}; use more than 0 seconds")
 
     from samestep import environment
-    from samestep.comm_bench.asked import processes_of
+    from samestep.comm_bench.request import processes_of
     from samestep.comm_bench.support import supported
     from samestep.comm_bench.table import print_support
 

@@ -5,7 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from samestep.cli import job_options, output_files
+from samestep.cli import job_options
 from samestep.errors import UserError
 
 
@@ -28,13 +28,13 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    output_files.check("--json", options.json)
-    output_files.check("--report", options.report)
+    job_options.check("--json", options.json)
+    job_options.check("--report", options.report)
     if options.report is not None and importlib.util.find_spec("plotly") is None:
         raise UserError('--report needs plotly, which is not installed; pip install "samestep[report]"')
 
     from samestep.comparison.compare import compare_job
-    from samestep.comparison.table import print_comparison
+    from samestep.comparison.terminal import print_comparison
 
     found = compare_job(
         loaded.job,

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep import environment
-from samestep.cli import output_files
+from samestep.cli import job_options
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
-    from samestep.doctor.finding import Asked
+    from samestep.doctor.findings import Asked
 
 _LIMIT = 60.0
 _OF_THE_MACHINE = ("hosts", "hostfile", "port", "folder", "time_limit")
@@ -34,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
     if options.run_folder is not None:
         given = [name for name in _OF_THE_MACHINE if getattr(options, name) is not None]
         if given:
             flag = "--" + given[0].replace("_", "-")
             raise UserError(f"{flag} is for the machine, and a run's folder is read alone; leave one of them out")
 
-        from samestep.doctor.run.read import read
+        from samestep.doctor.run import read
 
         findings, title = list(read(options.run_folder)), f"the run in {options.run_folder}"
     else:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
         findings, title = list(examine(asked, limit=limit)), "this machine"
 
-    from samestep.doctor.table import print_findings
+    from samestep.doctor.findings import print_findings
 
     if options.json is not None:
         values = [finding.to_json() for finding in findings]
@@ -63,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _asked(options: argparse.Namespace) -> "Asked":
-    from samestep.doctor.finding import Asked
-    from samestep.doctor.host_list import parse_hosts, read_hostfile
+    from samestep.doctor.findings import Asked, parse_hosts, read_hostfile
 
     if options.hosts is not None and options.hostfile is not None:
         raise UserError("--hosts and --hostfile both name hosts; leave one of them out")

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from samestep.cli import job_options, output_files
+from samestep.cli import job_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +19,9 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
 
-    from samestep.drill.run import drill_job
-    from samestep.drill.table import print_drill
+    from samestep.drill.run import drill_job, print_drill
 
     drilled = drill_job(
         loaded.job,

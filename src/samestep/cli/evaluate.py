@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from samestep.cli import job_options, output_files
+from samestep.cli import job_options
 
 # What decides how a training is spread, of which nothing matters to one process.
 NOT_HERE = ("layout", "processes", "engine", "micro-batch", "checkpoint-every", "folder")
@@ -30,10 +30,10 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
 
+    from samestep.display.tables import print_metrics
     from samestep.inference import evaluate_job
-    from samestep.report.tables import print_metrics
 
     metrics = evaluate_job(loaded.job, options.checkpoint)
     if options.json is not None:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from samestep.cli import cluster_options, job_options, output_files
+from samestep.cli import cluster_options, job_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,13 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
     found = cluster_options.cluster_from(options, options.device)
 
-    from samestep.cluster.binding import bindings, check_choice, in_words
-    from samestep.cluster.machine import this_machine
-    from samestep.report.hosts import hosts_shown
-    from samestep.report.hosts_table import print_hosts
+    from samestep.display.hosts import hosts_shown, print_hosts
+    from samestep.launch.affinity import bindings, check_choice, in_words, this_machine
 
     check_choice(options.bind)
     here = found.cluster.this

@@ -1,4 +1,4 @@
-"""Options that every command with a job file has, laid over what the file says."""
+"""Options that every command with a job file has, laid over what the file says; and files that commands write."""
 
 import argparse
 import importlib
@@ -7,9 +7,22 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.errors import UserError
+
 if TYPE_CHECKING:
     from samestep.job import Job
     from samestep.jobfile import LoadedJob
+
+
+def check(flag: str, file: Path | None) -> None:
+    """Raise UserError where a file can't be written; before minutes are spent on what would stand in it."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise UserError(f"{flag} {file}: this is a folder; the path of a file is wanted")
+    if not file.parent.is_dir():
+        raise UserError(f"{flag} {file}: there is no folder {file.parent}; make it, or write elsewhere")
+
 
 # Flag -> the key of the job that it sets.
 _FLAGS = {
@@ -99,7 +112,7 @@ def prepare(job: "Job") -> None:
     from samestep.imports import uncollected
 
     with uncollected():
-        from samestep.cluster.start import fork_server
+        from samestep.launch import fork_server
 
         fork_server.start_early(job)
         importlib.import_module("samestep.api")
@@ -134,7 +147,7 @@ def tell_launcher(message: str) -> bool:
     if (file := environment.error_file()) is None:
         return False
 
-    from samestep.cluster.start.error_file import tell
+    from samestep.launch.failure import tell
 
     tell(file, message)
     return True

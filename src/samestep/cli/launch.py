@@ -33,7 +33,7 @@ def _launch(options: argparse.Namespace) -> int:
     if options.print_variables:
         return launch_options.print_variables(options)
 
-    from samestep.cluster.start.launch import parse_command
+    from samestep.launch.launcher import parse_command
 
     command = parse_command(options.command)
     if options.k8s:
@@ -46,8 +46,8 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _manifest(options: argparse.Namespace, command: tuple[str, ...]) -> int:
     """Print the PyTorchJob whose pods run this launch, each for its own host."""
-    from samestep.cluster.start.kubernetes_manifest import Wish, manifest
-    from samestep.cluster.start.launch import check_size
+    from samestep.launch.environments.kubernetes import Wish, manifest
+    from samestep.launch.launcher import check_size
 
     if options.image is None:
         raise UserError("--k8s needs --image, the image of the pods' containers")

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.cli import cluster_options
-from samestep.cluster.start.limits import Limits
 from samestep.errors import UserError
+from samestep.launch.node_spec import Limits
 
 if TYPE_CHECKING:
-    from samestep.cluster.discover.place import Found
-    from samestep.cluster.start.launch import Wanted
-    from samestep.cluster.variables import Variables
-    from samestep.visible import DeviceChoice
+    from samestep.launch.environments.base import Found
+    from samestep.launch.forwarded_env import Variables
+    from samestep.launch.launcher import LaunchRequest
+    from samestep.visible_devices import DeviceChoice
 
 # What `samestep train` has from its job, under names of its own.
 OF_LAUNCH = ("device", "engine", "threads", "max_restarts", "notice")
@@ -108,9 +108,9 @@ def found_from(options: argparse.Namespace, device: "DeviceChoice") -> "Found":
         return cluster_options.cluster_from(options, device)
     # Each host by itself: how many there are is said, not found, and this is one of them.
     from samestep import environment
-    from samestep.cluster.discover.place import Given
-    from samestep.cluster.discover.resolve import find
-    from samestep.cluster.filters import Filters, apply
+    from samestep.launch.environments.base import Given
+    from samestep.launch.environments.registry import find
+    from samestep.launch.filters import Filters, apply
 
     environ = environment.snapshot()
     found = find(Given(environ=environ, device=device), options.place or "this-machine")
@@ -118,9 +118,9 @@ def found_from(options: argparse.Namespace, device: "DeviceChoice") -> "Found":
     return apply(found, filters, environ)
 
 
-def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwise: Any) -> "Wanted":
+def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwise: Any) -> "LaunchRequest":
     """What the options say of the start; `otherwise`: what is known from elsewhere. Raises UserError."""
-    from samestep.cluster.start.launch import Wanted, parse_nodes
+    from samestep.launch.launcher import LaunchRequest, parse_nodes
 
     own: dict[str, Any] = {name: otherwise.get(name, getattr(options, name, None)) for name in OF_LAUNCH}
     nodes = parse_nodes(options.nodes) if options.nodes is not None else None
@@ -128,7 +128,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         raise UserError("--remote-python is for hosts reached by SSH or srun; on Ray's nodes it is Ray's own Python")
     if own["max_restarts"] is None:
         own["max_restarts"] = ELASTIC_RESTARTS if nodes is not None and nodes[0] < nodes[1] else 0
-    return Wanted(
+    return LaunchRequest(
         command=command,
         bind=options.bind,
         nodes=nodes,
@@ -155,12 +155,12 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
     )
 
 
-def launch(options: argparse.Namespace, found: "Found", wanted: "Wanted") -> int:
+def launch(options: argparse.Namespace, found: "Found", wanted: "LaunchRequest") -> int:
     """Start a command as ranks on the hosts that were found, and see it end. Raises UserError."""
     check(wanted)
     variables = variables_from(options)
 
-    from samestep.cluster.start.launch import launch as start
+    from samestep.launch.launcher import launch as start
 
     outcome = start(found, wanted, variables)
     if outcome.message is not None:
@@ -168,12 +168,12 @@ def launch(options: argparse.Namespace, found: "Found", wanted: "Wanted") -> int
     return outcome.exit_code
 
 
-def check(wanted: "Wanted") -> None:
+def check(wanted: "LaunchRequest") -> None:
     """Raise UserError for what can be seen to be wrong before any host is."""
-    from samestep.cluster.binding import check_choice
-    from samestep.cluster.contracts import table
+    from samestep.launch.affinity import check_choice
+    from samestep.launch.script_env import registry
 
-    table.check(wanted.engine)
+    registry.check(wanted.engine)
     check_choice(wanted.bind)
     Limits(silence=wanted.silence_limit).check()
 
@@ -181,7 +181,7 @@ def check(wanted: "Wanted") -> None:
 def variables_from(options: argparse.Namespace) -> "Variables":
     """What goes to every host. Raises UserError."""
     from samestep import environment
-    from samestep.cluster.variables import files_of, gather
+    from samestep.launch.forwarded_env import files_of, gather
 
     environ = environment.snapshot()
     files = files_of(environment.variables_file(environ), Path.cwd(), Path.home())

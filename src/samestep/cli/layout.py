@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from samestep.cli import output_files
+from samestep.cli import job_options
 from samestep.layout import Layout
 
 
@@ -18,12 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     layout = Layout.parse(options.layout, options.processes)
-    output_files.check("--svg", options.svg)
-    output_files.check("--json", options.json)
+    job_options.check("--svg", options.svg)
+    job_options.check("--json", options.json)
 
-    from samestep.report.holdings import holdings
-    from samestep.report.holdings_table import print_holdings
-    from samestep.report.picture import draw
+    from samestep.display.layout import holdings, print_holdings
+    from samestep.display.layout_svg import draw
 
     shown = holdings(layout, options.batch)
     if options.svg is not None:

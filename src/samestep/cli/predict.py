@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from samestep.cli import job_options, output_files
+from samestep.cli import job_options
 from samestep.cli.evaluate import NOT_HERE, add_checkpoint
 from samestep.errors import UserError
 
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    output_files.check("--output", options.output)
+    job_options.check("--output", options.output)
     if options.input is not None and not options.input.exists():
         raise UserError(f"--input {options.input}: there is no such file or folder")
     files = (options.input, options.output)

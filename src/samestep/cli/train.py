@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, launch_options, output_files
+from samestep.cli import job_options, launch_options
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ def run(options: argparse.Namespace) -> int:
 
     job_options.prepare(loaded.job)
     from samestep.api import train_job
-    from samestep.cluster.discover.resolve import idle_hosts
-    from samestep.report.profile import print_profile
-    from samestep.report.tables import print_result
+    from samestep.display.profile import print_profile
+    from samestep.display.tables import print_result
+    from samestep.launch.environments.registry import idle_hosts
 
     if environment.ranks() is None and (idle := idle_hosts(environment.snapshot())) is not None:
         print(f"samestep: {idle}", file=sys.stderr)
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     """The same command as ranks on hosts, checked here before any of them starts."""
     from samestep import environment
-    from samestep.cluster.start.launch import world_of
+    from samestep.launch.launcher import world_of
     from samestep.run_folder import RunPlace
 
     job = loaded.job
@@ -109,11 +109,11 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
 
 def _dry_run(job: "Job", file: Path | None) -> int:
-    output_files.check("--json", file)
+    job_options.check("--json", file)
 
     job_options.prepare(job)
     from samestep.api import dry_run_job
-    from samestep.report.tables import print_usage
+    from samestep.display.tables import print_usage
 
     ranks = dry_run_job(job)
     if job_options.is_main():

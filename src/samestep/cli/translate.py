@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from samestep.cli import output_files
+from samestep.cli import job_options
 from samestep.errors import UserError
 
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    output_files.check("--output", options.output)
+    job_options.check("--output", options.output)
     if options.output is not None and str(options.output) in options.words:
         raise UserError(f"--output is {options.output}, the file that is translated; write to another")
     for name in ("processes", "batch"):

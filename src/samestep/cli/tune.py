@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from samestep.cli import job_options, output_files
+from samestep.cli import job_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +22,11 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    output_files.check("--json", options.json)
-    output_files.check("--write", options.write)
+    job_options.check("--json", options.json)
+    job_options.check("--write", options.write)
 
     from samestep.jobfile import LoadedJob, dump
-    from samestep.tuning.table import print_tuned
+    from samestep.tuning.results import print_tuned
     from samestep.tuning.tune import tune_job
 
     names = options.settings.split(",") if options.settings is not None else None

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, output_files
+from samestep.cli import job_options
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         return job_options.print_config(loaded)
 
-    output_files.check("--json", options.json)
+    job_options.check("--json", options.json)
     if options.layouts is not None:
         return _matrix(options, loaded)
     if options.more:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     job_options.prepare(loaded.job)
     from samestep.api import verify_job
-    from samestep.report.tables import print_proof
+    from samestep.display.tables import print_proof
 
     proof = verify_job(loaded.job, steps=options.steps, dropout=options.dropout)
     if job_options.is_main():
@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
 def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
     """Every job under every layout. A refused layout is no failure; a step that is not the same is one."""
     from samestep.api import verify_layouts
+    from samestep.display.tables import print_matrix
     from samestep.matrix import layouts_of
-    from samestep.report.tables import print_matrix
 
     layouts = layouts_of(options.layouts)
     jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]

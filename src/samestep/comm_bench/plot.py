@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.comm.measure import Row
-from samestep.comm_bench.report import Report
-from samestep.comm_bench.sizes import size_in_words
+from samestep.comm_bench.request import size_in_words
+from samestep.comm_bench.results import Report
 from samestep.errors import UserError
 
 # Okabe and Ito's colours and three more, which people who see few colours tell apart.

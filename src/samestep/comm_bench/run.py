@@ -11,11 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import environment
-from samestep.cluster.device import backend_of
-from samestep.cluster.network.agreed import agreed_in_group
-from samestep.cluster.network.interface import interface_of
-from samestep.cluster.start import local
-from samestep.cluster.world import World, join
 from samestep.comm import limits
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.correctness import DTYPES, WRONG, agreed, attempt, short
@@ -23,11 +18,14 @@ from samestep.comm.demo import Demonstration, demonstrate
 from samestep.comm.measure import DTYPE, Channel, Row, fits, measure
 from samestep.comm.mesh import new_group
 from samestep.comm.transports import TABLE, Place, available, title_of
-from samestep.comm_bench.asked import Asked
-from samestep.comm_bench.report import Check, Limits, Report
-from samestep.comm_bench.sizes import in_words
-from samestep.comparison.machine import machine
-from samestep.visible import DeviceChoice
+from samestep.comm_bench.request import Asked, in_words
+from samestep.comm_bench.results import Check, Limits, Report
+from samestep.comparison.results import machine
+from samestep.launch import local
+from samestep.launch.device import backend_of
+from samestep.launch.network import agreed_in_group, interface_of
+from samestep.launch.world import World, join
+from samestep.visible_devices import DeviceChoice
 
 _STREAM_SECONDS = 1.0  # that the link between hosts is filled
 
@@ -35,7 +33,7 @@ _STREAM_SECONDS = 1.0  # that the link between hosts is filled
 def measured(asked: Asked, processes: int) -> Report | None:
     """Check every collective asked for, then time it; None on every rank but the first.
 
-    Raises UserError and RankFailedError as `samestep.cluster.start.local.start` does.
+    Raises UserError and RankFailedError as `samestep.launch.local.start` does.
     """
     return on_ranks(_measure_rank, processes, asked)
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep import environment
+from samestep import environment, subprocess_group
 from samestep.comm.support import GROUP, OF_A_DEVICE, Notes, try_all
 from samestep.comm_bench.run import meet, on_ranks
-from samestep.comparison import process
-from samestep.comparison.process import Outcome, signals_raise
 from samestep.errors import StartError
-from samestep.visible import DeviceChoice
+from samestep.subprocess_group import Outcome, signals_raise
+from samestep.visible_devices import DeviceChoice
 
 _MODULE = "samestep.comm_bench.try_ranks"
 _START = 120.0  # seconds for ranks to start, beside their attempts
@@ -101,7 +100,7 @@ def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list
     while True:
         file = folder / f"from-{first}.jsonl"
         words = [str(file), device, str(ranks), str(first), str(limit)]
-        outcome = process.run([sys.executable, "-m", _MODULE, *words], limit=_START + OF_A_DEVICE * limit)
+        outcome = subprocess_group.run([sys.executable, "-m", _MODULE, *words], limit=_START + OF_A_DEVICE * limit)
         found = _read(file)
         lines += found
         total = next((line["attempts"] for line in found if "attempts" in line), None)

@@ -7,8 +7,8 @@ from rich.table import Table
 
 from samestep.comm.correctness import DTYPES, short
 from samestep.comm.demo import Demonstration
-from samestep.comm_bench.report import Check, Limits, Report
-from samestep.comm_bench.sizes import size_in_words
+from samestep.comm_bench.request import size_in_words
+from samestep.comm_bench.results import Check, Limits, Report
 from samestep.comm_bench.support import Support
 
 _WIDTH = 132  # characters, where the output is no terminal

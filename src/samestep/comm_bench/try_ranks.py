@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from samestep.cluster.start import local
 from samestep.comm_bench.support import try_rank
+from samestep.launch import local
 
 
 def main(file: str, device: str, ranks: str, first: str, limit: str) -> None:

@@ -1,32 +1,115 @@
-"""`samestep.compare`: which methods run when, each in processes of its own, and the rows that they end in."""
+"""`samestep.compare`: runs each method's job in processes of its own, in turn, and makes the rows of the table.
 
+A method that can't train the job has the reason in its row.
+"""
+
+import importlib.util
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samestep import environment
+from samestep import environment, subprocess_group
 from samestep.api import check_job
-from samestep.cluster.cores import cores
-from samestep.cluster.device import accelerators, check_devices
-from samestep.comparison import figures, kept, process
-from samestep.comparison.entries import Entry, cores_of, entries
-from samestep.comparison.failure import explain
-from samestep.comparison.machine import machine
+from samestep.comparison import kept, results
 from samestep.comparison.methods import METHODS, SINGLE, Method, chosen
-from samestep.comparison.rows import Comparison, Row
-from samestep.comparison.same_step import SameStep, best, short_job
+from samestep.comparison.results import Comparison, Row, SameStep, best, explain, machine, short_job
 from samestep.contract.check import check_contract
+from samestep.engines import ENGINES
+from samestep.engines.registry import resolve
 from samestep.errors import RankFailedError, UserError
 from samestep.job import Job, Run
 from samestep.jobfile import LoadedJob, dump
+from samestep.launch.affinity import cores
+from samestep.launch.device import accelerators, check_devices
 from samestep.layout import Layout
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
-from samestep.training.progress import Bar
+from samestep.training.metrics_log import Bar
 from samestep.validation import checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A method and its job."""
+
+    row: Row  # as it is before anything ran
+    job: Job
+    precisions: frozenset[str] = frozenset()
+
+
+def entries(job: Job, task: Task, methods: Sequence[Method], budget: int) -> list[Entry]:
+    """An entry a method, each with its part of `budget` cores."""
+    return [_entry(job, task, method, budget) for method in methods]
+
+
+def cores_of(job: Job, processes: int) -> int:
+    """Cores that all processes of a method share: as many as there are, unless the user asked for threads."""
+    asked = job.run.threads or environment.asked_threads()
+    return asked * processes if asked else cores()
+
+
+def _entry(job: Job, task: Task, method: Method, budget: int) -> Entry:
+    size = Layout.parse(method.layout).size
+    threads = max(1, (method.cores or budget) // size)
+    recipe = job.recipe if method.precision is None else replace(job.recipe, precision=method.precision)
+    row = Row(method=method, processes=size, threads=threads, precision=recipe.precision, status="measured")
+    ours = method.start.precisions is None
+    run = replace(
+        job.run,
+        layout=method.layout,
+        processes=None,
+        engine=method.engine if ours else "native",
+        engine_config=job.run.engine_config if job.run.engine == method.engine else None,
+        threads=threads,
+        cut_at=job.run.cut_at if Layout.parse(method.layout).pipeline > 1 else None,
+        check=False,
+        bucket_mb=None,  # of replicas alone
+        profile=None,
+        tensorboard=False,
+        rank_lines=False,
+        folder=None,
+    )
+    run = replace(run, **method.run)
+    mine = replace(job, recipe=recipe, run=run)
+    if ours and (missing := _missing(method.engine)):
+        return Entry(row=replace(row, status="not installed", reason=missing), job=mine)
+    if refused := _refused(mine, task, method):
+        return Entry(row=replace(row, status="refused", reason=refused), job=mine)
+    abilities = resolve(method.engine).abilities if ours else None
+    return Entry(
+        row=replace(row, synchronous=getattr(abilities, "same_step", True)),
+        job=mine,
+        precisions=method.start.precisions or (abilities.precisions if abilities else frozenset()),
+    )
+
+
+def _missing(engine: str) -> str | None:
+    """What installs an engine that is not installed."""
+    if engine not in ENGINES:
+        return f'engine "{engine}" is not part of this samestep'
+    for module, command in resolve(engine).abilities.packages.items():
+        if importlib.util.find_spec(module) is None:
+            return f"it needs {module}: {command}"
+    return None
+
+
+def _refused(job: Job, task: Task, method: Method) -> str | None:
+    if method.cores is not None and job.run.device == "auto" and accelerators():
+        return "it is for CPUs, and the job runs on an accelerator; --device cpu would do"
+    if method.start.precisions is not None:
+        if job.run.compile and not method.start.compiles:
+            return f"run.compile is true, and {method.name}'s script doesn't compile"
+        if job.recipe.precision not in method.start.precisions:
+            return f"recipe.precision is {job.recipe.precision}, which the handwritten methods don't have"
+    try:
+        check_job(job, task)
+    except UserError as error:
+        return str(error)
+    return None
+
 
 TIME_LIMIT = 3600.0  # seconds of one run
 
@@ -70,7 +153,7 @@ def compare_job(
     task = _check(job)
     budget = cores_of(job, processes)
     planned = entries(_evaluated(job, task, evaluations), task, picked, budget)
-    with TemporaryDirectory(prefix="samestep-compare-") as folder, process.signals_raise():
+    with TemporaryDirectory(prefix="samestep-compare-") as folder, subprocess_group.signals_raise():
         runner = _Runner(Path(folder), time_limit)
         rows = runner.all_rows(planned, _reference_entry(job, task, budget), repeats)
     return Comparison(job=job, processes=processes, cores=budget, repeats=repeats, rows=rows, machine=machine())
@@ -158,7 +241,7 @@ class _Runner:
         """The losses of one process in float64. What stops it is wrong with the job, not with a method."""
         folder, outcome = self._run(entry.row.method, entry.job)
         if outcome.code == 0:
-            return figures.losses(folder)
+            return results.losses(folder)
         status, reason = explain(folder, outcome, self._time_limit)
         if status == "refused":
             raise UserError(reason)
@@ -171,7 +254,7 @@ class _Runner:
         precision = row.method.precision or best(entry.precisions)
 
         def read(folder: Path, seconds: float) -> Row:
-            held = SameStep(precision=precision, losses=figures.losses(folder), reference=known)
+            held = SameStep(precision=precision, losses=results.losses(folder), reference=known)
             return replace(row, same_step=held)
 
         return self._ended(row, short_job(entry.job, precision), read)
@@ -180,7 +263,7 @@ class _Runner:
         """The row with one more repeat."""
 
         def read(folder: Path, seconds: float) -> Row:
-            return replace(row, runs=(*row.runs, figures.read(folder, seconds)))
+            return replace(row, runs=(*row.runs, results.read(folder, seconds)))
 
         return self._ended(row, entry.job, read)
 
@@ -194,7 +277,7 @@ class _Runner:
             status, reason = "failed", f"what it left can't be read: {error!r}"
         return replace(row, status=status, reason=reason, output=outcome.output)
 
-    def _run(self, method: Method, job: Job) -> tuple[Path, process.Outcome]:
+    def _run(self, method: Method, job: Job) -> tuple[Path, subprocess_group.Outcome]:
         self._count += 1
         place = self._folder / str(self._count)
         place.mkdir()
@@ -203,7 +286,7 @@ class _Runner:
             return folder, kept.run(job, folder, limit=self._time_limit)
         file.write_text(dump(LoadedJob(job, file, {})) + "\n", encoding="utf-8")
         command = method.start.command(file, folder, _size(job))
-        return folder, process.run(command, limit=self._time_limit)
+        return folder, subprocess_group.run(command, limit=self._time_limit)
 
 
 def _size(job: Job) -> int:

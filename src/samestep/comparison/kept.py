@@ -18,12 +18,11 @@ from types import FrameType
 from typing import IO
 
 from samestep.api import train_job
-from samestep.comparison.methods import Method
-from samestep.comparison.process import Outcome
-from samestep.comparison.starts import SAMESTEP
+from samestep.comparison.methods import SAMESTEP, Method
 from samestep.errors import NonFiniteError, RankFailedError, UserError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.subprocess_group import Outcome
 
 
 class _LimitError(Exception):

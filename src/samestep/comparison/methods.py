@@ -1,14 +1,59 @@
-"""The methods that can be compared: one line each. What takes the step, under which layout, started by what."""
+"""The methods that can be compared, one line each: what takes the step, under which layout, and how it is started."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from samestep.comparison.starts import HANDWRITTEN, LAUNCH, SAMESTEP, SPAWN, TORCHRUN, Start
-from samestep.comparison.words import Words
+from samestep.comparison.bilingual import Words
 from samestep.engines import ENGINES
 from samestep.errors import LayoutError, UserError, closest
+from samestep.handwritten import PRECISIONS
 from samestep.layout import Layout, unsized
+
+Command = Callable[[Path, Path, int], Sequence[str]]  # job file, the run's folder, processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A way to start processes; each makes rank 0 leave the run in the folder it is given."""
+
+    name: str
+    command: Command
+    # What the started program computes in, where it is not an engine that says so.
+    precisions: frozenset[str] | None = None
+    compiles: bool = True  # whether it takes run.compile
+
+
+_LOOP = ["-m", "samestep.handwritten"]
+
+
+def _train(job: Path, folder: Path, processes: int) -> Sequence[str]:
+    return [sys.executable, "-m", "samestep", "train", str(job), "--folder", str(folder)]
+
+
+def _alone(job: Path, folder: Path, processes: int) -> Sequence[str]:
+    return [sys.executable, *_LOOP, str(job), "--folder", str(folder)]
+
+
+def _spawn(job: Path, folder: Path, processes: int) -> Sequence[str]:
+    return [*_alone(job, folder, processes), "--spawn", str(processes)]
+
+
+def _by_launcher(module: str) -> Command:
+    def command(job: Path, folder: Path, processes: int) -> Sequence[str]:
+        ranks = ["--standalone", f"--nproc-per-node={processes}"]  # standalone: a free port
+        return [sys.executable, "-m", module, *ranks, *_LOOP, str(job), "--folder", str(folder)]
+
+    return command
+
+
+SAMESTEP = Start(name="samestep", command=_train)
+HANDWRITTEN = Start(name="python", command=_alone, precisions=PRECISIONS)
+SPAWN = Start(name="torch.multiprocessing.spawn", command=_spawn, precisions=PRECISIONS)
+TORCHRUN = Start(name="torchrun", command=_by_launcher("torch.distributed.run"), precisions=PRECISIONS)
+LAUNCH = replace(TORCHRUN, name="torch.distributed.launch", command=_by_launcher("torch.distributed.launch"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,18 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from samestep.cluster.device import DeviceChoice
-from samestep.cluster.world import join
 from samestep.contract.budget import TooLargeError
 from samestep.contract.coupling import SUM, check_sum_of_parts
 from samestep.contract.samples import COLLATE, DATA, check_collate, take_samples
 from samestep.contract.scores import EVALUATION, check_evaluation
-from samestep.contract.second_gradients import (
-    Passed,
-    can_lack_gradients,
-    check_second_gradients,
-    gradients_passed,
-)
+from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients, gradients_passed
 from samestep.contract.step import (
     DRAWS,
     PARAMETERS,
@@ -35,11 +28,13 @@ from samestep.contract.step import (
 from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
 from samestep.contract.where import ContractError, said
 from samestep.job import Job
+from samestep.launch.device import DeviceChoice
+from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.tasks.base import Task
 from samestep.tasks.turns import Turn, turns_of
 from samestep.tasks.turns import check_parameters as check_turns
-from samestep.training.optimizer_plan import plans_of
+from samestep.training.optimizer import plans_of
 
 # Each part of the contract, and what is true of a task that keeps it.
 PARTS = {

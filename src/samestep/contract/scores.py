@@ -4,16 +4,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from samestep.contract.held import Writes
 from samestep.contract.samples import MOST
 from samestep.contract.trial import Trial
 from samestep.contract.where import ContractError, at, line_of, said
-from samestep.contract.writes import Writes
 from samestep.layout import Layout
 from samestep.recipe import EarlyStop
 from samestep.tasks.base import Task, as_batch
-from samestep.training.curves import named_parts
 from samestep.training.early_stop import check_number
-from samestep.training.evaluation import check_metrics, on_cpu, plain
+from samestep.training.evaluation import check_metrics, named_parts, on_cpu, plain
 
 EVALUATION = "evaluation"
 

@@ -15,18 +15,18 @@ from samestep.contract.where import ContractError, at, line_of, said
 from samestep.data.loader import Moment, to_device
 from samestep.engines.precision import Precision
 from samestep.job import Job
-from samestep.parallel.batch_norm import by_running_statistics, global_batch_norm
-from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.coupled_loss import Coupling, Rows
-from samestep.parallel.dropout import Dropout, same_dropout
+from samestep.parallel.deferred_init import move
 from samestep.parallel.exact import generators
-from samestep.parallel.initial import move
-from samestep.parallel.moment import Now
+from samestep.parallel.exact.batch_norm import by_running_statistics, global_batch_norm
+from samestep.parallel.exact.buffers import keep_no_cache
+from samestep.parallel.exact.dropout import Dropout, same_dropout
+from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.tasks.base import Batch, InTurn, Task, call, sum_and_count
 from samestep.tasks.gather import takes_gather
 from samestep.tasks.several_losses import with_weights
 from samestep.tasks.turns import Turn
-from samestep.training.dropout import switch_off
+from samestep.training.evaluation import switch_off
 from samestep.training.fit import build_model
 
 MODEL, FORWARD, LOSS = "model", "forward", "loss"
@@ -55,7 +55,7 @@ class Trial:
         self._coupling = Coupling(self._loss, None)
         self.turn = turn
         self.dropout: Dropout
-        self._now = Now()
+        self._now = ForwardContext()
         self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._prepare()
 

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from samestep.convert import safetensors_file, state_dict
+from samestep.convert import safetensors, state_dict
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
 from samestep.run_folder import candidates
 
 # The files that may hold the weights, and who reads them.
 _FILES = {
-    "model.safetensors": safetensors_file.open_,
-    "model.safetensors.index.json": safetensors_file.open_,
+    "model.safetensors": safetensors.open_,
+    "model.safetensors.index.json": safetensors.open_,
     "pytorch_model.bin": state_dict.open_,
     "pytorch_model_fsdp.bin": state_dict.open_,  # of FSDP with a full state dict
 }
@@ -35,7 +35,7 @@ def open_(path: Path) -> Iterator[Weights]:
 
 def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
     """Files that `accelerate.load_checkpoint_in_model` reads."""
-    safetensors_file.write(into, "model.safetensors", weights, asked)
+    safetensors.write(into, "model.safetensors", weights, asked)
 
 
 def _file(path: Path) -> str | None:

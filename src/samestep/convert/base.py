@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.base import Base
-from samestep.parallel.parts import Entry
+from samestep.parallel.sharding import Entry
 from samestep.tasks.transformers_model import Pretrained
 
 

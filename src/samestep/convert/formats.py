@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from samestep.convert import (
     accelerate_folder,
-    deepspeed_zero,
+    deepspeed,
     fsdp,
     hugging_face,
     own,
     peft_folder,
-    safetensors_file,
+    safetensors,
     state_dict,
 )
 from samestep.convert.base import Format, never
@@ -44,10 +44,10 @@ FORMATS: Mapping[str, Format] = {
     "safetensors": Format(
         title="a safetensors file",
         is_folder=False,
-        recognises=safetensors_file.recognises,
-        fits=safetensors_file.fits,
-        open=safetensors_file.open_,
-        write=safetensors_file.write,
+        recognises=safetensors.recognises,
+        fits=safetensors.fits,
+        open=safetensors.open_,
+        write=safetensors.write,
         holds="both",
     ),
     "hugging-face": Format(
@@ -70,10 +70,10 @@ FORMATS: Mapping[str, Format] = {
     "deepspeed": Format(
         title="a checkpoint of DeepSpeed",
         is_folder=True,
-        recognises=deepspeed_zero.recognises,
+        recognises=deepspeed.recognises,
         fits=never,
-        open=deepspeed_zero.open_,
-        write=deepspeed_zero.write,
+        open=deepspeed.open_,
+        write=deepspeed.write,
     ),
     "accelerate": Format(
         title="a folder of Accelerate",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import Metadata
 
-from samestep.checkpoint.metadata import METADATA_FILE
-from samestep.checkpoint.stream import Tensors, write_model
+from samestep.checkpoint.one_process import Tensors, write_model
+from samestep.checkpoint.safe_index import METADATA_FILE
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
 from samestep.run_folder import INFO_FILE

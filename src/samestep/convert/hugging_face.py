@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from samestep.convert import safetensors_file, state_dict
+from samestep.convert import safetensors, state_dict
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
 from samestep.tasks.transformers_model import Pretrained
@@ -16,8 +16,8 @@ _CONFIG = "config.json"
 
 # The files that may hold the weights, and who reads them.
 _FILES = {
-    "model.safetensors": safetensors_file.open_,
-    "model.safetensors.index.json": safetensors_file.open_,
+    "model.safetensors": safetensors.open_,
+    "model.safetensors.index.json": safetensors.open_,
     "pytorch_model.bin": state_dict.open_,
 }
 
@@ -63,7 +63,7 @@ def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
             "--job JOB.yaml, of the job whose weights these are, would do"
         )
     _say_dtype(into / _CONFIG, weights)
-    safetensors_file.write_as(into, "model", names, weights, asked.shard_bytes)
+    safetensors.write_as(into, "model", names, weights, asked.shard_bytes)
 
 
 def _copy_along(folder: Path, into: Path) -> None:

@@ -9,8 +9,8 @@ from samestep.convert.base import Weights
 from samestep.convert.peft_folder import PREFIX, without_adapter_name
 from samestep.errors import CheckpointError
 from samestep.parallel.low_rank import Adapted, adapted_layers
-from samestep.parallel.parts import Entry
-from samestep.parallel.tensor.kinds import in_dim
+from samestep.parallel.sharding import Entry
+from samestep.parallel.tensor.modules import in_dim
 
 Read = Callable[[str], Tensor]
 

@@ -5,15 +5,13 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from samestep.checkpoint.info import Info, read_info
-from samestep.checkpoint.stream import Tensors, write_weights
-from samestep.checkpoint.sums import fault_of
+from samestep.checkpoint.folder import Info, fault_of, read_info
+from samestep.checkpoint.one_process import Tensors, write_weights
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
-from samestep.parallel.pieces import MODEL
+from samestep.parallel.state_shards import MODEL
 from samestep.parallel.weight_average import AVERAGE
-from samestep.run_folder import candidates, step_of
-from samestep.versions import versions
+from samestep.run_folder import candidates, step_of, versions
 
 
 def recognises(path: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.checkpoint.base import Base
-from samestep.convert import safetensors_file
+from samestep.convert import safetensors
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
 from samestep.parallel.low_rank import DOWN, UP
@@ -37,7 +37,7 @@ def open_(path: Path) -> Iterator[Weights]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError(f"{path / CONFIG} is of peft_type {kind}; use a folder of LORA")
-    with safetensors_file.open_(path / FILE) as weights:
+    with safetensors.open_(path / FILE) as weights:
         names = {name.removeprefix(PREFIX): name for name in weights.entries}
         yield replace(
             weights,
@@ -56,7 +56,7 @@ def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
             "checkpoint of a training with recipe.adapter or with PEFT's modules"
         )
     names = _names(weights, base)
-    safetensors_file.write_as(into, FILE.removesuffix(safetensors_file.SUFFIX), names, weights, 1 << 62)
+    safetensors.write_as(into, FILE.removesuffix(safetensors.SUFFIX), names, weights, 1 << 62)
     text = json.dumps({**base.adapter, "inference_mode": True}, indent=2, ensure_ascii=False)
     (into / CONFIG).write_text(text + "\n", encoding="utf-8")
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.checkpoint.metadata import refusal
-from samestep.checkpoint.stream import as_os_error
+from samestep.checkpoint.one_process import as_os_error
+from samestep.checkpoint.safe_index import refusal
 from samestep.convert.base import Weights
 from samestep.errors import CheckpointError
 

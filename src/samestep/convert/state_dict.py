@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.convert import pickles
 from samestep.convert.base import Asked, Weights
 from samestep.errors import CheckpointError
-from samestep.parallel.parts import Entry
+from samestep.parallel.sharding import Entry
 
 _DDP = "module."
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

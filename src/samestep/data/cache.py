@@ -1,27 +1,26 @@
-"""A cache on disk of prepared data: trained tokenizers and the token ids of texts.
-
-An entry is a file of safetensors, named by a hash of all that it is a function of: the texts, the settings, and the
-versions of the code and of the tokenizers library. So an entry is never out of date, only unused. Files are written
-aside and renamed, by which several processes may write the same entry at once. The least recently used entries are
-removed where all together exceed a limit.
-"""
+"""A cache on disk of prepared data: trained tokenizers and the token ids of texts, by the hash of what made them."""
 
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+from tokenizers import Tokenizer
 
 from samestep import __version__, environment
 from samestep.cache_folder import cache_folder
+from samestep.data import byte_pairs, tokenizer
+from samestep.data.byte_pairs import StreamTokenizer
+from samestep.data.tokenizer import TextTokenizer
 from samestep.errors import UserError
 
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -136,3 +135,66 @@ def version_of_code() -> str:
 
     sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
     return digest(__version__, tokenizers.__version__, np.__version__, *sources)
+
+
+def text_tokenizer(texts: Sequence[str], vocabulary: int, cache: DataCache) -> TextTokenizer:
+    """A tokenizer trained on the texts, for classification."""
+    rules = _trained("text", texts, vocabulary, cache, lambda: tokenizer.train(texts, vocabulary).tokenizer)
+    return TextTokenizer(tokenizer=rules, padding=tokenizer.TRAINED_PADDING)
+
+
+def stream_tokenizer(documents: Sequence[str], vocabulary: int, cache: DataCache) -> StreamTokenizer:
+    """A byte-level tokenizer trained on the documents, for language models."""
+    rules = _trained(
+        "stream", documents, vocabulary, cache, lambda: byte_pairs.train(documents, vocabulary).tokenizer
+    )
+    return StreamTokenizer(tokenizer=rules, padding=byte_pairs.PADDING, end=byte_pairs.END)
+
+
+def _trained(
+    kind: str, texts: Sequence[str], vocabulary: int, cache: DataCache, train: Callable[[], Tokenizer]
+) -> Tokenizer:
+    def make() -> Arrays:
+        return {"json": np.frombuffer(train().to_str().encode(), dtype=np.uint8)}
+
+    found = _kept("tokenizer", texts, (kind, vocabulary), make, cache)
+    return Tokenizer.from_str(found["json"].tobytes().decode())
+
+
+def sequences(
+    texts: Sequence[str], with_tokenizer: TextTokenizer, max_length: int, cache: DataCache
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """All texts' ids one after the other, (tokens,), and where each text starts and the last ends, (texts + 1,)."""
+
+    def make() -> Arrays:
+        found = with_tokenizer.encode(texts, max_length)
+        ids = np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+        return {"ids": ids, "starts": np.array([0, *accumulate(map(len, found))], dtype=np.int64)}
+
+    found = _kept("sequences", texts, (max_length, _rules(with_tokenizer.tokenizer)), make, cache)
+    return found["ids"].view(np.int32), found["starts"].view(np.int64)
+
+
+def stream(documents: Sequence[str], with_tokenizer: StreamTokenizer, cache: DataCache) -> NDArray[np.int32]:
+    """The ids of all documents, each with the end token behind it. (tokens,)"""
+
+    def make() -> Arrays:
+        return {"ids": with_tokenizer.stream(documents)}
+
+    of = (str(with_tokenizer.end), _rules(with_tokenizer.tokenizer))
+    return _kept("stream", documents, of, make, cache)["ids"].view(np.int32)
+
+
+def _rules(rules: Tokenizer) -> str:
+    """All that a tokenizer's ids depend on, without the length that it was last asked for."""
+    rules.no_padding()
+    rules.no_truncation()
+    return rules.to_str()
+
+
+def _kept(
+    kind: str, texts: Sequence[str], of: Sequence[str | int], make: Callable[[], Arrays], cache: DataCache
+) -> Arrays:
+    if sum(map(len, texts)) < WORTH_KEEPING:
+        return make()
+    return cache.get(kind, digest(version_of_code(), *of, texts), make)

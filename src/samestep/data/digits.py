@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 
 from samestep.data.images import ImageSource, LabelledImages
-from samestep.data.installed import package_folder
+from samestep.data.package_files import package_folder
 from samestep.errors import UserError
 
 _INSTALL = 'pip install "samestep[images]"'

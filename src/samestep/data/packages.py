@@ -5,7 +5,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 
-from samestep.data.texts import LabelledTexts, once_each
+from samestep.data.text import LabelledTexts, once_each
 from samestep.errors import UserError
 
 _SECTIONS = 20  # the most frequent ones

@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from samestep.data.installed import package_folder
-from samestep.data.texts import LabelledTexts, once_each
+from samestep.data.package_files import package_folder
+from samestep.data.text import LabelledTexts, once_each
 from samestep.errors import UserError
 
 _VERSION = "0.1.8"

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from samestep.data.installed import package_folder
+from samestep.data.package_files import package_folder
 from samestep.errors import UserError
 
 _VERSION = "0.6"

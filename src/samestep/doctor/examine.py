@@ -5,27 +5,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from samestep.comparison.process import signals_raise
-from samestep.doctor import clock, cores, disk, hosts, limits, memory, packages, ports, trial
-from samestep.doctor.finding import Asked, Check, Finding, problem, warning
+from samestep.doctor import collectives, machine, network
+from samestep.doctor.findings import Asked, Check, Finding, problem, warning
+from samestep.subprocess_group import signals_raise
 
 CHECKS: Mapping[str, Check] = {
-    "PyTorch": packages.torch_build,
-    "packages": packages.packages,
-    "engines": packages.engines,
-    "cores": cores.cores,
-    "threads": cores.threads,
-    "NUMA": cores.numa,
-    "memory": memory.memory,
-    "swap": memory.swap,
-    "shared memory": memory.shared_memory,
-    "open files": limits.open_files,
-    "locked memory": limits.locked_memory,
-    "disks": disk.disks,
-    "clock": clock.clock,
-    "loopback": ports.loopback,
-    "port": ports.port,
-    "own name": hosts.own_name,
+    "PyTorch": machine.torch_build,
+    "packages": machine.packages,
+    "engines": machine.engines,
+    "cores": machine.cores,
+    "threads": machine.threads,
+    "NUMA": machine.numa,
+    "memory": machine.memory,
+    "swap": machine.swap,
+    "shared memory": machine.shared_memory,
+    "open files": machine.open_files,
+    "locked memory": machine.locked_memory,
+    "disks": machine.disks,
+    "clock": machine.clock,
+    "loopback": network.loopback,
+    "port": network.port,
+    "own name": network.own_name,
 }
 
 
@@ -35,13 +35,13 @@ def examine(asked: Asked, *, limit: float) -> Iterator[Finding]:
     A check may hang, on a name server or a network disk that does not answer. It is then left behind and named.
     """
     running = {name: _Running(partial(check, asked)) for name, check in CHECKS.items()}
-    running |= {f"host {host}": _Running(partial(hosts.reached, host)) for host in asked.hosts}
+    running |= {f"host {host}": _Running(partial(network.reached, host)) for host in asked.hosts}
     until = time.monotonic() + limit
     for name, check in running.items():
         yield from check.findings(name, until)
     with signals_raise():
-        for each in trial.trials():
-            yield from trial.collectives(each, limit)
+        for each in collectives.trials():
+            yield from collectives.collectives(each, limit)
 
 
 class _Running(threading.Thread):

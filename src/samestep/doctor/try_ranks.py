@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from samestep.cluster.start import local
 from samestep.doctor.collectives import try_all
+from samestep.launch import local
 
 
 def main(folder: str, device: str, ranks: str) -> None:

@@ -1,10 +1,106 @@
-"""What a drill of one fault is, and what came of it."""
+"""Drill: what a drill of one fault is, its runs, each in a folder and processes of its own, and what they left."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from samestep.drill.runs import Left, Runs
+import yaml
+
+from samestep import subprocess_group
+from samestep.job import Job
+from samestep.jobfile import plain
+
+Meanwhile = Callable[[subprocess.Popen[bytes], Path], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """What a run printed and left in its folder."""
+
+    code: int | None  # None: it did not end within the time limit
+    output: str
+    folder: Path
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        file = self.folder / "report.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @property
+    def losses(self) -> list[float | None]:
+        """One a step."""
+        return [line["loss"] for line in lines(self.folder / "metrics.jsonl")]
+
+    @property
+    def faults(self) -> list[dict[str, Any]]:
+        return lines(self.folder / "faults.jsonl")
+
+    @property
+    def weights(self) -> bytes:
+        file = self.folder / "model.safetensors"
+        return file.read_bytes() if file.is_file() else b""
+
+    @property
+    def last_words(self) -> str:
+        """The last line that it printed."""
+        printed = [line for line in self.output.splitlines() if line.strip()]
+        return printed[-1] if printed else "it printed nothing"
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The values of a file with one JSON object a line; one that is being written may end in half a line."""
+    if not file.is_file():
+        return []
+    found = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Where a drill's runs take place, and of what."""
+
+    job: Job
+    place: Path
+    time_limit: float  # seconds of one run
+    step: int  # in which the fault happens
+    rank: int  # that commits it
+    step_seconds: float = 0.0  # of the slowest rank, undisturbed
+
+    def train(self, name: str, *, meanwhile: Meanwhile | None = None, resume: str = "never", **run: Any) -> Left:
+        """Train the job to its end in the folder of this name, with other values in its `run:` section."""
+        folder = self.place / name
+        settings = self.job.run.checkpoint
+        assert settings is not None  # a drill's job saves
+        checkpoint = replace(settings, resume=resume)
+        job = replace(self.job, run=replace(self.job.run, folder=folder, checkpoint=checkpoint, **run))
+        file = self.place / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(plain(job), allow_unicode=True), encoding="utf-8")
+        outcome = subprocess_group.run(
+            [sys.executable, "-m", "samestep", "train", str(file)],
+            limit=self.time_limit,
+            meanwhile=None if meanwhile is None else lambda started: meanwhile(started, folder),
+        )
+        return Left(code=outcome.code, output=outcome.output, folder=folder)
+
+    def wait_for_step(self, started: subprocess.Popen[bytes], folder: Path, step: int, *, since: float = 0.0) -> bool:
+        """Wait until a run has recorded a step, in a file that is newer than `since`; False where it ended before."""
+        file = folder / "metrics.jsonl"
+        until = time.monotonic() + self.time_limit
+        while time.monotonic() < until and started.poll() is None:
+            if file.is_file() and file.stat().st_mtime >= since and any(x["step"] >= step for x in lines(file)):
+                return True
+            time.sleep(0.02)
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +147,7 @@ class Row:
         return {**asdict(self), "passed": self.passed}
 
 
-def row(drill: Drill, outcome: Outcome, undisturbed: Left) -> Row:
+def row_of(drill: Drill, outcome: Outcome, undisturbed: Left) -> Row:
     final, expected = (left.report.get("final_loss") for left in (outcome.left, undisturbed))
     return Row(
         fault=drill.name,

@@ -1,4 +1,4 @@
-"""A whole drill: the undisturbed run, then a run for each fault, each held beside it."""
+"""A whole drill: the undisturbed run, then a run for each fault, each held beside it; as a table in the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,15 +6,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samestep import environment
+from rich.console import Console
+from rich.table import Table
+
+from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
-from samestep.comparison import process
-from samestep.drill.drill import Drill, Row, row
+from samestep.drill.drill import Drill, Row, Runs, row_of
 from samestep.drill.faults import DRILLS
-from samestep.drill.runs import Runs
 from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
-from samestep.training.progress import Bar
+from samestep.training.metrics_log import Bar
 
 FEWEST_STEPS = 8
 
@@ -74,7 +75,7 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
     layout = layout_of(job)
     picked = chosen(faults, layout.size)
     check_job(job)
-    with TemporaryDirectory(prefix="samestep-drill-") as place, process.signals_raise():
+    with TemporaryDirectory(prefix="samestep-drill-") as place, subprocess_group.signals_raise():
         runs = Runs(job=job, place=Path(place), time_limit=time_limit, step=steps * 3 // 5, rank=layout.size - 1)
         with Bar("drill", 1 + len(picked)) as bar:
             bar.say("undisturbed")
@@ -88,7 +89,7 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
             rows = []
             for drill in picked:
                 bar.say(drill.does)
-                rows.append(row(drill, drill.run(runs), undisturbed))
+                rows.append(row_of(drill, drill.run(runs), undisturbed))
                 bar.advance()
         return Drilled(
             layout=str(layout),
@@ -110,3 +111,34 @@ def _of(job: Job, steps: int) -> Job:
             job.run, checkpoint=checkpoint, inject=(), max_restarts=0, elastic=False, tensorboard=False, check=False
         ),
     )
+
+
+_WIDTH = 120  # characters, where the output is no terminal
+
+
+def print_drill(drilled: Drilled) -> None:
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(markup=False, emoji=False, width=_WIDTH)
+    table = Table(title=f"{drilled.layout}, {drilled.steps} steps, a fault in step {drilled.fault_step}")
+    table.add_column("fault", no_wrap=True)
+    table.add_column("what happened", overflow="fold")
+    for name in ("s to the next step", "steps lost", "final loss", "difference"):
+        table.add_column(name, justify="right")
+    table.add_column("weights")
+    table.add_column("")
+    table.add_row("none", "", "", "", f"{drilled.final_loss:.6f}", "", "", "")
+    for row in drilled.rows:
+        table.add_row(
+            row.fault,
+            row.happened,
+            f"{row.seconds:.1f}" if row.seconds is not None else "",
+            str(row.steps_lost) if row.steps_lost is not None else "",
+            f"{row.final_loss:.6f}" if row.final_loss is not None else "",
+            f"{row.difference:.1e}" if row.difference is not None else "",
+            "the same" if row.same_weights else "other",
+            "survived" if row.passed else "FAILED",
+        )
+    console.print(table)
+    if any(row.changes_result and row.survived for row in drilled.rows):
+        console.print("nan: a batch is left out, so the result differs")

@@ -19,10 +19,10 @@ from samestep.data.order import Place
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
-from samestep.parallel.parts import Entry
-from samestep.parallel.pieces import Piece
+from samestep.parallel.parallel_model import Details
 from samestep.parallel.pipeline.timeline import Timeline
-from samestep.parallel.spread import Details
+from samestep.parallel.sharding import Entry
+from samestep.parallel.state_shards import Piece
 from samestep.profiling.clock import StepClock
 from samestep.recipe import Average
 from samestep.tasks.base import Batch, Task

@@ -6,18 +6,18 @@ from typing import ClassVar
 
 from torch import nn
 
-from samestep.cluster.device import accelerators
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
-from samestep.parallel.cache import keep_no_cache
-from samestep.parallel.dropout import same_dropout
-from samestep.parallel.host_memory import HostMemory
-from samestep.parallel.moment import Now
-from samestep.parallel.parts import Parts
-from samestep.parallel.spread import WholeModel
-from samestep.parallel.used import UsedAlone
+from samestep.launch.device import accelerators
+from samestep.parallel.exact.buffers import keep_no_cache
+from samestep.parallel.exact.dropout import same_dropout
+from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.offload.memory import HostMemory
+from samestep.parallel.parallel_model import WholeModel
+from samestep.parallel.sharding import ShardTable
+from samestep.parallel.unused_parameters import UsedAlone
 
 
 class DataParallel(Engine):
@@ -40,7 +40,7 @@ class DataParallel(Engine):
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
         keep_no_cache(model)
         devices = accelerators() if how.device.type != "cpu" else 0
-        module, now = model, Now()
+        module, now = model, ForwardContext()
         if devices < 2:
             there = f"{devices} accelerator{'' if devices == 1 else 's'}"
             print(
@@ -59,7 +59,7 @@ class DataParallel(Engine):
                 accumulating=nullcontext,
                 used=UsedAlone(),
                 model=model,
-                parts=Parts.of(model, how.layout, how.mesh),
+                parts=ShardTable.of(model, how.layout, how.mesh),
                 now=now,
                 autocast=in_precision.autocast,
                 host=HostMemory(how.device),

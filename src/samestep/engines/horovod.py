@@ -1,30 +1,144 @@
-"""Horovod: its DistributedOptimizer averages gradients while backward runs; samestep weighs, clips and steps."""
+"""Horovod: its DistributedOptimizer averages gradients while backward runs; samestep weighs, clips and steps.
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+Ranks that something else started agree through torch.distributed on the address of Horovod's rendezvous. Settings are
+a small YAML file, since Horovod itself has none.
+"""
+
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch.distributed as dist
+import yaml
+from annotated_types import Gt, Le
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep import environment
 from samestep.data.loader import StepBatch
-from samestep.engines import horovod_config  # pyright: ignore[reportMissingImports]
 from samestep.engines.base import Abilities, Engine, Loss, Preparation
-from samestep.engines.horovod_config import Settings
-from samestep.engines.horovod_start import start
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
+from samestep.errors import UserError
+from samestep.launch.network import LOOPBACK, agreed_in_group, interface_of, own_name_leads_nowhere
+from samestep.launch.script_env.horovod import slots_of, variables_of
+from samestep.launch.script_env.horovod_server import serving
 from samestep.layout import Layout
-from samestep.parallel.batch_norm import global_batch_norm
-from samestep.parallel.cache import keep_no_cache
-from samestep.parallel.dropout import same_dropout
-from samestep.parallel.host_memory import HostMemory
-from samestep.parallel.moment import Now
-from samestep.parallel.parts import Parts
-from samestep.parallel.spread import WholeModel
-from samestep.parallel.used import UsedByReplicas
+from samestep.parallel.exact.batch_norm import global_batch_norm
+from samestep.parallel.exact.buffers import keep_no_cache
+from samestep.parallel.exact.dropout import same_dropout
+from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.offload.memory import HostMemory
+from samestep.parallel.parallel_model import WholeModel
+from samestep.parallel.sharding import ShardTable
+from samestep.parallel.unused_parameters import UsedByReplicas
+from samestep.recipe import STRICT
+from samestep.validation import checked
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings:
+    """What of Horovod can be chosen; None: what its variables say, and else its own default."""
+
+    compression: Literal["none", "fp16"] = "none"  # of gradients on their way; fp16 is no longer the same step
+    fusion_threshold_mb: Annotated[float, Gt(0), Le(65536)] | None = None  # gradients are sent together up to this
+    cycle_time_ms: Annotated[float, Gt(0), Le(60000)] | None = None  # how often it looks for gradients to send
+    messages: Literal["gloo", "mpi"] = "gloo"  # mpi: in ranks of mpirun, by a Horovod that was built with it
+
+    def variables(self) -> dict[str, str]:
+        """The variables from which Horovod takes them when it starts."""
+        found = {}
+        if self.fusion_threshold_mb is not None:
+            found["HOROVOD_FUSION_THRESHOLD"] = str(round(self.fusion_threshold_mb * 2**20))
+        if self.cycle_time_ms is not None:
+            found["HOROVOD_CYCLE_TIME"] = str(self.cycle_time_ms)
+        if self.messages == "mpi":
+            found |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+        return found
+
+    def bytes_sent(self, parameter: Tensor) -> int:
+        """Bytes of the message of a parameter's gradient."""
+        return parameter.numel() * (2 if self.compression == "fp16" else parameter.element_size())
+
+
+def read(path: Path | None) -> Settings:
+    """Read a file of settings. Raises UserError that names the file and each mistake."""
+    if path is None:
+        return Settings()
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: no YAML file of Horovod's settings: {error}") from None
+    try:
+        settings = checked(Settings, {} if values is None else values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if settings.messages == "mpi" and not environment.under_mpirun():
+        raise UserError(
+            f"{path}: messages is mpi, and no mpirun started this process; `mpirun -np 2 samestep ...`, "
+            "`horovodrun --mpi -np 2 samestep ...`, or messages: gloo, would do"
+        )
+    return settings
+
+
+def check_built(settings: Settings) -> None:
+    """Raise UserError where this Horovod can't send as the settings say."""
+    if settings.messages == "gloo":
+        return
+    import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
+
+    if not hvd.mpi_built():
+        raise UserError(
+            "Horovod's messages are to go by MPI, and it was built without; `apt-get install libopenmpi-dev` and "
+            "`make horovod`, or messages: gloo, would do"
+        )
+
+
+def start(settings: Settings) -> None:
+    """Initialise Horovod, with the same ranks as torch.distributed. Every rank must call it."""
+    import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
+
+    if hvd.is_initialized():
+        hvd.shutdown()  # it takes its settings when it starts, and these may be another training's
+    if settings.messages == "mpi" or environment.horovodrun() is not None:  # Horovod knows its ranks by itself
+        with environment.given(settings.variables()):
+            hvd.init()
+    else:
+        with _rendezvous() as variables, environment.given({**variables, **settings.variables()}):
+            hvd.init()
+            dist.barrier()  # the server stays until every rank has met the others
+    assert (hvd.rank(), hvd.size()) == (dist.get_rank(), dist.get_world_size())
+
+
+@contextmanager
+def _rendezvous() -> Iterator[dict[str, str]]:
+    """What `horovodrun` would have put into this rank's environment; the server where ranks meet is on rank 0."""
+    ranks = environment.ranks()
+    local_rank, local_size = (ranks.local_rank, ranks.local_world_size) if ranks else (0, 1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one_host = local_size == size
+    own = LOOPBACK if one_host else agreed_in_group(environment.main_address())
+    places: list[Any] = [None] * size
+    nowhere = not one_host and own_name_leads_nowhere()
+    dist.all_gather_object(places, (local_rank, socket.gethostname() if nowhere else None))
+    local_ranks = [number for number, _ in places]
+    if (name := next((host for _, host in places if host is not None), None)) is not None:
+        raise UserError(
+            f"engine horovod: on {name} the name {name} leads to no address that other hosts reach, and Horovod's "
+            "gloo goes by it; its address in /etc/hosts there would do"
+        )
+    slots = slots_of(local_ranks)
+    with serving(own, slots) if rank == 0 else nullcontext() as served:
+        agreed: list[Any] = [served]
+        dist.broadcast_object_list(agreed, src=0)
+        address, port = agreed[0]
+        yield variables_of(slots[rank], address, port, environment.gloo_interface() or interface_of(own))
+
+
+# pyright: ignore[reportMissingImports]
 
 
 class Horovod(Engine):
@@ -40,15 +154,15 @@ class Horovod(Engine):
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
-        horovod_config.check_built(horovod_config.read(config))
+        check_built(read(config))
 
     def prepare(self, model: nn.Module, how: Preparation) -> "HorovodTrainer":
         import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 
-        settings = horovod_config.read(how.details.engine_config)
+        settings = read(how.details.engine_config)
         start(settings)
         keep_no_cache(model)
-        now = Now()
+        now = ForwardContext()
         same_dropout(model, now)
         global_batch_norm(model, how.mesh.data_group, now)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -61,7 +175,7 @@ class Horovod(Engine):
                 accumulating=nullcontext,
                 used=_UsedOnceSynchronized(model, how.mesh.data_group, optimizer),
                 model=model,
-                parts=Parts.of(model, how.layout, how.mesh),
+                parts=ShardTable.of(model, how.layout, how.mesh),
                 now=now,
                 autocast=in_precision.autocast,
                 host=HostMemory(how.device),

@@ -25,14 +25,13 @@ from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.parallel.apply import spread
+from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.layout_failure import LayoutFailures
-from samestep.parallel.optimizer_pieces import OPTIMIZER, optimizer_pieces
-from samestep.parallel.parts import Entry
-from samestep.parallel.pieces import MODEL, Box, Piece, model_pieces, whole_piece
-from samestep.parallel.replicate import GradientExchange
+from samestep.parallel.sharding import Entry
 from samestep.parallel.spread_optimizer import spread_optimizer
-from samestep.parallel.used import Used, UsedAlone
+from samestep.parallel.state_shards import MODEL, OPTIMIZER, Box, Piece, model_pieces, optimizer_pieces, whole_piece
+from samestep.parallel.unused_parameters import Used, UsedAlone
 
 STATE = "communication."
 

@@ -23,16 +23,21 @@ from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.joined_optimizer import Joined
 from samestep.parallel.layout_failure import LayoutFailures
-from samestep.parallel.offload_optimizer import OffloadedOptimizer
-from samestep.parallel.optimizer_pieces import OptimizerToFill, innermost, optimizer_pieces
-from samestep.parallel.parts import Entry, Parts, local
-from samestep.parallel.pieces import Piece, model_entries, model_pieces
-from samestep.parallel.spread import Spread
+from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.parallel_model import ParallelModel
+from samestep.parallel.sharding import Entry, ShardTable, local
 from samestep.parallel.spread_optimizer import spread_optimizer
+from samestep.parallel.state_shards import (
+    OptimizerToFill,
+    Piece,
+    innermost,
+    model_entries,
+    model_pieces,
+    optimizer_pieces,
+)
 from samestep.parallel.step_loss import joint, step_loss
 from samestep.parallel.weight_average import WeightAverage
-from samestep.profiling.clock import Phase, StepClock
-from samestep.profiling.gradients import told_of_gradients
+from samestep.profiling.clock import Phase, StepClock, told_of_gradients
 from samestep.recipe import Average
 from samestep.tasks.base import InTurn
 from samestep.tasks.out_of_range import in_one_sentence
@@ -54,7 +59,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self,
         *,
         model: nn.Module,
-        spread_model: Spread,
+        spread_model: ParallelModel,
         optimizer: Optimizer,
         schedule: LRScheduler | None,
         precision: Precision,
@@ -339,7 +344,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             **({} if self._average is None else self._average.pieces(self._spread.parts)),
         }
 
-    def _optimized(self) -> tuple[nn.Module, Parts]:
+    def _optimized(self) -> tuple[nn.Module, ShardTable]:
         """What the optimizer steps: parameters by their names in the whole model, and which parts they are."""
         return self.model, self._spread.parts
 

@@ -11,10 +11,10 @@ from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.errors import UserError
 from samestep.parallel.apply import spread
+from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.holdings import Holdings, state_tensors
 from samestep.parallel.layout_failure import LayoutFailures
-from samestep.parallel.parts import Parts
-from samestep.parallel.replicate import GradientExchange
+from samestep.parallel.sharding import ShardTable
 from samestep.parallel.shared_replicas import SharedReplicas
 from samestep.parallel.spread_optimizer import check_by_number
 
@@ -80,7 +80,7 @@ class SharedReplicasTrainer(NativeTrainer):
         super().update()
         self._shared.wait()
 
-    def _optimized(self) -> tuple[nn.Module, Parts]:
+    def _optimized(self) -> tuple[nn.Module, ShardTable]:
         return self._shared.held, self._shared.held_parts
 
     def restore(self, *arguments: Any, **keywords: Any) -> None:

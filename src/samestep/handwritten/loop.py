@@ -22,19 +22,16 @@ from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError
 from samestep.handwritten import PRECISIONS
 from samestep.layout import Layout
+from samestep.parallel.deferred_init import move
 from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.holdings import Holdings, holdings
-from samestep.parallel.initial import move
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, Task, as_batch, call, sum_and_count
 from samestep.tasks.gather import takes_gather
 from samestep.tasks.turns import turns_of
-from samestep.training.curves import named_parts
-from samestep.training.dropout import switch_off
-from samestep.training.evaluation import apart, plain
+from samestep.training.evaluation import apart, named_parts, plain, switch_off
 from samestep.training.fit import build_model
-from samestep.training.optimizer import make_schedule
-from samestep.training.optimizer_plan import OptimizerPlan
+from samestep.training.optimizer import OptimizerPlan, make_schedule
 
 
 class Part(NamedTuple):

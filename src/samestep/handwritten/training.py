@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from samestep.cluster.cores import threads_of
-from samestep.cluster.device import backend_of, device_of, peak_memory
 from samestep.comm.leave import leave_process_group
 from samestep.handwritten.loop import Loop, Step
 from samestep.job import Job
+from samestep.launch.affinity import threads_of
+from samestep.launch.device import backend_of, device_of, peak_memory
 from samestep.ranks import Ranks
-from samestep.tasks.resolve import resolve
+from samestep.tasks.registry import resolve
 from samestep.training import usage as usages
-from samestep.training.records import Records
+from samestep.training.metrics_log import Records
 from samestep.training.result import TrainResult, write_report
 
 

@@ -12,37 +12,34 @@ from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.asking import check_asking
-from samestep.parallel.batch_norm import global_batch_norm
 from samestep.parallel.blocks import find_blocks, with_forward
-from samestep.parallel.cache import keep_no_cache
 from samestep.parallel.calls import Trace
-from samestep.parallel.compiled import check_compile, compile_blocks
+from samestep.parallel.compile import check_compile, compile_blocks
 from samestep.parallel.complex_parameters import check_complex
 from samestep.parallel.context.split import split_tokens
-from samestep.parallel.dropout import same_dropout
+from samestep.parallel.ddp import GradientExchange, replicate
 from samestep.parallel.exact.batch_buffers import BatchBuffers, find_batch_buffers
+from samestep.parallel.exact.batch_norm import global_batch_norm
+from samestep.parallel.exact.buffers import keep_no_cache
+from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.float64 import in_float64
+from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, find_experts
 from samestep.parallel.experts.share import share_experts
-from samestep.parallel.host_memory import HostMemory
-from samestep.parallel.mapped_file import MappedFile
-from samestep.parallel.moment import Now
-from samestep.parallel.offload_activations import offload_activations
-from samestep.parallel.offload_parameters import empty_in, move_parameters
-from samestep.parallel.owners import Owners
-from samestep.parallel.parts import Parts
-from samestep.parallel.pipeline.cut import cut
-from samestep.parallel.pipeline.hollow import without_numbers
-from samestep.parallel.pipeline.pipeline import Pipeline
+from samestep.parallel.fsdp import agreed_units, shard, without_messages
+from samestep.parallel.offload.activations import offload_activations
+from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.offload.parameters import empty_in, move_parameters
+from samestep.parallel.parallel_model import Context, Details, ParallelModel, WholeModel
+from samestep.parallel.pipeline.runner import Pipeline
+from samestep.parallel.pipeline.stage import cut, without_numbers
 from samestep.parallel.recompute import recompute
-from samestep.parallel.replicate import GradientExchange, replicate
-from samestep.parallel.shard import shard, without_messages
-from samestep.parallel.shard_units import agreed_units
+from samestep.parallel.sharding import ShardTable
 from samestep.parallel.sparse_rows import SMALLEST, Choice, RowExchange, Table, find_tables
-from samestep.parallel.spread import Context, Details, Spread, WholeModel
-from samestep.parallel.tensor.slicing import slice_tensors
+from samestep.parallel.tensor.apply import slice_tensors
 from samestep.parallel.trace import follow, trace
-from samestep.parallel.used import UsedAlone, UsedByReplicas, UsedByShards
+from samestep.parallel.unused_parameters import UsedAlone, UsedByReplicas, UsedByShards
+from samestep.parallel.zero1 import Owners
 
 
 def spread(
@@ -55,7 +52,7 @@ def spread(
     autocast: Context,
     details: Details,
     exchange: GradientExchange | None = None,
-) -> Spread:
+) -> ParallelModel:
     """Spread a model as its layout says, and fill what of it is on the meta device with its initial values.
 
     `exchange`: what plain replicas do with their gradients; None: they average them as they are.
@@ -70,10 +67,10 @@ def spread(
     if layout.pipeline > 1:
         _check_batch_norm(model, layout)
     joins = find_batch_buffers(model, details.batch_buffers, layout)
-    parts = Parts.of(model, layout, mesh)
+    parts = ShardTable.of(model, layout, mesh)
     if layout.zero == 1 and precision != "fp16":  # there every rank must see whether a gradient overflowed
         parts.owners = Owners(mesh)
-    host, now = HostMemory(device), Now()
+    host, now = HostMemory(device), ForwardContext()
     throughout = partial(in_float64, precision == "fp64")  # also where the model is followed and compared
     with throughout():
         seen = _look(model, layout, details.example)  # before anything is changed

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.layout import Layout
-from samestep.parallel.mapped_file import MappedFile
-from samestep.parallel.offload_optimizer import OffloadedOptimizer
-from samestep.parallel.optimizer_pieces import innermost
-from samestep.parallel.parts import local
+from samestep.parallel.offload.memory import MappedFile
+from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.sharding import local
+from samestep.parallel.state_shards import innermost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Several optimizers as one: each steps some of the parameters, such as Muon the matrices and AdamW the rest."""
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,24 @@ from torch.optim import Optimizer
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.optimizer_kinds import Kind, Make, Shapes, kind_of
-from samestep.parallel.parts import local
-from samestep.parallel.rebuild import follow
+from samestep.parallel.sharding import local
+
+
+def rebuild(optimizer: Optimizer, make: Callable[..., Optimizer]) -> Optimizer:
+    """`make(groups, **settings)` with the groups and settings that an optimizer was made with."""
+    accepted = inspect.signature(type(optimizer)).parameters  # its defaults also hold what it sets for itself
+    settings: dict[str, Any] = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    groups = [
+        {name: value for name, value in group.items() if name == "params" or name in accepted}
+        for group in optimizer.param_groups
+    ]
+    return make(groups, **settings)
+
+
+def follow(inner: Optimizer, groups: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> None:
+    """Give an inner optimizer's groups the settings, such as the rate, of the groups that a schedule sets."""
+    for number, mine in zip(numbers, inner.param_groups, strict=True):
+        mine.update({name: value for name, value in groups[number].items() if name != "params"})
 
 
 @dataclass(frozen=True, kw_only=True)

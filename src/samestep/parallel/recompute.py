@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from samestep.layout import Recompute
-from samestep.parallel.moment import Now
+from samestep.parallel.exact.forward_context import ForwardContext
 
 _aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ _KEPT = frozenset(
 )
 
 
-def recompute(blocks: Sequence[nn.Module], how: Recompute, now: Now) -> None:
+def recompute(blocks: Sequence[nn.Module], how: Recompute, now: ForwardContext) -> None:
     """Make each block recompute all of its activations ("full"), or all but matrix products ("selective")."""
     for block in blocks:
         # The forward is replaced rather than the module, so that every parameter keeps its name.
@@ -37,7 +37,7 @@ def recompute(blocks: Sequence[nn.Module], how: Recompute, now: Now) -> None:
 
 
 def _recomputed(
-    forward: Callable[..., Any], now: Now, contexts: dict[str, Any], *arguments: Any, **keywords: Any
+    forward: Callable[..., Any], now: ForwardContext, contexts: dict[str, Any], *arguments: Any, **keywords: Any
 ) -> Any:
     return checkpoint(now.keep(forward), *arguments, use_reentrant=False, **contexts, **keywords)
 

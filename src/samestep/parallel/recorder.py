@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.parallel.calls import Attention, Call, Seen, seen_in, seen_of
 from samestep.parallel.dataflow import DataflowRecorder
-from samestep.parallel.dropout import draws_in
+from samestep.parallel.exact.dropout import draws_in
 from samestep.parallel.exact.grouped_product import call_followed
 from samestep.parallel.nests import tensors_in
 

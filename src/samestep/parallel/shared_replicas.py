@@ -35,7 +35,7 @@ from samestep.comm.shared_memory.host import host_identity, host_of_each
 from samestep.comm.shared_memory.region import NoRegionError
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
-from samestep.parallel.parts import Part, Parts, Slice
+from samestep.parallel.sharding import Part, ShardTable, Slice
 
 _ALIGNED = 64  # bytes: a tensor begins at a line of the cache
 _CHUNK = 1 << 18  # bytes summed at a time, which stay in the second-level cache
@@ -67,7 +67,7 @@ def share_out(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[tuple[i
 class SharedReplicas:
     """The parameters of a model in memory that the ranks of a group share, and this rank's part of them."""
 
-    def __init__(self, model: nn.Module, layout: Layout, parts: Parts, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, parts: ShardTable, group: dist.ProcessGroup) -> None:
         """Move a model's parameters into a new region, with the values of rank 0. Every rank of the group asks.
 
         Raises LayoutError on every rank alike where the ranks are on several hosts, or where one would have nothing
@@ -221,8 +221,11 @@ class _Held(nn.Module):
 
 
 def _parts_of_rows(
-    parts: Parts, group: dist.ProcessGroup, held: dict[str, nn.Parameter], shares: dict[str, list[tuple[int, int]]]
-) -> Parts:
+    parts: ShardTable,
+    group: dist.ProcessGroup,
+    held: dict[str, nn.Parameter],
+    shares: dict[str, list[tuple[int, int]]],
+) -> ShardTable:
     """The table in which parameters are cut into rows, as optimizers' states are."""
     rows = {
         name: Part(slice=Slice(group=group, dim=0, ranges=[[share] for share in shares[name]]))

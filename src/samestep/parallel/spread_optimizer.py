@@ -13,15 +13,13 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
-from samestep.parallel.host_memory import HostMemory
-from samestep.parallel.joined_optimizer import Joined, LocalOptimizer, Member
-from samestep.parallel.mapped_file import MappedFile
-from samestep.parallel.offload_optimizer import OffloadedOptimizer, offloaded_kind
-from samestep.parallel.offload_parameters import keep_state
-from samestep.parallel.rebuild import rebuild
-from samestep.parallel.shard_optimizer import shard_joined, shard_optimizer
-from samestep.parallel.spread import Spread
+from samestep.parallel.joined_optimizer import Joined, LocalOptimizer, Member, rebuild
+from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.offload.optimizer import OffloadedOptimizer, offloaded_kind
+from samestep.parallel.offload.parameters import keep_state
+from samestep.parallel.parallel_model import ParallelModel
 from samestep.parallel.whole_optimizer import WholeOptimizer
+from samestep.parallel.zero1 import shard_joined, shard_optimizer
 
 
 def spread_optimizer(
@@ -30,7 +28,7 @@ def spread_optimizer(
     mesh: Mesh,
     device: torch.device,
     *,
-    spread_model: Spread,
+    spread_model: ParallelModel,
     offload_folder: Path | None = None,
 ) -> Optimizer:
     """Spread an optimizer as its layout says; shards of parameters bring their shards of state along.
@@ -69,7 +67,7 @@ def _of_member(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
-    spread_model: Spread,
+    spread_model: ParallelModel,
     folder: Path | None,
     member: Member,
 ) -> Optimizer | None:
@@ -104,7 +102,7 @@ def _offloaded(member: Member, memory: HostMemory | MappedFile, groups: Any) -> 
     return OffloadedOptimizer(groups, kind=lambda inner, **_: member.make(inner), memory=memory, by_number=True)
 
 
-def _whole(layout: Layout, spread_model: Spread, member: Member) -> WholeOptimizer:
+def _whole(layout: Layout, spread_model: ParallelModel, member: Member) -> WholeOptimizer:
     parts = spread_model.parts
     for option in ("optimizer-disk", "parameters-disk"):
         if layout.offloads(option):

@@ -12,7 +12,7 @@ from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
 from samestep.parallel.coupled_loss import Coupling
 from samestep.parallel.nests import map_tensors
-from samestep.parallel.spread import Spread
+from samestep.parallel.parallel_model import ParallelModel
 from samestep.tasks.base import Batch, sum_and_count
 from samestep.tasks.gather import takes_gather
 from samestep.tasks.several_losses import SeveralLosses
@@ -46,7 +46,7 @@ class JointLoss(StepLoss):
     outputs are computed first, without graphs (`Spread.rehearse`).
     """
 
-    def __init__(self, loss: Loss, batch: StepBatch, spread: Spread, mesh: Mesh) -> None:
+    def __init__(self, loss: Loss, batch: StepBatch, spread: ParallelModel, mesh: Mesh) -> None:
         super().__init__(loss)
         self._batch = batch
         self._spread = spread
@@ -139,6 +139,6 @@ def joint(loss: Loss) -> bool:
     return takes_gather(loss) or isinstance(loss, SeveralLosses)
 
 
-def step_loss(loss: Loss, batch: StepBatch, spread: Spread, mesh: Mesh) -> StepLoss:
+def step_loss(loss: Loss, batch: StepBatch, spread: ParallelModel, mesh: Mesh) -> StepLoss:
     """What computes a step's loss on this rank."""
     return JointLoss(loss, batch, spread, mesh) if joint(loss) else StepLoss(loss)

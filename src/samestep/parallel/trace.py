@@ -24,7 +24,7 @@ from samestep.parallel.calls import Stop, Trace, seen_of
 from samestep.parallel.exact.grouped_product import Followed
 from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.recorder import Recorder
-from samestep.parallel.used import depending
+from samestep.parallel.unused_parameters import depending
 
 
 def trace(model: nn.Module, inputs: Any) -> Trace:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from samestep.parallel.parts import Entry, Parts, local
-from samestep.parallel.pieces import Piece, piece_of
+from samestep.parallel.sharding import Entry, ShardTable, local
+from samestep.parallel.state_shards import Piece, piece_of
 from samestep.recipe import Average
 
 AVERAGE = "average."
@@ -56,14 +56,14 @@ class WeightAverage:
     def tensors(self) -> Iterator[Tensor]:
         yield from self._values.values()
 
-    def pieces(self, parts: Parts) -> dict[str, Piece]:
+    def pieces(self, parts: ShardTable) -> dict[str, Piece]:
         """What this rank holds of it: `average.<parameter>`."""
         return {
             AVERAGE + name: piece_of(self._trained[name], parts.part(name), parts.parameters[name].shape, value)
             for name, value in self._values.items()
         }
 
-    def to_fill(self, saved: Mapping[str, Entry], parts: Parts) -> dict[str, Piece]:
+    def to_fill(self, saved: Mapping[str, Entry], parts: ShardTable) -> dict[str, Piece]:
         """The same where it is to become what was saved, if anything was."""
         self._values = {
             name: local(p.detach()).clone() for name, p in self._trained.items() if AVERAGE + name in saved

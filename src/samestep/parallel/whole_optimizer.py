@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.parallel.joined_optimizer import follow
 from samestep.parallel.optimizer_kinds import Make
-from samestep.parallel.parts import Parts, local
-from samestep.parallel.pieces import Placed, places_of
+from samestep.parallel.sharding import ShardTable, local
+from samestep.parallel.state_shards import Placed, places_of
 
 _AXES = ("shard", "expert", "tensor")  # along which ranks hold different parts, or share out the owners
 
@@ -67,7 +67,7 @@ class WholeOptimizer(Optimizer):
     """Steps parameters on their owners, whole. Its groups hold this rank's parts, so that a schedule sets them."""
 
     def __init__(
-        self, optimizer: Optimizer | None, make: Make, *, names: Mapping[Tensor, str], parts: Parts, host: bool
+        self, optimizer: Optimizer | None, make: Make, *, names: Mapping[Tensor, str], parts: ShardTable, host: bool
     ) -> None:
         """`optimizer`: of this rank's parts, if it holds any; every rank of the group makes one.
 
@@ -89,7 +89,7 @@ class WholeOptimizer(Optimizer):
         wholes = self._told(parts, mesh)
         self._rounds = [_Round(self, some, make) for some in _in_rounds(wholes, dist.get_world_size(self._group))]
 
-    def _told(self, parts: Parts, mesh: Mesh) -> list[_Whole]:
+    def _told(self, parts: ShardTable, mesh: Mesh) -> list[_Whole]:
         """All parameters of the group's ranks, with their owners; the same on every rank."""
         held = {
             name: _Holding(

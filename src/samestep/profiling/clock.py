@@ -1,11 +1,20 @@
-"""StepClock: divides the time of a rank's own thread among the phases of its steps."""
+"""StepClock: divides the time of a rank's own thread among the phases of its steps.
+
+It is told of the backward of a step, of waits for messages, and of collectives that run beside the thread.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from samestep.comm.shared_memory.process_group import KernelGroup
 
 Phase = Literal["data", "forward", "backward", "optimizer", "other"]
 
@@ -175,3 +184,77 @@ class StepClock:
         else:
             portion.wall += wall
             portion.processor += ran
+
+
+def told_of_gradients(clock: StepClock, backward: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A backward that is a phase of its own, in which the clock is told when every gradient is there.
+
+    Autograd then runs the callbacks that were queued in this backward, in their order. The clock's is queued by the
+    first node, so it comes before those that wait for messages.
+    """
+
+    def tell_at_end(_: Tensor) -> None:
+        Variable._execution_engine.queue_callback(clock.gradients_there)
+
+    def run(loss: Tensor) -> None:
+        with clock.of("backward"):
+            hook = loss.register_hook(tell_at_end) if loss.requires_grad else None
+            backward(loss)
+            if hook is not None:
+                hook.remove()
+
+    return run
+
+
+class MessageWatch:
+    """Tells a clock of every wait, and notes when collectives of shared memory ran, in whichever thread."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._ran: list[Interval] = []
+
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        """Around a caller's wait for a collective."""
+        return self._clock.waiting(kind)
+
+    @contextmanager
+    def running(self, kind: str) -> Iterator[None]:
+        """Around a collective while it runs, in the caller's thread or another."""
+        began = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ran.append(Interval(name=kind, start=began, end=time.perf_counter_ns()))
+
+    def ran(self) -> list[Interval]:
+        """The collectives of shared memory that have run."""
+        with self._lock:
+            return list(self._ran)
+
+
+@contextmanager
+def watched(watch: MessageWatch) -> Iterator[None]:
+    """Every process group that is there tells `watch`.
+
+    A group of shared memory does so itself. PyTorch's groups have no such hook: while this lasts, `wait` of their
+    `Work` tells. What C++ waits for by itself (the end of DistributedDataParallel's backward, `wait_tensor`) isn't
+    seen here; see `StepClock.gradients_there` and `breakdown`.
+    """
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, KernelGroup)]
+    wait_of_pytorch = dist.Work.wait
+
+    def wait(work: dist.Work, *arguments: Any, **keywords: Any) -> Any:
+        with watch.waiting("messages"):
+            return wait_of_pytorch(work, *arguments, **keywords)
+
+    for group in groups:
+        group.watcher = watch
+    dist.Work.wait = wait  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait_of_pytorch
+        for group in groups:
+            group.watcher = None

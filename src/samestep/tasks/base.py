@@ -12,7 +12,7 @@ from samestep.tasks.prediction import Model, Prediction, ToPredict, from_scores,
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from samestep.tasks.metric import Metric
+    from samestep.tasks.metrics import Metric
     from samestep.tasks.transformers_model import Pretrained
 
 

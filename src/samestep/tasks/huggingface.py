@@ -19,7 +19,7 @@ from samestep.tasks.model_loss import loss_of
 from samestep.tasks.prediction import Prediction, of_classes
 
 if TYPE_CHECKING:
-    from samestep.tasks.metric import Metric
+    from samestep.tasks.metrics import Metric
 
 _FIRST = 4  # rows on which the model is tried
 _COUNT = "count"  # of the loss's terms, among a batch's targets
@@ -128,7 +128,7 @@ class HuggingFace(Task):
 
         Of a contrastive loss, how often a held-out sample's nearest embedding of the other kind is its own.
         """
-        from samestep.tasks.metric import Nearest, Share
+        from samestep.tasks.metrics import Nearest, Share
 
         if (contrast := self._facts.contrast) is not None:
             return {f"{rows}_to_{columns}": Nearest(turned=turned) for turned, (rows, columns) in contrast.directions}

@@ -11,7 +11,7 @@ from samestep.tasks.base import Batch, Samples, Task
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from samestep.tasks.metric import Metric
+    from samestep.tasks.metrics import Metric
 
 
 class Regression(Task):
@@ -53,6 +53,6 @@ class Regression(Task):
         return mse_loss(output, batch.targets, reduction="sum"), len(output)
 
     def metrics(self) -> "Mapping[str, Metric]":
-        from samestep.tasks.metric import SquaredError
+        from samestep.tasks.metrics import SquaredError
 
         return {"mean_squared_error": SquaredError()}

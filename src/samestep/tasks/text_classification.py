@@ -1,29 +1,262 @@
-"""Text classification: an encoder that tells classes of texts apart."""
+"""Text classification: an encoder and a head assign a class to each text.
+
+From the top: the model, its data (which texts, how they are split, how they become tokens), and the task.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass as plain_dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Lt
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
 
 from samestep import environment
-from samestep.data import prepared
-from samestep.data.cache import DataCache
+from samestep.data import cache, tokenizer
+from samestep.data.cache import DataCache, sequences
+from samestep.data.package_files import locate
+from samestep.data.split import check_split, limited, split
+from samestep.data.text import Classes, LabelledTexts, find_classes, read_source
+from samestep.data.token_sets import TokenisedTexts
 from samestep.data.tokenizer import TRAINED_PADDING, TextTokenizer
-from samestep.data.tokens import TokenisedTexts
+from samestep.errors import UserError
 from samestep.layout import ModelShape
-from samestep.tasks import text_data, text_model, transformers_model
+from samestep.recipe import STRICT, Positive
+from samestep.tasks import transformers_model
 from samestep.tasks.base import Batch, Task
 from samestep.tasks.prediction import Model, Prediction, ToPredict, lines_of, of_classes, predict_each
-from samestep.tasks.text_data import Corpus, NumberedTexts, TextData
-from samestep.tasks.text_model import TextModel
+from samestep.tasks.registry import check_heads, refuse_together
 from samestep.tasks.transformers_model import Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from samestep.tasks.metric import Metric
+    from samestep.tasks.metrics import Metric
+
+_KNOWN_TO_FIT = "bert, roberta, distilbert, electra or albert"
+
+_DROPOUT_KEYS = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "attention_dropout",
+    "seq_classif_dropout",
+    "classifier_dropout_prob",
+    "summary_last_dropout",
+)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextModel:
+    """An encoder with a classifier head: of these sizes with random weights, or loaded from a folder."""
+
+    folder: str | None = None  # of a saved model, or package:NAME/FOLDER inside an installed package
+    type: str = "bert"  # a model type of transformers
+    layers: Positive = 4
+    hidden: Positive = 256
+    heads: Positive = 4
+    feed_forward: Positive | None = None  # None: 4 x hidden
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
+    config: dict[str, Any] = Field(default_factory=dict)  # any further key of the model type's configuration
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_come_with_a_folder(cls, given: Any) -> Any:
+        sizes = ("type", "layers", "hidden", "heads", "feed_forward", "dropout")
+        return refuse_together(given, "folder", sizes, "comes with the model in the folder; config changes it")
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> "TextModel":
+        check_heads(self.hidden, self.heads)
+        return self
+
+
+def folder_of(model: TextModel) -> Path | None:
+    """The folder of a pretrained model; None for a new one. Raises UserError where it is not there."""
+    return transformers_model.folder_of(model.folder)
+
+
+def configure(model: TextModel, *, names: Sequence[str], vocabulary: int, padding: int, length: int) -> Any:
+    """The configuration of a model that tells `names` apart, for ids below `vocabulary` and `length` tokens.
+
+    Raises UserError for an unknown model type, a key or value that it doesn't take.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    folder = folder_of(model)
+    if folder is not None:
+        return transformers_model.config_of_folder(folder, model.config, labels)
+    plain = transformers_model.default_config(model.type, CLASSIFIERS, _KNOWN_TO_FIT)
+    sizes = _sizes(model, plain)
+    positions = getattr(plain, "max_position_embeddings", None)
+    if positions is not None:
+        # Some types count positions from the padding token's id + 1.
+        sizes["max_position_embeddings"] = max(positions, length + padding + 1)
+    others = [f"{name}_token_id" for name in ("bos", "eos", "cls", "sep")]
+    unused = {key: None for key in others if isinstance(getattr(plain, key, None), int)}
+    tokens = {"vocab_size": vocabulary, "pad_token_id": padding, **unused}
+    transformers_model.check_keys(model.config, plain)
+    return transformers_model.made(type(plain), {**sizes, **tokens, **labels, **model.config})
+
+
+def build(model: TextModel, config: "PreTrainedConfig") -> "PreTrainedModel":
+    """Build the model: random weights under torch's seed, or those of the folder and a new head under the seed.
+
+    Raises UserError where the folder holds no weights for the encoder.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    folder = folder_of(model)
+    if folder is None:
+        return AutoModelForSequenceClassification.from_config(config)
+    built, lacking = transformers_model.load(AutoModelForSequenceClassification, folder, config)
+    # A head is new where the classes are others; an encoder is not.
+    encoder = [key for key in lacking if key.startswith(f"{built.base_model_prefix}.") and ".pooler." not in key]
+    if encoder:
+        raise UserError(
+            f"{transformers_model.FOLDER}: {folder} lacks fitting weights for {len(encoder)} parameters of the "
+            f"encoder, such as {encoder[0]}; a folder written by save_pretrained, and no config that changes sizes, "
+            f"would do"
+        )
+    return built
+
+
+def check(model: TextModel, config: "PreTrainedConfig", vocabulary: int, length: int) -> None:
+    """Raise UserError where the model can't be built, or is too small for the token ids or the length."""
+    built = transformers_model.trial(
+        partial(build, model, config),
+        name=model.folder or model.type,
+        is_new=model.folder is None,
+        kind="a text classifier",
+        known_to_fit=_KNOWN_TO_FIT,
+    )
+    transformers_model.check_size(built, config.vocab_size, vocabulary, length, "recipe.data.max_length")
+
+
+def _sizes(model: TextModel, plain: "PreTrainedConfig") -> dict[str, Any]:
+    """The sizes under the keys that this model type has for them."""
+    wanted = {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "feed_forward": model.feed_forward or 4 * model.hidden,
+    }
+    dropout = {key: model.dropout for key in _DROPOUT_KEYS if hasattr(plain, key)}
+    return dropout | transformers_model.sized(plain, wanted, _KNOWN_TO_FIT)
+
+
+_SOURCE = "recipe.data.source"
+_EVAL_SOURCE = "recipe.data.eval_source"
+_TOKENIZER = "recipe.data.tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TextData:
+    """Labelled texts, how they are split, and how they become tokens.
+
+    A path may be "package:NAME/FILE", a file inside an installed package.
+    """
+
+    source: str = "reviews"  # or debian-packages, or a .jsonl or .csv file with the columns text and label
+    eval_source: str | None = None  # held-out texts in a source of their own
+    held_out: Annotated[float, Ge(0), Lt(1)] = 0.1  # fraction of `source`; 0: no evaluation
+    max_length: Annotated[int, Ge(3)] = 128  # tokens; longer texts are cut
+    vocabulary: Annotated[int, Ge(32)] = 8000  # of a tokenizer trained on the training texts
+    tokenizer: str | None = None  # a tokenizer.json or a folder; None: the model folder's, or else a trained one
+    labels: tuple[str, ...] | None = None  # the classes in their order; None: from the texts' labels
+    limit: Annotated[int, Ge(2)] | None = None  # most samples of a source, for quick tests
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way(cls, given: Any) -> Any:
+        refuse_together(given, "eval_source", ["held_out"], "is for held-out texts taken from source")
+        return refuse_together(given, "tokenizer", ["vocabulary"], "is for a tokenizer trained on the texts")
+
+    @model_validator(mode="after")
+    def _labels_are_classes(self) -> "TextData":
+        names = self.labels or ()
+        if self.labels is not None and len(names) < 2:
+            raise ValueError(f"labels has {len(names)} of the two or more classes that are needed")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f'labels has "{name}" more than once; name each class once')
+        return self
+
+
+@plain_dataclass(frozen=True, kw_only=True)
+class NumberedTexts:
+    """Texts and their class numbers."""
+
+    texts: Sequence[str]
+    classes: Sequence[int]
+
+    def pick(self, indices: Sequence[int]) -> "NumberedTexts":
+        return NumberedTexts(
+            texts=[self.texts[index] for index in indices], classes=[self.classes[index] for index in indices]
+        )
+
+
+@plain_dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Texts to train on and held-out ones."""
+
+    classes: Classes
+    train: NumberedTexts
+    held_out: NumberedTexts | None
+
+
+def read(data: TextData) -> Corpus:
+    """Read and split the texts, and number their classes.
+
+    Raises UserError for a source that can't be read, for a label that is none of the classes, for fewer than
+    two classes, and where a side of the split is empty.
+    """
+    source = read_source(data.source, _SOURCE)
+    classes = find_classes(source, data.labels, "recipe.data.labels")
+    texts = _numbered(source, classes, data.limit)
+    if data.eval_source is not None:
+        held_out = _numbered(read_source(data.eval_source, _EVAL_SOURCE), classes, data.limit)
+        return Corpus(classes=classes, train=texts, held_out=held_out)
+    if data.held_out == 0:
+        return Corpus(classes=classes, train=texts, held_out=None)
+    train, held = split(texts.texts, data.held_out)
+    check_split(len(train), len(held), data.held_out, "recipe.data.held_out")
+    return Corpus(classes=classes, train=texts.pick(train), held_out=texts.pick(held))
+
+
+def loaded_tokenizer(data: TextData, model_folder: Path | None) -> TextTokenizer | None:
+    """The tokenizer of a file or folder; None where one is to be trained.
+
+    Raises UserError where it can't be loaded.
+    """
+    if data.tokenizer is not None:
+        return tokenizer.load(locate(data.tokenizer, _TOKENIZER), _TOKENIZER)
+    if model_folder is not None:
+        # The weights of a pretrained model mean nothing under the ids of another tokenizer.
+        return tokenizer.load(model_folder, f"{_TOKENIZER} is missing, and recipe.model.folder has no usable one")
+    return None
+
+
+def tokenised(
+    texts: NumberedTexts, with_tokenizer: TextTokenizer, max_length: int, cache: DataCache
+) -> TokenisedTexts:
+    """Tokenise all texts. Raises UserError for a text without any token."""
+    ids, starts = sequences(texts.texts, with_tokenizer, max_length, cache)
+    empty = np.flatnonzero(np.diff(starts) == 0)
+    if len(empty):
+        text = texts.texts[int(empty[0])]
+        raise UserError(f'{_TOKENIZER}: it gives no tokens for the text "{text[:40]}"; remove that text')
+    return TokenisedTexts(ids, starts, texts.classes)
+
+
+def _numbered(source: LabelledTexts, classes: Classes, limit: int | None) -> NumberedTexts:
+    whole = NumberedTexts(texts=source.texts, classes=classes.numbers(source))
+    return whole.pick(limited(source.texts, limit))
 
 
 _UNKNOWN = -1  # the class of a text that is to be classified
@@ -40,10 +273,10 @@ class TextClassification(Task):
 
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, or where model and data don't fit."""
-        text_model.check(self._model, self._config, self._vocabulary, self._data.max_length)
+        check(self._model, self._config, self._vocabulary, self._data.max_length)
 
     def model(self) -> "nn.Module":
-        return text_model.build(self._model, self._config)
+        return build(self._model, self._config)
 
     def train_set(self) -> TokenisedTexts:
         return self._train_set
@@ -78,7 +311,7 @@ class TextClassification(Task):
 
     def metrics(self) -> "Mapping[str, Metric]":
         """Accuracy over all samples, and by class; the rows of the confusion matrix sum to the support."""
-        from samestep.tasks.classification import classification_metrics
+        from samestep.tasks.metrics import classification_metrics
 
         return classification_metrics(len(self._corpus.classes.names))
 
@@ -116,7 +349,7 @@ class TextClassification(Task):
     def pretrained(self) -> Pretrained:
         from transformers import AutoModelForSequenceClassification
 
-        folder = text_model.folder_of(self._model) if self._data.tokenizer is None else None
+        folder = folder_of(self._model) if self._data.tokenizer is None else None
         tokenizer = transformers_model.tokenizer_of(
             self._tokenizer.tokenizer, folder, padding=self._padding, end=None, length=self._data.max_length
         )
@@ -124,15 +357,15 @@ class TextClassification(Task):
 
     @cached_property
     def _corpus(self) -> Corpus:
-        return text_data.read(self._data)
+        return read(self._data)
 
     @cached_property
     def _loaded_tokenizer(self) -> TextTokenizer | None:
-        return text_data.loaded_tokenizer(self._data, text_model.folder_of(self._model))
+        return loaded_tokenizer(self._data, folder_of(self._model))
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
-        return self._loaded_tokenizer or prepared.text_tokenizer(
+        return self._loaded_tokenizer or cache.text_tokenizer(
             self._corpus.train.texts, self._data.vocabulary, self._cache
         )
 
@@ -155,7 +388,7 @@ class TextClassification(Task):
         return None if held_out is None else self._tokenised(held_out)
 
     def _tokenised(self, texts: NumberedTexts) -> TokenisedTexts:
-        return text_data.tokenised(texts, self._tokenizer, self._data.max_length, self._cache)
+        return tokenised(texts, self._tokenizer, self._data.max_length, self._cache)
 
     @property
     def _cache(self) -> DataCache:
@@ -163,7 +396,7 @@ class TextClassification(Task):
 
     @cached_property
     def _config(self) -> "PreTrainedConfig":
-        return text_model.configure(
+        return configure(
             self._model,
             names=self._corpus.classes.names,
             vocabulary=self._vocabulary,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.data.installed import locate
+from samestep.data.package_files import locate
 from samestep.errors import UserError, closest
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from samestep.tasks.gather import of_whole_batch
 from samestep.tasks.several_losses import SeveralLosses
 from samestep.tasks.turns import turns_of
 from samestep.training.adapters import put_adapters
-from samestep.training.dropout import switch_off
+from samestep.training.evaluation import switch_off
 
 # Of float32 beside float64. Of 37 types of transformers models, tiny and new, none differed by more than 2e-6.
 TOLERANCE = 1e-4

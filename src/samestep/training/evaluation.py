@@ -1,22 +1,80 @@
 """Evaluation: every held-out sample once over all ranks, and metrics that are exactly those of one process."""
 
+import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.data.loader import Chunk
 from samestep.engines.base import Trainer
 from samestep.errors import UserError
 from samestep.tasks.base import Batch
 from samestep.tasks.out_of_range import in_one_sentence
-from samestep.training.curves import named_parts
 
 if TYPE_CHECKING:
-    from samestep.tasks.metric import Metric
+    from samestep.tasks.metrics import Metric
+
+
+def named_parts(metric: Any, value: Any) -> Any:
+    """A curve's value as {"precision", "recall", "thresholds"}, or the like; any other value as it is."""
+    if "torchmetrics" not in sys.modules:  # then it is none of torchmetrics', whose import takes seconds
+        return value
+    from torchmetrics.classification import (
+        BinaryPrecisionRecallCurve,
+        BinaryROC,
+        MulticlassPrecisionRecallCurve,
+        MulticlassROC,
+        MultilabelPrecisionRecallCurve,
+        MultilabelROC,
+    )
+
+    # Areas under a curve are subclasses of the curve, but their values are numbers.
+    if not (isinstance(value, tuple) and len(value) == 3):
+        return value
+    if isinstance(metric, (BinaryROC, MulticlassROC, MultilabelROC)):
+        names = ("false_positive_rate", "true_positive_rate", "thresholds")
+    elif isinstance(
+        metric, (BinaryPrecisionRecallCurve, MulticlassPrecisionRecallCurve, MultilabelPrecisionRecallCurve)
+    ):
+        names = ("precision", "recall", "thresholds")
+    else:
+        return value
+    return dict(zip(names, value, strict=True))
+
+
+def switch_off(model: nn.Module) -> None:
+    """Set every dropout probability of a model to zero: modules', and those kept as plain numbers.
+
+    Attention keeps its probability as a number of its own or in the model's configuration, under names such as
+    `dropout`, `attention_dropout` and `hidden_dropout_prob`. A task may make its next model of the same
+    configuration, so the modules get a copy of it.
+    """
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        _zero_floats(module)
+        config = getattr(module, "config", None)
+        if config is None or isinstance(config, nn.Module):
+            continue
+        if id(config) not in copies:
+            copies[id(config)] = copy.copy(config)
+            _zero_floats(copies[id(config)])
+        vars(module)["config"] = copies[id(config)]
+
+
+def _zero_floats(holder: Any) -> None:
+    """Set what is called dropout in an object or a dictionary; also where its class lets nobody set anything."""
+    values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+    for name, value in values.items():
+        if "drop" in str(name) and isinstance(value, float):
+            values[name] = 0.0
+
 
 Scores = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 

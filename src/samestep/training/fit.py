@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.cluster.world import World
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
 from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport, TurnTaking
-from samestep.engines.resolve import resolve as resolve_engine
+from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import InterruptedJobError, NonFiniteError
+from samestep.fault_tolerance.nonfinite import NonFinite, left_out
+from samestep.fault_tolerance.rank import RankSupervision
 from samestep.job import Job
+from samestep.launch.world import World
 from samestep.layout import Layout
-from samestep.parallel.initial import InitialModel, build_recorded
-from samestep.parallel.spread import Details
+from samestep.parallel.deferred_init import InitialModel, build_recorded
+from samestep.parallel.parallel_model import Details
 from samestep.profiling.breakdown import Profile
 from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
 from samestep.recipe import Recipe
-from samestep.supervision.nonfinite import NonFinite, left_out
-from samestep.supervision.rank import RankSupervision
 from samestep.tasks.base import First, InTurn, Samples, Task, as_batch
 from samestep.tasks.several_losses import with_weights
 from samestep.tasks.turns import StepTurns, Turn, check_parameters, turns_of
@@ -35,19 +35,15 @@ from samestep.training import usage as usages
 from samestep.training.adapters import put_adapters
 from samestep.training.alike import check_alike
 from samestep.training.built_model import check_memory, check_model, materialize
-from samestep.training.checkpoints import Checkpoints
-from samestep.training.dropout import switch_off
+from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
+from samestep.training.evaluation import switch_off
 from samestep.training.loop import StepLog, take_all_steps
-from samestep.training.optimizer import make_schedule
-from samestep.training.optimizer_plan import OptimizerPlan, optimizer_of_turns
-from samestep.training.progress import Bar
-from samestep.training.records import Records
+from samestep.training.metrics_log import Bar, Records, Tally
+from samestep.training.optimizer import OptimizerPlan, make_schedule, optimizer_of_turns
 from samestep.training.result import TrainResult
 from samestep.training.session import Session
-from samestep.training.speed import speeds
-from samestep.training.tally import Tally
-from samestep.training.usage import Usage
+from samestep.training.usage import Usage, speeds
 
 
 class Training:

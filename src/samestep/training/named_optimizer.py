@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from samestep.errors import UserError, closest
 from samestep.parallel.optimizer_kinds import Shapes
 from samestep.recipe import NamedOptimizer
-from samestep.tasks.resolve import checked_value, hints_of, import_file
+from samestep.tasks.registry import checked_value, hints_of, import_file
 
 Make = Callable[[Sequence[dict[str, Any]]], Optimizer]  # from groups of parameters with their settings
 

@@ -1,16 +1,32 @@
-"""Optimizers and learning-rate schedules from a recipe."""
+"""Optimizers and learning-rate schedules from a recipe: which optimizer steps which parameters with which settings.
+
+Planned once of the whole model, by names, so that ranks which hold other parts of it come to the same groups.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from samestep.recipe import SGD, AdamW, Schedule
+from samestep.engines.base import Engine
+from samestep.engines.registry import check_average
+from samestep.errors import UserError, closest
+from samestep.job import Job
+from samestep.launch.device import device_of
+from samestep.layout import Layout
+from samestep.parallel.joined_optimizer import Joined, Member
+from samestep.parallel.optimizer_kinds import Make, Shapes
+from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe, Schedule
+from samestep.tasks.turns import Turn
+from samestep.training.named_optimizer import maker_of, takes, try_out
 
 
 def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]]) -> Optimizer:
@@ -71,3 +87,328 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
 }
+
+
+Spec = AdamW | SGD | NamedOptimizer
+_FEWEST_TO_DECAY = 2  # dimensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Section:
+    """The recipe's optimizer, or one of its groups."""
+
+    where: str  # its key, for messages
+    names: Sequence[str]  # parameters of the whole model that it trains
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    weight_decay: float | None = None  # of all its parameters; None: the optimizer's, of matrices
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Sections that one optimizer steps."""
+
+    spec: Spec
+    where: str
+    sections: Sequence[_Section]
+
+
+class OptimizerPlan:
+    """Makes the optimizer of the parameters that a rank holds, given by their names in the whole model."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, turn: Turn | None = None) -> None:
+        """`model` is whole; its parameters may be on the meta device. `turn`: the one whose parameters it steps.
+
+        Raises UserError for a group that matches no parameter, and for an optimizer that can't be made.
+        """
+        if turn is not None and turn.optimizer is not None:
+            recipe = replace(recipe, optimizer=turn.optimizer)
+        self._turn = turn
+        self._lr = recipe.optimizer.lr
+        self._shapes = {
+            name: parameter.shape
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and (turn is None or turn.steps(name))
+        }
+        self._parts = self._planned(recipe, model)
+        for part in self._parts:
+            self._check(part)
+
+    def _planned(self, recipe: Recipe, model: nn.Module) -> list[_Part]:
+        taken: dict[str, int] = {}
+        every_name: dict[str, list[str]] = {}
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            every_name.setdefault(first[parameter], []).append(name)
+        for number, group in enumerate(recipe.groups):
+            found = [name for name in first.values() if _matches(group, every_name[name], _ndim(model, name))]
+            _check_found(group, f"recipe.groups.{number}", found, self._shapes, taken, every_name)
+            taken |= {name: number for name in found if name not in taken}
+        parts = [_part(recipe.optimizer, where_of(self._turn), [n for n in self._shapes if n not in taken])]
+        for number, group in enumerate(recipe.groups):
+            where = f"recipe.groups.{number}"
+            names = [name for name in self._shapes if taken.get(name) == number]
+            section = _Section(where=where, names=names, settings=_settings(group), weight_decay=group.weight_decay)
+            spec = group.optimizer or recipe.optimizer
+            known = next((at for at, part in enumerate(parts) if part.spec == spec), None)
+            if known is None:
+                parts.append(_Part(spec=spec, where=f"{where}.optimizer", sections=[section]))
+            else:
+                parts[known] = replace(parts[known], sections=[*parts[known].sections, section])
+        return [part for part in parts if any(section.names for section in part.sections)] or parts[:1]
+
+    def _check(self, part: _Part) -> None:
+        """Make an optimizer of empty parameters of the same shapes, which says what it can't take."""
+        spec = part.spec
+        if isinstance(spec, NamedOptimizer):
+            for section in part.sections:
+                for name in ("lr", "weight_decay"):
+                    given = section.weight_decay if name == "weight_decay" else section.settings.get(name)
+                    if given is not None and not takes(spec, name, part.where):
+                        raise UserError(f"{section.where}.{name} is given, and {_title(spec)} takes no {name}")
+            make = maker_of(spec, part.where)
+            for name in (name for section in part.sections for name in section.names):
+                try:
+                    make([{"params": [nn.Parameter(torch.empty(self._shapes[name], device="meta"))]}])
+                except UserError as error:
+                    raise UserError(
+                        f"{error} (of the parameter {name}, of shape {tuple(self._shapes[name])}); "
+                        "recipe.groups can give it another optimizer"
+                    ) from error
+
+    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        """An optimizer of parameters, or of what a rank holds of them, by their names in the whole model."""
+        held = by_name(parameters)
+        (first, *others) = self._parts
+        if not others and not isinstance(first.spec, NamedOptimizer):
+            return make_optimizer(first.spec, self._groups(first, held) or [{"params": []}])
+        return Joined(self.members(held), lr=self.rate)
+
+    def members(self, held: Mapping[str, list[nn.Parameter]]) -> list[Member]:
+        """The optimizers of which it consists, by the names of the parameters that this rank holds."""
+        return [self._member(part, held) for part in self._parts]
+
+    def _member(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> Member:
+        make: Make
+        if isinstance(part.spec, NamedOptimizer):
+            make = maker_of(part.spec, part.where)
+        else:
+            make = partial(make_optimizer, part.spec)
+        groups = self._groups(part, held)
+        whole = [
+            Shapes(settings=group["settings"], shapes=[self._shapes[name] for name in group["names"]])
+            for group in self._split(part)
+        ]
+        return Member(
+            title=f"{part.where} ({_title(part.spec)})",
+            make=make,
+            groups=whole,
+            optimizer=make(groups) if groups else None,
+            turn=None if self._turn is None else self._turn.name,
+        )
+
+    @property
+    def rate(self) -> float:
+        """The rate that is told of a step: that of the recipe's optimizer."""
+        if self._lr is not None:
+            return self._lr
+        (part, *_) = self._parts
+        assert isinstance(part.spec, NamedOptimizer)
+        made = maker_of(part.spec, part.where)([{"params": [nn.Parameter(torch.empty(2, 2, device="meta"))]}])
+        return float(made.param_groups[0]["lr"])
+
+    def _groups(self, part: _Part, held: Mapping[str, list[nn.Parameter]]) -> list[dict[str, Any]]:
+        groups = [
+            {"params": [p for name in group["names"] for p in held.get(name, ())], **group["settings"]}
+            for group in self._split(part)
+        ]
+        return [each for group in groups for each in of_one_kind(group) if each["params"]]
+
+    def _split(self, part: _Part) -> list[dict[str, Any]]:
+        """Of each section two groups: matrices and tables, which decay, and vectors (biases, norms), which don't.
+
+        Decay pulls a weight towards zero to keep a product small; a norm's scale and a bias are no products. A
+        section's own decay is of all its parameters.
+        """
+        spec, found = part.spec, []
+        decays = not isinstance(spec, NamedOptimizer) or takes(spec, "weight_decay", part.where)
+        for section in part.sections:
+            decay = section.weight_decay if section.weight_decay is not None else spec.weight_decay
+            settings = dict(section.settings)
+            with_decay = {"weight_decay": decay} if decay is not None else {}
+            if section.weight_decay is not None or spec.decay_all or not decays:
+                found.append({"names": section.names, "settings": {**settings, **with_decay}})
+                continue
+            matrices = [name for name in section.names if len(self._shapes[name]) >= _FEWEST_TO_DECAY]
+            vectors = [name for name in section.names if name not in {*matrices}]
+            found.append({"names": matrices, "settings": {**settings, **with_decay}})
+            found.append({"names": vectors, "settings": {**settings, "weight_decay": 0.0}})
+        return [group for group in found if group["names"]]
+
+
+def plans_of(recipe: Recipe, model: nn.Module, turns: Sequence[Turn]) -> list[OptimizerPlan]:
+    """The plan of each turn; one of all parameters where the steps are not taken in turns."""
+    return [OptimizerPlan(recipe, model, turn) for turn in turns] or [OptimizerPlan(recipe, model)]
+
+
+def optimizer_of_turns(
+    recipe: Recipe, model: nn.Module, turns: Sequence[Turn], parameters: Iterable[tuple[str, nn.Parameter]]
+) -> Optimizer:
+    """One optimizer for a step in turns, over what a rank holds of the whole `model`: groups with their turn's rates.
+
+    AdamW and SGD pass over parameters without a gradient, and in a turn only its own have one. So where all turns
+    have the same one of these, an optimizer of all parameters steps those of each turn as one of its own would.
+    Others are joined, and those of the running turn step.
+    """
+    held = by_name(parameters)
+    plans = plans_of(recipe, model, turns)
+    specs = [turn.optimizer or recipe.optimizer for turn in turns]
+    if len({type(spec) for spec in specs}) > 1 or isinstance(specs[0], NamedOptimizer):
+        return Joined([member for plan in plans for member in plan.members(held)], lr=plans[0].rate)
+    made = [
+        plan((name, each) for name, some in held.items() if turn.steps(name) for each in some)
+        for turn, plan in zip(turns, plans, strict=True)
+        if any(map(turn.steps, held))
+    ]
+    first, *others = made
+    for other in others:
+        for group in other.param_groups:
+            first.add_param_group(group)
+    return first
+
+
+def where_of(turn: Turn | None) -> str:
+    """What says which optimizer it is, for messages."""
+    return "recipe.optimizer" if turn is None or turn.optimizer is None else f"turns(): turn {turn.name}: optimizer"
+
+
+def by_name(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
+    """Trained parameters by their names in the whole model, of which servers have several pieces."""
+    held: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            held.setdefault(name, []).append(parameter)
+    return held
+
+
+def _part(spec: Spec, where: str, names: Sequence[str]) -> _Part:
+    return _Part(spec=spec, where=where, sections=[_Section(where=where, names=names)])
+
+
+def _settings(group: Group) -> dict[str, Any]:
+    settings: dict[str, Any] = {} if group.lr is None else {"lr": group.lr}
+    return settings if group.schedule is None else {**settings, SCHEDULE: group.schedule}
+
+
+def _title(spec: Spec) -> str:
+    return spec.name if isinstance(spec.name, str) else getattr(spec.name, "__qualname__", str(spec.name))
+
+
+def _ndim(model: nn.Module, name: str) -> int:
+    return model.get_parameter(name).ndim
+
+
+def _matches(group: Group, names: Sequence[str], ndim: int) -> bool:
+    if group.dims is not None and ndim != group.dims:
+        return False
+    return any(fnmatchcase(name, pattern) for name in names for pattern in group.parameters)
+
+
+def _check_found(
+    group: Group,
+    where: str,
+    found: Sequence[str],
+    trained: Mapping[str, Any],
+    taken: Mapping[str, int],
+    every_name: Mapping[str, Sequence[str]],
+) -> None:
+    """Raise UserError for a pattern without a parameter, or a group of which other groups have everything."""
+    known = [name for names in every_name.values() for name in names]
+    for pattern in group.parameters:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise UserError(
+                f'{where}.parameters: "{pattern}" matches no parameter of the model; {_some(pattern, known)}'
+            )
+    if not found:
+        raise UserError(
+            f"{where}: no parameter that matches has {group.dims} dimensions; leave dims out, or match others"
+        )
+    if not any(name in trained for name in found):
+        raise UserError(f"{where}: {found[0]} and all others that match are frozen; leave the group out")
+    left = [name for name in found if name in trained and name not in taken]
+    if not left:
+        raise UserError(
+            f"{where}: recipe.groups.{taken[next(name for name in found if name in taken)]} has all parameters that "
+            "match; write the narrower group first"
+        )
+
+
+_SHOWN = 12  # names of parameters in a message
+
+
+def _some(pattern: str, known: Sequence[str]) -> str:
+    if len(known) <= _SHOWN:
+        return closest(pattern, known)
+    return f"{closest(pattern, known[:_SHOWN])}, and {len(known) - _SHOWN} more"
+
+
+def check_turns_optimizers(turns: Sequence[Turn], job: Job, layout: Layout) -> None:
+    """Raise UserError for a turn's optimizer that can't be had with this layout or job."""
+    for turn in turns:
+        if isinstance(turn.optimizer, NamedOptimizer):
+            _check_named(turn.optimizer, where_of(turn), job, layout)
+
+
+def check_average_start(recipe: Recipe, samples: int) -> None:
+    """Raise UserError where the average of the weights begins after the last step. `samples`: of the training set."""
+    steps = recipe.total_steps(-(-samples // recipe.batch))
+    if recipe.average is not None and recipe.average.start >= steps:
+        raise UserError(
+            f"recipe.average.start is {recipe.average.start}, and the training takes {steps} steps, so it would "
+            f"average nothing; use a start below {steps}"
+        )
+
+
+def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
+    """Raise UserError for optimizers, groups or an average that can't be had with this engine, layout or job.
+
+    An optimizer that is named is found, its arguments are checked, and it takes steps of a small matrix.
+    """
+    recipe, able = job.recipe, engine.abilities
+    check_average(recipe.average, engine)
+    if recipe.average is not None and job.run.share_replicas and layout.size > 1:
+        raise UserError(
+            "recipe.average is given and run.share_replicas is true, whose ranks have one copy of the weights; use "
+            "share_replicas: false"
+        )
+    if recipe.groups and not able.own_optimizers:
+        raise UserError(
+            f'recipe.groups is given, and engine "{engine.name}" has one group of all parameters; use engine native'
+        )
+    specs = {"recipe.optimizer": recipe.optimizer}
+    specs |= {f"recipe.groups.{number}.optimizer": group.optimizer for number, group in enumerate(recipe.groups)}
+    for where, spec in specs.items():
+        if not isinstance(spec, NamedOptimizer):
+            continue
+        if not able.own_optimizers:
+            raise UserError(
+                f'{where} is {spec.name}, and engine "{engine.name}" takes adamw or sgd; use one, or engine native'
+            )
+        _check_named(spec, where, job, layout)
+
+
+def _check_named(spec: NamedOptimizer, where: str, job: Job, layout: Layout) -> None:
+    make = maker_of(spec, where)
+    if device_of(0, job.run.device).type != "cpu":
+        return  # its options may be for the accelerator, which the ranks alone use
+    member = Member(title=f"{where} ({spec.name})", make=make, groups=try_out(), optimizer=None)
+    kind = member.kind(layout)
+    if kind.settings_change and job.run.checkpoint is not None:
+        raise UserError(
+            f"{where} ({spec.name}) keeps {', '.join(kind.settings_change)} in its groups, which a checkpoint does "
+            "not hold; keep it in its state, or train without run.checkpoint"
+        )
+    if not kind.by_number and job.run.share_replicas and layout.size > 1:
+        raise UserError(
+            f"run.share_replicas is true, with which ranks step rows of a parameter, and {where} ({spec.name}) looks "
+            "at whole parameters; use share_replicas: false"
+        )

@@ -9,16 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.cluster.device import peak_memory
 from samestep.errors import UserError
+from samestep.fault_tolerance.nonfinite import without_nonfinite
+from samestep.fault_tolerance.pace import lagging
 from samestep.job import Job
+from samestep.launch.device import peak_memory
 from samestep.profiling.breakdown import Profile
-from samestep.run_folder import RunPlace
-from samestep.supervision.nonfinite import without_nonfinite
-from samestep.supervision.pace import lagging
+from samestep.run_folder import RunPlace, versions
 from samestep.training.session import Session
 from samestep.training.usage import Usage
-from samestep.versions import versions
 
 
 @dataclass(frozen=True, kw_only=True)

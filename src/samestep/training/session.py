@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 
 from samestep import environment
 from samestep.checkpoint.base import Base
-from samestep.checkpoint.find import open_newest
+from samestep.checkpoint.load import open_newest
 from samestep.checkpoint.save import Saver
-from samestep.cluster.device import DeviceChoice
-from samestep.cluster.world import Transport, World, join
 from samestep.comm.mesh import build_mesh, new_group
 from samestep.communication import Communication
 from samestep.data.loader import Chunks, Collate, Loader, StepBatch, to_device
@@ -33,7 +31,7 @@ from samestep.engines.base import (
     Trainer,
 )
 from samestep.engines.precision import parameter_dtype
-from samestep.engines.resolve import (
+from samestep.engines.registry import (
     check,
     check_average,
     check_buckets,
@@ -43,25 +41,33 @@ from samestep.engines.resolve import (
     resolve,
 )
 from samestep.errors import LayoutError, UserError
+from samestep.launch.device import DeviceChoice
+from samestep.launch.world import Transport, World, join
 from samestep.layout import Layout, unsized
 from samestep.parallel.complex_parameters import first_complex
-from samestep.parallel.initial import move
-from samestep.parallel.pipeline.rules import micro_batches
+from samestep.parallel.deferred_init import move
+from samestep.parallel.parallel_model import Details
+from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
-from samestep.parallel.spread import Details
 from samestep.recipe import Average, Precision, Recipe
 from samestep.tasks.base import Samples, default_scores
 from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training import evaluation
 from samestep.training.adapters import AdapterFacts, facts_of
 from samestep.training.evaluation import Scores
-from samestep.training.own_optimizer import OwnOptimizers, no_schedule
-from samestep.training.progress import Bar
-from samestep.training.session_checks import check_dealt, check_lengths, check_prepared, check_step
+from samestep.training.metrics_log import Bar
+from samestep.training.own_loop import (
+    OwnOptimizers,
+    check_dealt,
+    check_lengths,
+    check_prepared,
+    check_step,
+    no_schedule,
+)
 from samestep.training.state import base_of, load_state, save_state
 
 if TYPE_CHECKING:
-    from samestep.tasks.metric import Metric
+    from samestep.tasks.metrics import Metric
 
 
 @dataclass(frozen=True, kw_only=True)

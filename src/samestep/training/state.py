@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.checkpoint.base import Base, check_base, fingerprint
-from samestep.checkpoint.info import Info
+from samestep.checkpoint.folder import Info
 from samestep.checkpoint.load import Loader
 from samestep.checkpoint.save import Saver
-from samestep.cluster.world import World
 from samestep.engines.base import Checkpointed
 from samestep.errors import CheckpointError
+from samestep.launch.world import World
 from samestep.layout import Layout
-from samestep.parallel.pieces import MODEL, Piece, whole_piece
+from samestep.parallel.state_shards import MODEL, Piece, whole_piece
+from samestep.run_folder import versions
 from samestep.training.adapters import AdapterFacts
-from samestep.versions import versions
 
 
 def save_state(

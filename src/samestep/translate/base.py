@@ -1,13 +1,264 @@
-"""Reader and Writer: what a format can do, and what a user may say beside the file."""
+"""What readers and writers of other tools' configurations share.
+
+A Draft has the keys of a job that were found, and a remark for everything that has none; Keys reads a section key by
+key, so that none is passed over in silence.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
+import yaml
+
+from samestep.errors import UserError
 from samestep.job import Job
-from samestep.layout import Layout
-from samestep.translate.draft import Draft
+from samestep.layout import Layout, Offload
+from samestep.validation import checked, closest, shown
+
+# What shares out the data, by what ZeRO shards, and its text where the size is not known.
+_DATA = {0: "dp{}", 1: "zero1x{}", 2: "zero2x{}", 3: "fsdp{}"}
+_ORDER_OF_OFFLOADS = get_args(Offload)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of the mesh; one of `data` and `replicas` may be None: what the others leave of the processes."""
+
+    pipeline: int = 1
+    replicas: int | None = 1  # of the shards, where both are asked for
+    data: int | None = None  # ranks that share out the data: shards, or replicas where zero is 0
+    zero: int = 0
+    context: int = 1
+    tensor: int = 1
+    offload: Collection[str] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.pipeline * self.context * self.tensor
+
+
+def text_of(sizes: Sizes) -> str:
+    """The layout as text, as short as it can be."""
+    named = {"pp{}": sizes.pipeline, "dp{}": sizes.replicas, _DATA[sizes.zero]: sizes.data}
+    named |= {"cp{}": sizes.context, "tp{}": sizes.tensor}
+    parts = [part.format(size or "") for part, size in named.items() if size != 1]
+    options = dict(sizes.options)
+    if offloads := _together(sizes.offload):
+        options["offload"] = "+".join(offloads)
+    text = " ".join([*parts, *(f"{name}={value}" for name, value in options.items())]) or "single"
+    return text if None in (sizes.data, sizes.replicas) else str(Layout.parse(text))
+
+
+def _together(offloads: Collection[str]) -> list[str]:
+    """Parameters take the optimizer's state along, and a disk what memory would have held."""
+    wanted = set(offloads)
+    if "parameters-disk" in wanted:
+        wanted -= {"parameters"}
+    if {"parameters", "parameters-disk"} & wanted:
+        wanted -= {"optimizer", "optimizer-disk"}
+    if "optimizer-disk" in wanted:
+        wanted -= {"optimizer"}
+    return [name for name in _ORDER_OF_OFFLOADS if name in wanted]
+
+
+# What no other tool's configuration says.
+UNKNOWN_TASK = "my_task.py:MyTask"
+
+# In the order in which docs/recipes-and-layouts.md has them.
+_ORDER = ("task", "seed", "batch", "steps", "epochs", "optimizer", "schedule", "clip", "precision")
+_LONGEST = 116  # characters of a line; a comment that makes it longer goes above the line
+
+_TASK_REMARK = "not in the source: your task; its data and model go beside it"
+
+
+class Draft:
+    """Keys of a job with the reason for each, and what of the source has no key here."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[str, Any]] = {"recipe": {}, "run": {}}
+        self._reasons: dict[str, str] = {}
+        self._sizes = Sizes(data=1)
+        self.remarks: list[str] = []
+
+    def set(self, key: str, value: Any, why: str = "") -> None:
+        """A key such as recipe.optimizer.lr, and where its value comes from, if that isn't plain."""
+        *path, last = key.split(".")
+        here = self._values
+        for part in path:
+            here = here.setdefault(part, {})
+        here[last] = value
+        if why:
+            self._reasons[key] = why
+
+    def set_layout(self, sizes: Sizes, why: str = "") -> None:
+        self._sizes = sizes
+        self.set("run.layout", text_of(sizes), why)
+
+    def tried_layout(self) -> str:
+        """The layout, with a size for what the number of processes is yet to fill in."""
+        return text_of(replace(self._sizes, data=self._sizes.data or 2, replicas=self._sizes.replicas or 2))
+
+    def get(self, key: str) -> Any:
+        here: Any = self._values
+        for part in key.split("."):
+            here = here.get(part) if isinstance(here, Mapping) else None
+        return here
+
+    def remark(self, source: str, value: Any, why: str) -> None:
+        """Something of the source that has no counterpart: where it stands, what it says, what would do."""
+        self.remarks.append(f"{source}: {why}" if value is None else f"{source} = {shown(value)}: {why}")
+
+    def values(self) -> dict[str, Any]:
+        recipe = {"task": UNKNOWN_TASK, **self._values["recipe"]}
+        return {"recipe": _in_order(recipe), **({"run": self._values["run"]} if self._values["run"] else {})}
+
+    def job(self) -> Job:
+        """Raises UserError where the source's values can't stand in a job."""
+        return checked(Job, self.values())
+
+    def text(self, title: str) -> str:
+        """The job file: keys with their reasons, then the remarks."""
+        lines = [f"# Translated from {title}."]
+        reasons = {"recipe.task": _TASK_REMARK, **self._reasons}
+        _write(self.values(), (), reasons, lines)
+        if self.remarks:
+            lines += ["", "# Without a key here:", *(f"# - {' '.join(text.split())}" for text in self.remarks)]
+        return "\n".join(lines) + "\n"
+
+
+def _in_order(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {key: recipe[key] for key in _ORDER if key in recipe}
+
+
+def _write(values: Mapping[str, Any], path: tuple[str, ...], reasons: Mapping[str, str], lines: list[str]) -> None:
+    indent = "  " * len(path)
+    for key, value in values.items():
+        here = (*path, key)
+        why = " ".join(reasons.get(".".join(here), "").split())
+        nested = isinstance(value, Mapping)
+        line = f"{indent}{key}:" if nested else f"{indent}{key}: {one_line(value)}"
+        if why and len(line) + len(why) + 4 > _LONGEST:
+            lines.append(f"{indent}# {why}")
+            why = ""
+        lines.append(f"{line}  # {why}" if why else line)
+        if nested:
+            _write(value, here, reasons, lines)
+
+
+def one_line(value: Any) -> str:
+    """A value as YAML, in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+# What transformers' Trainer and accelerate fill in from their own arguments.
+AUTO = "auto"
+_SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+
+class Keys:
+    """A section, where it stands, and which of its keys have been taken."""
+
+    def __init__(self, values: Any, draft: Draft, place: str = "") -> None:
+        if not isinstance(values, Mapping):
+            raise UserError(f"{place or 'the file'} is {shown(values)}; it should be a section of keys and values")
+        self._values = {str(key): value for key, value in values.items() if value is not None}
+        self._left = dict(self._values)
+        self._draft = draft
+        self._place = place
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def place(self, key: str) -> str:
+        return f"{self._place}.{key}" if self._place else key
+
+    def take(self, key: str) -> Any:
+        """The value as it stands; None where there is none, and with a remark where it is left to be filled in."""
+        value = self._left.pop(key, self._values.get(key))
+        if value == AUTO:
+            self._draft.remark(self.place(key), AUTO, "filled in by the script's own arguments; write their value")
+            return None
+        return value
+
+    def whole(self, key: str, least: int = 1) -> int | None:
+        value = self.take(key)
+        number = _number(value)
+        if value is None:
+            return None
+        if number is None or number != int(number) or number < least:
+            raise self._wrong(key, value, f"a whole number of {least} or more")
+        return int(number)
+
+    def number(self, key: str, least: float = 0.0) -> float | None:
+        value = self.take(key)
+        number = _number(value)
+        if value is not None and (number is None or number < least):
+            raise self._wrong(key, value, f"a number of {least:g} or more")
+        return number
+
+    def switch(self, key: str) -> bool | None:
+        value = self.take(key)
+        if value is None:
+            return None
+        found = _SWITCHES.get(str(value).lower())
+        if found is None:
+            raise self._wrong(key, value, "true or false")
+        return found
+
+    def word(self, key: str, choices: Collection[str]) -> str | None:
+        """One of several words, whatever its case: as it stands in `choices`."""
+        value = self.take(key)
+        if value is None:
+            return None
+        for choice in choices:
+            if str(value).lower() == choice.lower():
+                return choice
+        raise UserError(f"{self.place(key)} is {shown(value)}; {closest(str(value), choices)}")
+
+    def section(self, key: str) -> "Keys":
+        """A section of this one; an empty one where there is none."""
+        value = self._left.pop(key, {})
+        return Keys({} if value is None else value, self._draft, self.place(key))
+
+    def enabled(self, key: str) -> "Keys":
+        """A section that has a switch `enabled`; an empty one, with a remark, where it is off."""
+        section = self.section(key)
+        if section and not section.switch("enabled"):
+            self._draft.remark(self.place(key), None, "not enabled")
+            return Keys({}, self._draft, self.place(key))
+        return section
+
+    def remark(self, key: str, why: str) -> None:
+        """Take a key that has no counterpart, and say why."""
+        if key in self._values:
+            self._left.pop(key, None)
+            self._draft.remark(self.place(key), self._values[key], why)
+
+    def leave(self, reasons: Mapping[str, str], otherwise: str) -> None:
+        """A remark for each key that nobody has taken."""
+        for key in list(self._left):
+            self.remark(key, reasons.get(key, otherwise))
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> UserError:
+        return UserError(f"{self.place(key)} is {shown(value)}; it should be {wanted}")
+
+
+def _number(value: Any) -> float | None:
+    """A number, also one that stands in quotes, as YAML reads 1e-5 and as such files often have it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if abs(number) != float("inf") and number == number else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,159 @@
 """A translation: find the format, read it into a job, and write that as a job file or in another tool's format."""
 
-from collections.abc import Mapping, Sequence
+import ast
+import json
+import shlex
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from samestep import jobfile
 from samestep.errors import UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.translate.base import Asked, Written
-from samestep.translate.draft import Draft
-from samestep.translate.formats import READERS, WRITERS
-from samestep.translate.source import Source, source_of
+from samestep.translate.accelerate import ReadAccelerate, WriteAccelerate
+from samestep.translate.base import Asked, Draft, Reader, Writer, Written
+from samestep.translate.deepspeed import ReadDeepSpeed, WriteDeepSpeed
+from samestep.translate.sagemaker import ReadSageMaker
+from samestep.translate.torchrun import ReadTorchrun
+from samestep.validation import shown
+
+READERS: Mapping[str, Reader] = {
+    "accelerate": ReadAccelerate(),
+    "deepspeed": ReadDeepSpeed(),
+    "sagemaker": ReadSageMaker(),
+    "torchrun": ReadTorchrun(),
+}
+
+WRITERS: Mapping[str, Writer] = {
+    "accelerate": WriteAccelerate(),
+    "deepspeed": WriteDeepSpeed(),
+}
+
+
+STANDARD_INPUT = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What was given, its name in messages, and the file where it is one."""
+
+    name: str
+    content: Any  # what the JSON, Python literal or YAML says; a text where it is none of these
+    file: Path | None = None
+
+
+def source_of(words: Sequence[str]) -> Source:
+    """One word is a file, or - for standard input; several are a command. Raises UserError."""
+    if not words:
+        raise UserError("nothing to translate; write a FILE, - for standard input, or a command behind --")
+    if len(words) > 1:
+        if words[0] == STANDARD_INPUT or Path(words[0]).is_file():
+            first = "standard input" if words[0] == STANDARD_INPUT else f"the file {words[0]}"
+            raise UserError(f"{first} and more are given ({' '.join(words[1:])}); one FILE, or a command behind --")
+        return Source(name="the command line", content=shlex.join(words))
+    if words[0] == STANDARD_INPUT:
+        return Source(name="standard input", content=_content("standard input", sys.stdin.read()))
+    file = Path(words[0])
+    return Source(name=str(file), content=_content(str(file), _text_of(file)), file=file)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"no file {file}; a command is translated behind --") from None
+    except IsADirectoryError:
+        raise UserError(f"{file} is a folder; the path of a file is wanted") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}") from None
+    except OSError as error:
+        raise UserError(f"{file} can't be read: {error.strerror}") from None
+
+
+def _content(name: str, text: str) -> Any:
+    """JSON, a Python literal (also `distribution = {...}`), YAML, or the text itself; in this order."""
+    if not text.strip():
+        raise UserError(f"{name} is empty")
+    if text.lstrip()[0] not in "{[":
+        literal = _python_literal(name, text)
+        return _yaml(name, text) if literal is None else literal
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _unique(name, pairs))
+    except json.JSONDecodeError as error:
+        literal = _python_literal(name, text)
+        if literal is not None:
+            return literal
+        try:  # JSON with comments, which DeepSpeed takes too, is YAML
+            return yaml.load(text, _Loader)
+        except yaml.YAMLError:
+            raise UserError(f"{name}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise UserError(f"{name}: sections are nested without end") from None
+
+
+def _python_literal(name: str, text: str) -> Any:
+    """A dictionary as Python writes it; None where the text is something else."""
+    try:
+        tree = ast.parse(text.strip(), mode="exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if len(tree.body) != 1 or not isinstance(tree.body[0], (ast.Assign, ast.AnnAssign, ast.Expr)):
+        return None
+    value = tree.body[0].value
+    if not isinstance(value, ast.Dict):
+        return None
+    try:
+        for inner in ast.walk(value):
+            if isinstance(inner, ast.Dict):
+                _unique(name, [(ast.literal_eval(key) if key else "**", None) for key in inner.keys])
+        return ast.literal_eval(value)
+    except ValueError:
+        raise UserError(
+            f"{name}: a Python dictionary that is more than a literal; write its values instead of names and calls"
+        ) from None
+
+
+def _unique(name: str, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UserError(f"{name}: key {shown(key)} stands twice; keep one of them")
+        found[key] = value
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's reader, which refuses a key that stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key_node, _ in node.value:
+            if keys.count(key_node.value) > 1 and isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} stands twice; keep one of them", key_node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(name: str, text: str) -> Any:
+    """What the YAML says. A text that isn't YAML, or just words, stays a text."""
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        first = text.lstrip().partition("\n")[0]
+        if ":" not in first:  # a command, which is no YAML either
+            return text
+        at = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{name}{at}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+    return value if isinstance(value, (dict, list)) else text
+
 
 JOB = "job"
 
@@ -57,7 +201,7 @@ def _read(form: str, source: Source, asked: Asked) -> tuple[Job, Draft]:
 
 def _refusal(job: Job, draft: Draft) -> str | None:
     """Why samestep's own engine would refuse a job; None where it wouldn't."""
-    from samestep.engines import resolve as engines
+    from samestep.engines import registry as engines
 
     layout = Layout.parse(draft.tried_layout())
     try:

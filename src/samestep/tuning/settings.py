@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from samestep.cluster.cores import cores, threads_of
 from samestep.job import Job
+from samestep.launch.affinity import cores, threads_of
 from samestep.layout import Layout
 
 

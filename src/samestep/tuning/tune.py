@@ -9,17 +9,16 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from samestep import environment
+from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
-from samestep.comparison import process
-from samestep.comparison.failure import explain
+from samestep.comparison.results import explain
 from samestep.contract.check import check_contract
 from samestep.errors import RankFailedError, UserError, closest
 from samestep.job import Job
 from samestep.jobfile import LoadedJob, dump
 from samestep.tasks.base import Task
-from samestep.training.progress import Bar
-from samestep.tuning.rows import Row, Status, Timing, Tuned
+from samestep.training.metrics_log import Bar
+from samestep.tuning.results import Row, Status, Timing, Tuned
 from samestep.tuning.settings import SETTINGS, Candidate, Setting
 
 TIME_LIMIT = 600.0  # seconds of one trial
@@ -63,7 +62,7 @@ def tune_job(
         raise UserError(f"the time limit is {time_limit:g} s; use more than 0")
     task = _check(job)
     job = replace(job, run=replace(job.run, layout=str(layout_of(job)), processes=None))
-    with TemporaryDirectory(prefix="samestep-tune-") as folder, process.signals_raise():
+    with TemporaryDirectory(prefix="samestep-tune-") as folder, subprocess_group.signals_raise():
         trials = _Trials(Path(folder), steps, time_limit)
         return greedy(job, chosen, trials.seconds, repeats=repeats, task=task)
 
@@ -223,7 +222,7 @@ class _Trials:
         file.write_text(dump(LoadedJob(self._short(job), file, {})) + "\n", encoding="utf-8")
         train = [sys.executable, "-m", "samestep", "train", str(file), "--folder", str(folder)]
         before = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
-        outcome = process.run([*before, *train], limit=self._time_limit)
+        outcome = subprocess_group.run([*before, *train], limit=self._time_limit)
         if outcome.code != 0:
             status, reason = explain(folder, outcome, self._time_limit)
             raise TrialError(status, reason)

@@ -7,9 +7,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from samestep.comparison.page.html import json_in_html
-from samestep.comparison.rows import Comparison, Row
-from samestep.comparison.words import LANGUAGES, Words
+from samestep.comparison.bilingual import LANGUAGES, Words
+from samestep.comparison.page.page import json_in_html
+from samestep.comparison.results import Comparison, Row
 
 # Okabe and Ito's colours, which people who see few colours tell apart; a family of engines has one.
 _COLORS = {

@@ -1,13 +1,20 @@
-"""A ds_config.json beside a job: read, held against what the job says, and completed for `deepspeed.initialize`."""
+"""A ds_config.json beside a job: read, held against what the job says, and completed for `deepspeed.initialize`.
+
+Which of its parts go together with which layouts and recipes, and its optimizer as a recipe says it.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import UserError
+from samestep.engines.deepspeed import config as configuration
+from samestep.errors import LayoutError, UserError
+from samestep.layout import Layout
+from samestep.recipe import SGD, AdamW, NamedOptimizer, Recipe
+from samestep.validation import checked
 
 Config = dict[str, Any]
 
@@ -199,3 +206,152 @@ def _without_auto(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_auto(inner) for name, inner in value.items() if inner != "auto"}
     return deepcopy(value)
+
+
+_SCHEMAS: dict[str, type[AdamW] | type[SGD]] = {"adam": AdamW, "adamw": AdamW, "sgd": SGD}
+_PYTORCH_LR = 1e-3
+_PYTORCH_DECAY = 0.01  # of torch.optim.AdamW; DeepSpeed's own have none
+
+# Parameters that recipes don't have: those that change no number, and those that change none at this value.
+_HARMLESS = {"torch_adam", "fused", "foreach", "fp32_optimizer_states"}
+_NEUTRAL: dict[str, Any] = {"amsgrad": False, "bias_correction": True, "maximize": False, "dampening": 0}
+
+
+def optimizer_of(given: configuration.Config, recipe: Recipe) -> AdamW | SGD:
+    """The recipe's optimizer, or the configuration's where the recipe has the default one.
+
+    A kind that recipes don't have is DeepSpeed's own business. Raises UserError where both say different ones.
+    """
+    section, mine = given.get("optimizer"), recipe.optimizer
+    if isinstance(mine, NamedOptimizer):
+        raise UserError(
+            f'recipe.optimizer is {mine.name}, and engine "deepspeed" takes adamw or sgd; use one, or engine native'
+        )
+    if section is None:
+        return mine
+    theirs = None if _foreign(section) else _mirrored(section, recipe)
+    if theirs is None and configuration.has_auto(section):
+        raise UserError(
+            f'the DeepSpeed configuration has optimizer {section}, whose "auto" samestep fills for an optimizer that '
+            f"recipes have alone, and {_foreign(section)} is none; a value for each would do"
+        )
+    if recipe.optimizer != AdamW() and recipe.optimizer != theirs:
+        raise UserError(
+            f"recipe.optimizer is {recipe.optimizer} and the DeepSpeed configuration has optimizer {section}; "
+            "leave one of them out"
+        )
+    return theirs or mine
+
+
+def check_proof(given: configuration.Config) -> None:
+    """Raise UserError for an optimizer of which one process's step is not known."""
+    section = given.get("optimizer")
+    if section is not None and (what := _foreign(section)):
+        raise UserError(
+            f"the DeepSpeed configuration has {what}, which recipes don't have, so there is no reference to hold it "
+            "against; AdamW, Adam with adam_w_mode, or SGD would do, and samestep train takes it as it is"
+        )
+
+
+def _foreign(section: configuration.Config) -> str | None:
+    """What of an optimizer recipes don't have; None where they have all of it."""
+    kind, params = str(section.get("type", "")), section.get("params", {})
+    schema = _SCHEMAS.get(kind.lower())
+    if schema is None:
+        return f"optimizer {kind}"
+    if _adds_decay_to_gradient(section) and params.get("weight_decay", 0) != 0:
+        return f"{kind} with adam_w_mode false and weight_decay {params['weight_decay']}"
+    known = {field.name for field in fields(schema)} | {"adam_w_mode"} | _HARMLESS
+    for name, value in params.items():
+        if name not in known and not (name in _NEUTRAL and value == _NEUTRAL[name]):
+            return f"{kind} with {name} {value}"
+    return None
+
+
+def _adds_decay_to_gradient(section: configuration.Config) -> bool:
+    """Adam of Kingma & Ba 2015, where AdamW decays the parameter. Without decay both are one."""
+    return str(section["type"]).lower() == "adam" and section.get("params", {}).get("adam_w_mode", True) is False
+
+
+def _mirrored(section: configuration.Config, recipe: Recipe) -> AdamW | SGD:
+    schema = _SCHEMAS[str(section["type"]).lower()]
+    mine = recipe.optimizer if isinstance(recipe.optimizer, schema) else schema()
+    params = section.get("params", {})
+    names = {field.name for field in fields(schema)}
+    values = {
+        name: getattr(mine, name) if value == "auto" else value for name, value in params.items() if name in names
+    }
+    # Where the configuration names none, it is that of the optimizer which DeepSpeed makes then.
+    torch_decays = bool(params.get("torch_adam")) and not _adds_decay_to_gradient(section)
+    defaults = {"lr": _PYTORCH_LR, "weight_decay": _PYTORCH_DECAY if torch_decays else 0.0}
+    decay_all = mine.decay_all if configuration.has_auto(section) else True  # DeepSpeed makes one group of all
+    return checked(schema, {**defaults, **values, "decay_all": decay_all})
+
+
+def check_layout(layout: Layout, stage: int | None) -> None:
+    """Refuse what DeepSpeed's ZeRO stages don't have."""
+    stage = layout.zero if stage is None else stage
+    if layout.pipeline > 1 and stage > 1:
+        ranks = layout.data_ranks
+        fix = f"pp{layout.pipeline} zero1x{ranks}" if ranks > 1 else f"pp{layout.pipeline} zero1x2"
+        raise LayoutError(
+            f'layout "{layout}": DeepSpeed\'s pipeline goes with ZeRO 1 alone, which shards no gradients; '
+            f'"{fix}" would do'
+        )
+    if layout.replicate > 1 and layout.shard > 1:
+        raise LayoutError(
+            f'layout "{layout}": DeepSpeed shards over all ranks; '
+            f'"{replace(layout, replicate=1, shard=layout.data_ranks)}" would do'
+        )
+    if layout.offloads("optimizer-disk") and stage != 3:
+        raise LayoutError(
+            f'layout "{layout}": DeepSpeed offloads to disk at ZeRO 3 alone; fsdp2 offload=optimizer-disk would do'
+        )
+    if layout.offloads("optimizer") and stage == 0:
+        raise LayoutError(
+            f'layout "{layout}": DeepSpeed offloads the optimizer from ZeRO 1 on; zero1x2 offload=optimizer would do'
+        )
+    if layout.offloads("parameters") and stage != 3:
+        raise LayoutError(
+            f'layout "{layout}": DeepSpeed offloads parameters at ZeRO 3 alone; fsdp2 offload=parameters would do'
+        )
+
+
+def check_pipeline(layout: Layout, precision: str) -> None:
+    """Refuse what DeepSpeed's pipeline doesn't have."""
+    if layout.schedule != "1f1b" or layout.stages > 1:
+        raise LayoutError(
+            f'layout "{layout}": DeepSpeed\'s pipeline has one schedule, 1f1b, of one stage a rank; '
+            f'"{replace(layout, schedule="1f1b", stages=1)}" would do, or engine native'
+        )
+    if layout.balance != "speed":
+        raise LayoutError(
+            f'layout "{layout}": DeepSpeed\'s pipeline cuts by the number of parameters alone; '
+            f'"{replace(layout, balance="speed")}" would do, or engine native'
+        )
+    if layout.offload != "none":
+        raise LayoutError(
+            f'layout "{layout}": engine deepspeed has no offload in a pipeline; '
+            f'"{replace(layout, offload="none")}" would do'
+        )
+    if precision != "fp32":
+        raise UserError(
+            f'layout "{layout}": recipe.precision is {precision}, in which DeepSpeed\'s pipeline has an optimizer '
+            "with gradients that can't be weighed by a count that is known after backward; fp32 would do"
+        )
+
+
+def check_pipeline_asked(given: Config, cut_at: Sequence[str]) -> None:
+    """Refuse what a job or a configuration can say of pipelines and can't have here."""
+    if cut_at:
+        raise UserError(
+            "run.cut_at names pipeline stages, and engine deepspeed cuts by the number of parameters; no cut_at "
+            "would do, or engine native"
+        )
+    section = given.get("pipeline")
+    if isinstance(section, dict) and section.get("activation_checkpoint_interval"):
+        raise UserError(
+            "the DeepSpeed configuration has pipeline.activation_checkpoint_interval "
+            f"{section['activation_checkpoint_interval']}: DeepSpeed would compute layers again with other dropout; "
+            "0 would do, or engine native, with recompute=full"
+        )

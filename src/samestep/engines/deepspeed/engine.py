@@ -7,22 +7,29 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from samestep.cluster.device import device_of
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.deepspeed import config as configuration
-from samestep.engines.deepspeed import disk, optimizers, pipeline, rules
-from samestep.engines.deepspeed.config import Asked
-from samestep.engines.deepspeed.order import SameOrder
-from samestep.engines.deepspeed.pipeline_trainer import PipelineTrainer
-from samestep.engines.deepspeed.start import deepspeed, initialize, quietly
+from samestep.engines.deepspeed import nvme, pipeline
+from samestep.engines.deepspeed.config import (
+    Asked,
+    check_layout,
+    check_pipeline,
+    check_pipeline_asked,
+    check_proof,
+    optimizer_of,
+)
+from samestep.engines.deepspeed.gradients import SameOrder
+from samestep.engines.deepspeed.initialize import deepspeed, initialize, quietly
+from samestep.engines.deepspeed.pipeline import PipelineTrainer
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer, trained
 from samestep.errors import UserError
 from samestep.job import Job
+from samestep.launch.device import device_of
 from samestep.layout import Layout
-from samestep.parallel.batch_norm import global_batch_norm
-from samestep.parallel.cache import keep_no_cache
-from samestep.parallel.dropout import same_dropout
-from samestep.parallel.moment import Now
+from samestep.parallel.exact.batch_norm import global_batch_norm
+from samestep.parallel.exact.buffers import keep_no_cache
+from samestep.parallel.exact.dropout import same_dropout
+from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.recipe import Recipe, Schedule
 from samestep.tasks.base import Task
 
@@ -42,7 +49,7 @@ class DeepSpeed(Engine):
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
         if layout.pipeline > 1:
-            rules.check_pipeline(layout, precision)
+            check_pipeline(layout, precision)
 
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         if layout.pipeline > 1:
@@ -53,15 +60,15 @@ class DeepSpeed(Engine):
         given = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
         recipe = job.recipe
         stage = configuration.stage_of(given)
-        rules.check_layout(layout, stage)
-        rules.check_pipeline_asked(given, job.run.cut_at or ())
+        check_layout(layout, stage)
+        check_pipeline_asked(given, job.run.cut_at or ())
         configuration.agree(given, _asked(layout, recipe=recipe, micro_batch=job.run.micro_batch))
         _, micro = configuration.sizes(given, Asked(ranks=layout.data_ranks, batch=recipe.batch))
         recipe = replace(
             recipe,
             clip=recipe.clip or configuration.clip_of(given),
             precision=configuration.precision_of(given) or recipe.precision,
-            optimizer=optimizers.optimizer_of(given, recipe),
+            optimizer=optimizer_of(given, recipe),
         )
         if configuration.takes_schedule(given) and recipe.schedule != Schedule():
             raise UserError(
@@ -69,23 +76,23 @@ class DeepSpeed(Engine):
             )
         if stage and layout.replicate > 1:
             layout = replace(layout, replicate=1, shard=layout.replicate, zero=stage)
-        disk.check(given)
+        nvme.check(given)
         run = replace(job.run, micro_batch=job.run.micro_batch or micro, layout=str(layout))
         return replace(job, recipe=recipe, run=run), layout
 
     def make_ready(self, job: Job, layout: Layout) -> None:
         given = configuration.read(job.run.engine_config) if job.run.engine_config is not None else {}
-        if disk.to_disk(given) or layout.offloads("optimizer-disk"):
-            disk.build(device_of(0, job.run.device).type)
+        if nvme.to_disk(given) or layout.offloads("optimizer-disk"):
+            nvme.build(device_of(0, job.run.device).type)
 
     def check_proof(self, job: Job) -> None:
         if job.run.engine_config is not None:
-            optimizers.check_proof(configuration.read(job.run.engine_config))
+            check_proof(configuration.read(job.run.engine_config))
 
     def prepare(self, model: nn.Module, how: Preparation) -> DeepSpeedTrainer:
         given = configuration.read(how.details.engine_config) if how.details.engine_config is not None else {}
-        rules.check_layout(how.layout, configuration.stage_of(given))
-        rules.check_pipeline_asked(given, how.details.cut_at)
+        check_layout(how.layout, configuration.stage_of(given))
+        check_pipeline_asked(given, how.details.cut_at)
         asked = replace(
             _asked(how.layout),
             batch=how.details.batch,
@@ -96,14 +103,14 @@ class DeepSpeed(Engine):
         )
         config = configuration.completed(given, asked, on_cpu=how.device.type == "cpu")
         keep_no_cache(model)
-        now = Now()
+        now = ForwardContext()
         same_dropout(model, now)
         global_batch_norm(model, how.mesh.data_group, now)
         package = deepspeed(how.device)
         _check_precision(config, package, how.device)
-        if disk.to_disk(config):
-            disk.load(how.device)
-        config, place = disk.placed(config, how.details.offload_folder)
+        if nvme.to_disk(config):
+            nvme.load(how.device)
+        config, place = nvme.placed(config, how.details.offload_folder)
         stages = None
         if how.layout.pipeline > 1:
             stages = pipeline.cut(model, package=package, layout=how.layout, mesh=how.mesh, device=how.device)

@@ -13,11 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep import environment
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Abilities, Engine, Loss, Preparation, StepReport, Trainer
-from samestep.engines.keras import cluster, convert, losses
-from samestep.engines.keras.copy import Copy, stand_in
-from samestep.engines.keras.start import PACKAGES, start
-from samestep.engines.keras.synchronous import check_loop
-from samestep.engines.keras.trainer import fill_up
+from samestep.engines.keras import engine, from_torch
+from samestep.engines.keras.engine import PACKAGES, check_loop, start
+from samestep.engines.keras.trainer import Copy, fill_up, stand_in
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.holdings import Holdings
@@ -56,8 +54,8 @@ class ParameterServer(Engine):
                 f'layout "{layout}": engine "{self.name}" wants a chief, a worker and a server at least; dp{_FEWEST} '
                 "or more would do"
             )
-        losses.counterpart(task.loss)
-        convert.check(task.model())
+        from_torch.counterpart(task.loss)
+        from_torch.check(task.model())
 
     def prepare(self, model: nn.Module, how: Preparation) -> "ParameterServerTrainer":
         check_loop(self.name, how.details)
@@ -81,7 +79,7 @@ class ParameterServer(Engine):
 @cache  # TensorFlow lets a process join one cluster, before it has done anything else
 def _join(tf: Any) -> Any:
     """Become what this rank is: the strategy for the chief; for others a server in threads, and None."""
-    task = cluster.agree(roles(dist.get_world_size()))
+    task = engine.agree(roles(dist.get_world_size()))
     with environment.tensorflow_settings(task.to_json()):
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
         if task.kind != CHIEF:
@@ -127,7 +125,7 @@ class ParameterServerTrainer(Trainer):
         self._handed_out = 0  # bytes of samples in the last step, by the chief
         self._sent = 0
         self._served = self._places()
-        self._functions: dict[losses.LossOf, Callable[..., Any]] = {}
+        self._functions: dict[from_torch.LossOf, Callable[..., Any]] = {}
         self._coordinator: Any = None
         if there is not None:
             tf = there.tools.tf
@@ -145,7 +143,9 @@ class ParameterServerTrainer(Trainer):
             assert ranks is not None
             given = [each for micro_batches in ranks for each in micro_batches]
             inputs, targets = (torch.cat([each[place] for each in given]) for place in range(2))
-            found = self._hand_out(inputs.split(rows), targets.split(rows), self._function(losses.counterpart(loss)))
+            found = self._hand_out(
+                inputs.split(rows), targets.split(rows), self._function(from_torch.counterpart(loss))
+            )
         dist.broadcast(found, src=0)
         self._updates += parts
         self._sent = self._bytes_sent(parts)
@@ -179,13 +179,13 @@ class ParameterServerTrainer(Trainer):
         self._coordinator.join()
         return torch.tensor([result.fetch() for result in results], dtype=torch.float64).sum(dim=0)
 
-    def _function(self, loss: losses.LossOf) -> Callable[..., Any]:
+    def _function(self, loss: from_torch.LossOf) -> Callable[..., Any]:
         if loss not in self._functions:
             assert self._there is not None
             self._functions[loss] = self._compiled(self._there, loss)
         return self._functions[loss]
 
-    def _compiled(self, copy: Copy, loss: losses.LossOf) -> Callable[..., Any]:
+    def _compiled(self, copy: Copy, loss: from_torch.LossOf) -> Callable[..., Any]:
         """What a worker does with a part: read the parameters, compute, and send the gradient to the servers."""
         tf = copy.tools.tf
 

@@ -13,9 +13,8 @@ from samestep.engines.parameter_server.messages import Wire
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters
 from samestep.errors import UserError
-from samestep.parallel.optimizer_pieces import OPTIMIZER, innermost
-from samestep.parallel.parts import Entry
-from samestep.parallel.pieces import MODEL, Piece, model_pieces, whole_piece
+from samestep.parallel.sharding import Entry
+from samestep.parallel.state_shards import MODEL, OPTIMIZER, Piece, innermost, model_pieces, whole_piece
 
 
 class Member(NativeTrainer):

@@ -17,9 +17,8 @@ from samestep.engines.parameter_server.member import Member, piece_of_state
 from samestep.engines.parameter_server.messages import Answer, Pushed, Told
 from samestep.engines.parameter_server.shards import Chunk
 from samestep.parallel.holdings import Holdings, state_tensors
-from samestep.parallel.optimizer_pieces import OPTIMIZER
-from samestep.parallel.parts import Entry
-from samestep.parallel.pieces import MODEL, Piece
+from samestep.parallel.sharding import Entry
+from samestep.parallel.state_shards import MODEL, OPTIMIZER, Piece
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import UserError
-from samestep.parallel.pieces import Box, Piece
+from samestep.parallel.state_shards import Box, Piece
 
 
 @dataclass(frozen=True, kw_only=True)

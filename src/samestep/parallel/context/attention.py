@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from samestep.parallel.context.messages import exchange, own_part, part_length
-from samestep.parallel.moment import Now, Portion
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
 
 
 class Length:
@@ -34,7 +34,9 @@ class Length:
 class AttentionOverAll(TorchFunctionMode):
     """Gives attention all tokens: of some heads where heads can be shared out, else of all keys and values."""
 
-    def __init__(self, group: dist.ProcessGroup, length: Length, now: Now, crossing: Sequence[bool]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, length: Length, now: ForwardContext, crossing: Sequence[bool]
+    ) -> None:
         """`crossing` tells of each call in its order whether keys are of another sequence, whole on every rank."""
         super().__init__()
         self._crossing = crossing

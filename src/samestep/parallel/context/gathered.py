@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.parallel.attributes import WrappedForward
 from samestep.parallel.calls import Call, Seen, Trace
-from samestep.parallel.moment import Now, Portion
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.recorder import along
 
 # Functions in which tokens may meet outside of attention.
@@ -168,7 +168,7 @@ def _token_dim(seen: Seen, tokens: int) -> int | None:
     return next((dim for dim in (1, 2) if seen.shape[dim] == tokens), None)
 
 
-def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now: Now) -> None:
+def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now: ForwardContext) -> None:
     """Make a module work on all tokens. Every rank computes the same in it, with the same gradients."""
 
     def on_all_tokens(inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

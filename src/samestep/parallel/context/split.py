@@ -29,19 +29,12 @@ from samestep.parallel.calls import Trace
 from samestep.parallel.context.attention import AttentionOverAll, Length
 from samestep.parallel.context.gathered import Messages, give_all_tokens, parameters_in
 from samestep.parallel.context.hidden import Block, Key, keeps_tokens, look, refused
-from samestep.parallel.context.messages import (
-    gather,
-    gradient_shared,
-    gradient_summed,
-    own_part,
-    part_length,
-    split,
-)
+from samestep.parallel.context.messages import gather, gradient_shared, gradient_summed, own_part, part_length, split
 from samestep.parallel.context.token_wise import Run, find_token_wise, names_of, runs_of, split_run
-from samestep.parallel.moment import Now, Portion
-from samestep.parallel.parts import Parts
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
+from samestep.parallel.sharding import ShardTable
 from samestep.parallel.tensor.compare import Output, alike_numbers, output_of
-from samestep.parallel.tensor.vocabulary import agree
+from samestep.parallel.tensor.vocab_parallel import agree
 from samestep.parallel.trace import first_line
 
 
@@ -50,8 +43,8 @@ def split_tokens(
     blocks: Sequence[nn.Module],
     trace: Trace,
     mesh: Mesh,
-    parts: Parts,
-    now: Now,
+    parts: ShardTable,
+    now: ForwardContext,
     *,
     example: Any,
     fill: Callable[[], None],
@@ -111,7 +104,7 @@ class _Splitter:
     trace: Trace
     group: dist.ProcessGroup
     layout: Layout
-    now: Now
+    now: ForwardContext
     example: Any
     fill: Callable[[], None]
     precisely: Callable[[], AbstractContextManager[None]]
@@ -275,7 +268,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _split_chain(model: nn.Module, chain: Sequence[Block], group: dist.ProcessGroup, now: Now) -> None:
+def _split_chain(model: nn.Module, chain: Sequence[Block], group: dist.ProcessGroup, now: ForwardContext) -> None:
     length = Length()
     for block in chain:
         mode = AttentionOverAll(group, length, now, block.crossing)
@@ -317,7 +310,7 @@ def _on_own_tokens(
     which: Block,
     group: dist.ProcessGroup,
     length: Length,
-    now: Now,
+    now: ForwardContext,
     mode: AttentionOverAll,
 ) -> Callable[..., Any]:
     """A block's forward with its further arguments cut to this rank's tokens, and attention over all tokens."""

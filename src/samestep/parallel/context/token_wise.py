@@ -22,8 +22,8 @@ from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import mixing
 from samestep.parallel.context.messages import gather, gradient_summed, own_part, part_length, split
-from samestep.parallel.moment import Now, Portion
-from samestep.parallel.tensor.vocabulary import near
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
+from samestep.parallel.tensor.vocab_parallel import near
 
 # What mixes tokens in training alone, when a look at a module in evaluation mode sees nothing.
 _IN_TRAINING = ("batch_norm", "instance_norm")
@@ -190,7 +190,7 @@ def _handed(before: TokenWise, each: TokenWise, trace: Trace) -> frozenset[int]:
     return handed if before.dim == each.dim and siblings and alone and taken else frozenset()
 
 
-def split_run(model: nn.Module, run: Run, group: dist.ProcessGroup, now: Now) -> None:
+def split_run(model: nn.Module, run: Run, group: dist.ProcessGroup, now: ForwardContext) -> None:
     """Split the tokens before the first module of a run, and put them together after the last."""
     lengths: list[int] = [0]  # how many tokens the running forward has in all
     modules = [model.get_submodule(each.name) for each in run]
@@ -222,7 +222,7 @@ def _gathering(dim: int, group: dist.ProcessGroup, lengths: list[int]) -> Callab
     return hook
 
 
-def _on_own_tokens(dim: int, group: dist.ProcessGroup, lengths: Sequence[int], now: Now) -> Callable[..., Any]:
+def _on_own_tokens(dim: int, group: dist.ProcessGroup, lengths: Sequence[int], now: ForwardContext) -> Callable[..., Any]:
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         first = group.rank() * part_length(lengths[0], group.size())
         with now.holding(Portion(activations={dim: first})):

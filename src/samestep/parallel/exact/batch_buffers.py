@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
-from samestep.parallel.moment import Now
+from samestep.parallel.exact.forward_context import ForwardContext
 
 Join = Literal["mean", "sum"]
 
@@ -78,7 +78,9 @@ class _Joined:
 class BatchBuffers:
     """The buffers of a model that are joined over the forwards of a step."""
 
-    def __init__(self, model: nn.Module, joins: Mapping[str, Join], group: dist.ProcessGroup, now: Now) -> None:
+    def __init__(
+        self, model: nn.Module, joins: Mapping[str, Join], group: dist.ProcessGroup, now: ForwardContext
+    ) -> None:
         self.joins = joins
         self._group = group
         self._now = now

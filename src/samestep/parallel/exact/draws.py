@@ -2,7 +2,7 @@
 
 One process draws them in the order in which its forward asks. Ranks and micro-batches ask in another order, so each
 function here is computed from uniform bits that depend on the sample and the place in the model alone (see
-`samestep.parallel.counter`). Stochastic depth, noise layers, variational samples and random time steps then take the
+counter_rng.py). Stochastic depth, noise layers, variational samples and random time steps then take the
 same numbers under every layout.
 
 A draw belongs to the samples if they are its first dimension, and to the step if it is one number of no dimension,
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.parallel.functions import without_override
+from samestep.parallel.exact.dropout import without_override
 
 # From as many tensors of uniform int32 bits as `Draw.streams` says to the numbers of the draw.
 Make = Callable[..., Tensor]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from samestep.parallel.exact.dropout import without_override
 from samestep.parallel.exact.grouped_product import grouped_product
-from samestep.parallel.functions import without_override
 
 _WIDER = {
     torch.float32: torch.float64,

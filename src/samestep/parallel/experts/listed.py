@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 
 from samestep.data.order import bounds
 from samestep.errors import UserError
+from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.messages import exchange, exchange_counts
-from samestep.parallel.moment import Now
 from samestep.parallel.trace import imagine
-from samestep.parallel.used import depending
+from samestep.parallel.unused_parameters import depending
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -72,7 +72,7 @@ class ListedExperts:
         *,
         form: Form,
         group: dist.ProcessGroup,
-        now: Now,
+        now: ForwardContext,
     ) -> None:
         """`container` holds the experts, and may be the caller itself."""
         self._name = name

@@ -13,13 +13,13 @@ from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel.attributes import evaluating
+from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, Listed, Stacked
 from samestep.parallel.experts.listed import ListedExperts
 from samestep.parallel.experts.stacked import StackedExperts, shrink
-from samestep.parallel.moment import Now
-from samestep.parallel.parts import Parts, Slice
-from samestep.parallel.pipeline.hollow import hollow
-from samestep.parallel.tensor.vocabulary import agree, near
+from samestep.parallel.pipeline.stage import hollow
+from samestep.parallel.sharding import ShardTable, Slice
+from samestep.parallel.tensor.vocab_parallel import agree, near
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,12 @@ class Shared:
 
 
 def share_experts(
-    model: nn.Module, found: Sequence[Experts], parts: Parts, mesh: Mesh, now: Now, device: torch.device
+    model: nn.Module,
+    found: Sequence[Experts],
+    parts: ShardTable,
+    mesh: Mesh,
+    now: ForwardContext,
+    device: torch.device,
 ) -> Shared:
     """Leave of a model's experts what this rank holds, and write down in `parts` who holds what.
 
@@ -59,7 +64,7 @@ def _is_here(model: nn.Module, experts: Experts) -> bool:
     return any(True for _ in model.get_submodule(experts.name).parameters())
 
 
-def _note(experts: Experts, parts: Parts, mesh: Mesh) -> None:
+def _note(experts: Experts, parts: ShardTable, mesh: Mesh) -> None:
     """Write down which rank holds what; the same on every rank."""
     per_rank = experts.experts // mesh.size("expert")
     keys = list(dict.fromkeys(_key(name, experts) for name in parts.parameters if _is_of(name, experts)))
@@ -83,7 +88,7 @@ def _key(name: str, experts: Experts) -> str:
     return name.removeprefix(f"{experts.name}.").partition(".")[0]
 
 
-def _share_stacked(module: nn.Module, experts: Stacked, parts: Parts, mesh: Mesh) -> None:
+def _share_stacked(module: nn.Module, experts: Stacked, parts: ShardTable, mesh: Mesh) -> None:
     for key, parameter in list(module.named_parameters(recurse=False)):
         cut = parts.part(f"{experts.name}.{key}" if experts.name else key).slice
         assert cut is not None
@@ -93,7 +98,7 @@ def _share_stacked(module: nn.Module, experts: Stacked, parts: Parts, mesh: Mesh
     StackedExperts(module, experts.arguments, local=local, group=mesh.group("expert"))
 
 
-def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: Now, device: torch.device) -> None:
+def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: ForwardContext, device: torch.device) -> None:
     container = model.get_submodule(experts.name)
     listed = ListedExperts(
         experts.name,
@@ -108,7 +113,7 @@ def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: Now, devic
             container._modules[key] = hollow(expert, device, listed.answer(number))
 
 
-def _compare(caller: nn.Module, experts: Experts, parts: Parts, mesh: Mesh) -> None:
+def _compare(caller: nn.Module, experts: Experts, parts: ShardTable, mesh: Mesh) -> None:
     """Raise LayoutError where the caller's output for what it was given before is not what it was."""
     layout = parts.layout
     if layout.sequence == "split":  # its parts wait for parts of the tokens

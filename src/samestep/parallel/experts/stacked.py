@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from samestep.parallel.experts.messages import exchange, exchange_counts
-from samestep.parallel.used import depending
+from samestep.parallel.unused_parameters import depending
 
 Key = int | str  # of an argument: its position, or its name
 

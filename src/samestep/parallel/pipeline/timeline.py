@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.layout import Layout
-from samestep.parallel.pipeline.orders import Action, Orders
-from samestep.parallel.pipeline.rules import SCHEDULES
+from samestep.parallel.pipeline.schedule import SCHEDULES, Action, Orders
 
 
 @dataclass(frozen=True, kw_only=True)

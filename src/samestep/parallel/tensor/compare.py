@@ -21,8 +21,8 @@ from samestep.parallel.attributes import evaluating
 from samestep.parallel.calls import Trace
 from samestep.parallel.layout_failure import failing_module, foreign_line
 from samestep.parallel.tensor.plan import Plan
-from samestep.parallel.tensor.sequence import Stream
-from samestep.parallel.tensor.vocabulary import Vocabulary, agree, near
+from samestep.parallel.tensor.sequence_parallel import Stream
+from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree, near
 from samestep.parallel.trace import first_line
 from samestep.tasks.base import call
 

@@ -10,10 +10,10 @@ from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.parallel.calls import Trace
 from samestep.parallel.low_rank import Update, adapted, adapted_layers, base_of
-from samestep.parallel.parts import Range
-from samestep.parallel.tensor import roles
-from samestep.parallel.tensor.heads import Heads
-from samestep.parallel.tensor.kinds import (
+from samestep.parallel.sharding import Range
+from samestep.parallel.tensor.modules import (
+    Heads,
+    Role,
     computes_own_weight,
     computes_weight,
     gathered_dims,
@@ -22,12 +22,13 @@ from samestep.parallel.tensor.kinds import (
     is_embedding,
     is_linear,
     is_multihead,
+    named,
+    of_transformers,
     out_dim,
     out_features,
     outputs_of,
 )
-from samestep.parallel.tensor.roles import Role
-from samestep.parallel.tensor.units import Unit, UnitFinder
+from samestep.parallel.tensor.pairs import Unit, UnitFinder
 
 Cut = tuple[int, list[list[Range]]]  # the dimension, and each rank's ranges of it
 
@@ -150,12 +151,12 @@ def make_plan(
     where nothing can be sliced. With `tokens_split` layers that take the tokens of all samples in one row,
     [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
     """
-    said = roles.named(model, given or {})
+    said = named(model, given or {})
     vocabulary = _vocabulary(model, trace)
     elsewhere: dict[str, Role] = dict.fromkeys(_used_elsewhere(model, trace), "whole")
     left = dict(left_whole or {})
     tried: dict[str, Role] = dict.fromkeys(left, "whole")
-    forced: dict[str, Role] = {**roles.of_transformers(model, vocabulary), **elsewhere, **tried, **said}
+    forced: dict[str, Role] = {**of_transformers(model, vocabulary), **elsewhere, **tried, **said}
     finder = UnitFinder(model, trace, blocks, forced)
     units = [unit for unit in finder.find() if unit.heads is not None or unit.width >= parts]
     candidates = [unit for unit in units if tokens_split and unit.heads is None]

@@ -1,0 +1,116 @@
+"""What is on disk: the checkpoints of a folder, what one holds, whether its files are as they were written."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint import folder as folders
+from samestep.checkpoint.folder import Info, fault_of, read_info
+from samestep.checkpoint.safe_index import METADATA_FILE, entries, read_metadata
+from samestep.errors import CheckpointError
+from samestep.parallel.sharding import Entry
+from samestep.run_folder import CHECKPOINTS, INFO_FILE, candidates
+
+COMPLETE = "complete"
+UNFINISHED = "unfinished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A checkpoint of a folder, or what was to become one."""
+
+    path: Path
+    state: str  # complete, unfinished, or what is wrong
+    info: Info | None  # None where it can't be read
+    bytes: int  # of its files
+
+    def to_json(self) -> dict[str, Any]:
+        info = {} if self.info is None else asdict(self.info)
+        info.pop("files", None)
+        return {"path": str(self.path), "state": self.state, "bytes": self.bytes, **info}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A tensor of a checkpoint."""
+
+    kind: str  # model, optimizer, random
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+def listed(place: Path) -> list[Listed]:
+    """The checkpoints that a path holds, the oldest step first, and what a run that was ended has left of others.
+
+    They are not read through: what is altered is found by `fault_in`. Raises CheckpointError where there are none.
+    """
+    found = [_listed(path) for path in reversed(candidates(place))]
+    if not (place / INFO_FILE).is_file():
+        for folder in (place, place / CHECKPOINTS):
+            found += [_unfinished(path) for path in sorted(folder.glob(f"*{folders.UNFINISHED}"))]
+    if not found:
+        raise CheckpointError(
+            f"{place} holds no checkpoint; a run's folder, the one with its checkpoints, or a checkpoint would do"
+            if place.exists()
+            else f"there is no folder {place}"
+        )
+    return found
+
+
+def _listed(path: Path) -> Listed:
+    try:
+        return Listed(path=path, state=COMPLETE, info=read_info(path), bytes=_size(path))
+    except CheckpointError as error:
+        return Listed(path=path, state=str(error), info=None, bytes=_size(path))
+
+
+def _unfinished(path: Path) -> Listed:
+    return Listed(path=path, state=UNFINISHED, info=None, bytes=_size(path))
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+
+
+def fault_in(path: Path, advance: Callable[[int], None] | None = None) -> str | None:
+    """What is wrong with a checkpoint; None where all of its files are there, as they were written.
+
+    `advance` is told how many bytes were read, again and again.
+    """
+    try:
+        info = read_info(path)
+        if METADATA_FILE not in info.files:
+            return f"{path / INFO_FILE} has no sum of {METADATA_FILE}"
+        if fault := fault_of(path, info.files, advance):
+            return fault
+        index = read_metadata(path)
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename} can't be read: {error.strerror}"
+    for stored in index.storage_data.values():
+        if stored.relative_path not in info.files:
+            return f"{path / INFO_FILE} has no sum of {stored.relative_path}, which holds tensors"
+    return None
+
+
+def held_in(path: Path) -> list[Held]:
+    """Every tensor of a checkpoint. Raises CheckpointError where its index can't be read."""
+    held: list[Held] = []
+    for name, entry in entries(read_metadata(path)).items():
+        kind, _, rest = name.partition(".")
+        held.append(held_as(kind, rest, entry))
+    return held
+
+
+def held_as(kind: str, name: str, entry: Entry) -> Held:
+    return Held(
+        kind=kind,
+        name=name,
+        shape=tuple(entry.shape),
+        dtype=str(entry.dtype).removeprefix("torch."),
+        bytes=entry.shape.numel() * entry.dtype.itemsize,
+    )

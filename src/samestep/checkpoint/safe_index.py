@@ -1,0 +1,105 @@
+"""The index of a checkpoint in PyTorch's format, read without running what it may contain.
+
+PyTorch pickles it, and unpickling calls whatever a pickle names; here it may name the classes of an index alone.
+"""
+
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint.metadata as index
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from samestep.errors import CheckpointError
+from samestep.parallel.sharding import Entry
+
+METADATA_FILE = ".metadata"
+
+_CLASSES: Final = {
+    (each.__module__, each.__name__): each
+    for each in (
+        index.BytesStorageMetadata,
+        index.ChunkStorageMetadata,
+        index.Metadata,
+        index.MetadataIndex,
+        index.StorageMeta,
+        index.TensorProperties,
+        index.TensorStorageMetadata,
+        index._MEM_FORMAT_ENCODING,
+        _StorageInfo,
+    )
+}
+_LAYOUTS: Final = {"strided": torch.strided}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch":
+            value = getattr(torch, name, None)
+            if name == "Size" or isinstance(value, torch.dtype):
+                return value
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath", "Path"):
+            return _path
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)  # where it was written; nothing looks there
+
+
+def _layout(name: str) -> torch.layout:
+    return _LAYOUTS[name.removeprefix("torch.")]
+
+
+def refusal(error: BaseException) -> str:
+    """Why tensors were not loaded, in one line: what their pickle names, or else what PyTorch says of it."""
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and named is not None:
+        return f"it names {named[1]}, which is no part of a tensor; to load it could run code, so nothing of it was"
+    return " ".join(str(error).split())[:200] or repr(error)
+
+
+class Reader(FileSystemReader):
+    """Reads a checkpoint's tensors, and of its index nothing that could run. An `index` that is known is not read."""
+
+    def __init__(self, folder: Path, index: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index or read_metadata(Path(self.path))
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of a checkpoint. Raises CheckpointError where it is missing, damaged, or names what it should not."""
+    file = folder / METADATA_FILE
+    try:
+        found = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {METADATA_FILE}") from None
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+        raise CheckpointError(f"{file} is damaged or no index of a checkpoint: {error}") from None
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{file} is no index of a checkpoint: it holds a {type(found).__name__}")
+    found.storage_meta = found.storage_meta or index.StorageMeta()
+    return found
+
+
+def entries(metadata: Metadata) -> dict[str, Entry]:
+    """The tensors of a checkpoint by name; objects that aren't tensors are left out."""
+    return {
+        name: Entry(shape=each.size, dtype=each.properties.dtype)
+        for name, each in metadata.state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata) and not isinstance(each, BytesStorageMetadata)
+    }

@@ -1,1 +1,0 @@
-"""Ways to turn a command into ranks, one file each."""

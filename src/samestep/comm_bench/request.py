@@ -1,0 +1,124 @@
+"""What is wanted of a run of `samestep comm`, checked before ranks start; sizes of messages as people write them.
+
+As in nccl-tests 1 KB is 1024 bytes.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep import environment
+from samestep.comm.collectives import COLLECTIVES
+from samestep.comm.measure import DTYPE
+from samestep.errors import UserError, closest
+from samestep.launch.affinity import cores
+from samestep.launch.device import accelerators, check_devices
+from samestep.launch.environments.registry import check_not_alone
+from samestep.launch.main_memory import available_memory
+from samestep.visible_devices import DeviceChoice
+
+# 1 KB to 256 MB by powers of 4.
+USUAL = tuple(1024 * 4**power for power in range(10))
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:I?B)?", re.IGNORECASE | re.ASCII)
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes of each size in a list such as "1KB,1MB", ascending, none twice. Raises UserError."""
+    sizes = [_parse(word.strip()) for word in text.split(",")]
+    return tuple(sorted(set(sizes)))
+
+
+def _parse(word: str) -> int:
+    match = _SIZE.fullmatch(word)
+    if match is None:
+        raise UserError(f'--sizes: "{word}" is no size; use a number of bytes, KB, MB or GB, such as 1KB,1MB')
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size != int(size) or size < 1:
+        raise UserError(f'--sizes: "{word}" is {size:g} bytes; use a whole number of bytes, 1 or more')
+    return int(size)
+
+
+def size_in_words(size: float) -> str:
+    """Bytes for people, such as 1 KB or 1.5 MB."""
+    names = ["B", "KB", "MB", "GB", "TB"]
+    power = 0
+    while size >= 1024 and power < len(names) - 1:
+        size, power = size / 1024, power + 1
+    number = f"{size:.1f}".removesuffix(".0")
+    return f"{number} {names[power]}"
+
+
+def in_words(sizes: Sequence[int]) -> str:
+    """The first and the last of sizes, and how many there are."""
+    if len(sizes) == 1:
+        return size_in_words(sizes[0])
+    return f"{len(sizes)} sizes, {size_in_words(sizes[0])} to {size_in_words(sizes[-1])}"
+
+
+# Of the largest message that a rank holds: what it gives, what it takes, and what a back end puts beside them.
+_COPIES = 3
+_OF_A_PROCESS = 300 * 2**20  # bytes of a process that has imported PyTorch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What should be run, on how many ranks."""
+
+    collectives: tuple[str, ...] = tuple(COLLECTIVES)
+    sizes: tuple[int, ...] = USUAL  # bytes
+    device: DeviceChoice = "auto"
+    seconds: float = 0.3  # that the samples of one row may take
+
+
+def check_collectives(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, each once. Raises UserError with the closest one for a name that is none."""
+    for name in names:
+        if name not in COLLECTIVES:
+            raise UserError(f'unknown collective "{name}"; {closest(name, COLLECTIVES)}')
+    return tuple(dict.fromkeys(names))
+
+
+def processes_of(wanted: int | None, device: DeviceChoice) -> int:
+    """How many ranks take part: those that a launcher has started, or as many as are to be started here.
+
+    Raises UserError where they are fewer than 2, or more than the accelerators of this host.
+    """
+    ranks = environment.ranks()
+    if ranks is not None:
+        if wanted is not None and wanted != ranks.world_size:
+            raise UserError(
+                f"--processes is {wanted}, and a launcher has started {ranks.world_size} ranks; leave it out"
+            )
+        if ranks.world_size < 2:
+            raise UserError("a launcher has started 1 rank, and a collective needs 2; start 2 ranks or more")
+        return ranks.world_size
+    check_not_alone(environment.snapshot())
+    there = accelerators() if device == "auto" else 0
+    processes = max(2, there or cores()) if wanted is None else wanted
+    if processes < 2:
+        raise UserError(f"--processes is {processes}, and a collective needs 2; use --processes 2")
+    check_devices(processes, device)
+    return processes
+
+
+def check_sizes(asked: Asked, processes: int) -> None:
+    """Raise UserError for a size of which a rank would have no part, or that this host's memory can't hold."""
+    smallest = processes * DTYPE.itemsize
+    if asked.sizes[0] < smallest:
+        raise UserError(
+            f"--sizes: {size_in_words(asked.sizes[0])} gives each of {processes} ranks less than one float32; "
+            f"use {smallest} bytes or more"
+        )
+    ranks = environment.ranks()
+    local = processes if ranks is None else ranks.local_world_size
+    largest = asked.sizes[-1]
+    needed, there = local * (_COPIES * largest + _OF_A_PROCESS), available_memory()
+    if there is not None and needed > there:
+        fitting = max(0, there // local - _OF_A_PROCESS) // _COPIES
+        remedy = f"use sizes up to {size_in_words(fitting)}" if fitting >= smallest else "use fewer processes"
+        raise UserError(
+            f"--sizes: {size_in_words(largest)} on {local} processes of this host needs {size_in_words(needed)} of "
+            f"memory, and {size_in_words(there)} are free; {remedy}"
+        )

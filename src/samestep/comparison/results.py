@@ -1,0 +1,396 @@
+"""What a comparison found: a row a method, with the figures of every repeat, and what is computed from them.
+
+A run that ended without a result says why. The machine is told in words, and the published comparison stands beside.
+"""
+
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from samestep.comparison.bilingual import Words
+from samestep.comparison.methods import SINGLE, SINGLE_CORE, Method
+from samestep.handwritten import FAILED, REFUSED
+from samestep.job import Job
+from samestep.jobfile import plain
+from samestep.launch.affinity import cores
+from samestep.launch.device import accelerators
+from samestep.proof import FLOAT32_TOLERANCE, TOLERANCE, relative
+from samestep.subprocess_group import Outcome
+from samestep.training.result import REPORT_FILE
+
+
+class Score(NamedTuple):
+    """The headline metric at a moment of the training."""
+
+    step: int
+    seconds: float  # of training until then
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One training. Seconds are those of its steps, unless their name says otherwise."""
+
+    seconds: float
+    evaluation_seconds: float
+    startup_seconds: float  # the rest of the wall time: start, imports, data, model, and the files at the end
+    steps: int
+    samples_per_second: float
+    peak_memory_bytes: Sequence[int]  # of each rank
+    sent_bytes: Sequence[int]  # of each rank, in one step
+    metric_name: str | None  # the first number among the task's metrics
+    metric: float | None
+    losses: Sequence[float]  # of each step
+    times: Sequence[float]  # seconds of training after each step
+    scores: Sequence[Score]  # of each evaluation
+    versions: Mapping[str, str]
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step, which a first one that compiles doesn't move."""
+        return statistics.median(after - before for before, after in pairwise((0.0, *self.times)))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "step_seconds": self.step_seconds,
+            "scores": [score._asdict() for score in self.scores],
+        }
+
+
+def read(folder: Path, wall: float) -> Figures:
+    """The figures of a run that took `wall` seconds in all. Raises FileNotFoundError where it left no report."""
+    report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+    steps = list(_lines(folder / "metrics.jsonl"))
+    times = list(accumulate(line["step_seconds"] + line.get("data_seconds", 0.0) for line in steps))
+    metrics: dict[str, Any] = report["metrics"]
+    name = next((name for name, value in metrics.items() if isinstance(value, (int, float))), None)
+    evaluation_seconds = report.get("evaluation_seconds", 0.0)
+    return Figures(
+        seconds=report["seconds"],
+        evaluation_seconds=evaluation_seconds,
+        startup_seconds=max(0.0, wall - report["seconds"] - evaluation_seconds),
+        steps=report["steps"],
+        samples_per_second=report["samples_per_second"],
+        peak_memory_bytes=report["peak_memory_bytes"],
+        sent_bytes=[sum(usage["sent"].values()) for usage in report.get("usage_bytes", [])],
+        metric_name=name,
+        metric=metrics[name] if name is not None else None,
+        losses=[line["loss"] for line in steps],
+        times=times,
+        scores=list(_scores(folder, name, times)) if name is not None else [],
+        versions=report.get("versions", {}),
+    )
+
+
+def _scores(folder: Path, name: str, times: Sequence[float]) -> Iterator[Score]:
+    """The metric of that name at each evaluation."""
+    for line in _lines(folder / "evaluations.jsonl"):
+        if name in line and 0 < line["step"] <= len(times):
+            yield Score(step=line["step"], seconds=times[line["step"] - 1], value=line[name])
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of every step of a run."""
+    return [line["loss"] for line in _lines(folder / "metrics.jsonl")]
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    if file.is_file():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+_PREFIX = "samestep: "  # of what the command line says last
+_LINES = 3
+
+
+def explain(folder: Path, outcome: Outcome, limit: float) -> tuple[Literal["refused", "failed"], str]:
+    """Whether the job was refused or the run failed, and the message."""
+    if outcome.code is None:
+        return "failed", f"it ran longer than the time limit of {limit:g} s and was stopped"
+    if (folder / REFUSED).is_file():
+        return "refused", (folder / REFUSED).read_text(encoding="utf-8")
+    if outcome.code == 2 and _PREFIX in outcome.output:
+        return "refused", outcome.output.rpartition(_PREFIX)[2].strip()
+    # Of a handwritten rank that failed; its launcher's own words stand behind it in what was printed.
+    first = min(folder.glob(f"{FAILED}*"), key=lambda file: file.stat().st_mtime, default=None)
+    text = first.read_text(encoding="utf-8") if first is not None else outcome.output
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return "failed", "\n".join(lines[-_LINES:]) or f"it ended with exit code {outcome.code} and said nothing"
+
+
+# What methods are made of, beside what every run reports of itself.
+_PACKAGES = ("torch", "deepspeed", "accelerate", "horovod", "tensorflow", "tensorflow-cpu", "tf_keras")
+
+
+def machine() -> dict[str, Any]:
+    there = accelerators()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    name = torch.get_device_module(accelerator).get_device_name(0) if accelerator is not None else None
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+        "accelerators": f"{there} x {name}" if there else "none",
+        "python": platform.python_version(),
+        "packages": {package: found for package in _PACKAGES if (found := _version(package))},
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A row of it, and our methods that do the same; where there are several, the fastest stands beside it."""
+
+    name: Words
+    minutes: float
+    methods: Sequence[str]
+    fault: Words | None = None
+
+
+_TWICE = Words("evaluated every sample twice", "每个样本评估了两次")
+
+# fmt: off
+PUBLISHED = (
+    Published(name=Words("single GPU", "单 GPU"), minutes=2.83, methods=("single",)),
+    Published(name=Words("DataParallel", "DataParallel"), minutes=2.03, methods=("data-parallel",)),
+    Published(name=Words("DDP", "DDP"), minutes=1.41, methods=("ddp-torchrun", "ddp-launch")),
+    Published(name=Words("DDP by spawn", "DDP，spawn 启动"), minutes=1.49, methods=("ddp-spawn",)),
+    Published(name=Words("spawn + AMP", "spawn + AMP"), minutes=0.63, methods=("ddp-bf16",)),
+    Published(name=Words("Horovod", "Horovod"), minutes=5.12, methods=("horovod",),
+              fault=Words("did not learn, and was slower than one GPU", "没有学到东西，比单 GPU 还慢")),
+    Published(name=Words("DeepSpeed", "DeepSpeed"), minutes=1.01, fault=_TWICE,
+              methods=("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")),
+    Published(name=Words("Accelerate", "Accelerate"), minutes=1.37, fault=_TWICE,
+              methods=("accelerate-ddp", "accelerate-fsdp2")),
+)
+# fmt: on
+
+
+def places(values: Sequence[float | None]) -> list[int | None]:
+    """The place of each value from the smallest, 1, on; None stays None."""
+    known = sorted(value for value in values if value is not None)
+    return [None if value is None else known.index(value) + 1 for value in values]
+
+
+STEPS = 5
+
+# bfloat16 keeps 8 bits of a number: 2^-7 lies between 1 and the next larger one. A forward rounds to that a few
+# hundred times, up and down, and a loss is a mean over a batch, so that most of it cancels: two such gaps, 1.6 %.
+BFLOAT16_TOLERANCE = 2 * 2.0**-7
+
+TOLERANCES = {"fp64": TOLERANCE, "fp32": FLOAT32_TOLERANCE, "bf16": BFLOAT16_TOLERANCE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameStep:
+    """A method's first losses beside those of one process in float64."""
+
+    precision: str
+    losses: Sequence[float]
+    reference: Sequence[float]
+
+    @property
+    def difference(self) -> float:
+        """The largest relative difference; infinite where there are not as many losses, or one is no number."""
+        if len(self.losses) != len(self.reference):
+            return math.inf
+        return max((relative(a, b) for a, b in zip(self.losses, self.reference, strict=True)), default=math.inf)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.precision]
+
+    @property
+    def same(self) -> bool:
+        return self.difference < self.tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        difference = self.difference if math.isfinite(self.difference) else None  # JSON has no infinity
+        return {**asdict(self), "difference": difference, "tolerance": self.tolerance, "same_step": self.same}
+
+
+def short_job(job: Job, precision: str) -> Job:
+    """The job as its steps are compared: a few of them, without dropout and evaluation, in that precision."""
+    evaluation = replace(job.recipe.evaluation, every=None, at_end=False)
+    recipe = replace(job.recipe, steps=STEPS, epochs=None, dropout=False, precision=precision, evaluation=evaluation)
+    return replace(job, recipe=recipe)
+
+
+def best(precisions: frozenset[str]) -> str:
+    """The precision in which steps are compared most sharply."""
+    return "fp64" if "fp64" in precisions else "fp32"
+
+
+Status = Literal["measured", "refused", "not installed", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A method: measured, or the reason why not."""
+
+    method: Method
+    processes: int
+    threads: int  # of each process
+    precision: str
+    status: Status
+    reason: str | None = None  # of a method that was not measured
+    output: str | None = None  # all that a failed run printed
+    runs: Sequence[Figures] = ()
+    synchronous: bool = True  # whether the method promises the step of one process at all
+    same_step: SameStep | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether it took the same step, or never said that it would, or took none."""
+        return not self.synchronous or self.same_step is None or self.same_step.same
+
+    def median(self, figure: Callable[[Figures], float]) -> float | None:
+        return statistics.median(map(figure, self.runs)) if self.runs else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of training, the median of the repeats."""
+        return self.median(lambda run: run.seconds)
+
+    @property
+    def largest_memory(self) -> float | None:
+        return self.median(lambda run: max(run.peak_memory_bytes))
+
+    @property
+    def all_memory(self) -> float | None:
+        return self.median(lambda run: sum(run.peak_memory_bytes))
+
+    @property
+    def sent(self) -> float | None:
+        """Bytes that a rank sends in one step, of the rank that sends most."""
+        return self.median(lambda run: max(run.sent_bytes)) if self.runs and self.runs[0].sent_bytes else None
+
+    @property
+    def metric(self) -> float | None:
+        values = [run.metric for run in self.runs if run.metric is not None]
+        return statistics.median(values) if values else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Many methods on one job."""
+
+    job: Job
+    processes: int
+    cores: int  # that every method has, but those that say otherwise
+    repeats: int
+    rows: Sequence[Row]
+    machine: Mapping[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every synchronous method that ran took the same step."""
+        return all(row.passed for row in self.rows)
+
+    @property
+    def metric_name(self) -> str | None:
+        """The task's headline metric: the first number that its metrics name."""
+        return next((run.metric_name for row in self.rows for run in row.runs), None)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {name: version for row in self.rows for run in row.runs for name, version in run.versions.items()}
+
+    def row(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row.method.name == name), None)
+
+    def speed_up(self, row: Row, over: str = SINGLE) -> float | None:
+        """How many times as fast as one process: on the same cores (`single`) or on one (`single-core`)."""
+        base = self.row(over)
+        if base is None or base.seconds is None or not row.seconds:
+            return None
+        return base.seconds / row.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that was found; a number that JSON doesn't have, such as a loss gone wrong, is null."""
+        return _finite(self._values())
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "job": plain(self.job),
+            "processes": self.processes,
+            "cores": self.cores,
+            "repeats": self.repeats,
+            "metric": self.metric_name,
+            "tolerances": TOLERANCES,
+            "passed": self.passed,
+            "machine": dict(self.machine),
+            "versions": self.versions,
+            "rows": [self._row_json(row) for row in self.rows],
+            "published": [{**asdict(each), "name": each.name._asdict()} for each in PUBLISHED],
+        }
+
+    def save_report(self, file: Path) -> None:
+        """Write the comparison as one page of HTML, which needs no network. Raises UserError without plotly."""
+        from samestep.comparison.page.page import page
+
+        file.write_text(page(self), encoding="utf-8")
+
+    def _row_json(self, row: Row) -> dict[str, Any]:
+        method = row.method
+        return {
+            "method": method.name,
+            "title": method.title._asdict(),
+            "engine": method.engine,
+            "layout": method.layout,
+            "start": method.start.name,
+            "processes": row.processes,
+            "threads": row.threads,
+            "precision": row.precision,
+            "status": row.status,
+            "reason": row.reason,
+            "output": row.output,
+            "synchronous": row.synchronous,
+            "same_step": row.same_step.to_json() if row.same_step else None,
+            "seconds": row.seconds,
+            "speed_up_over_single": self.speed_up(row),
+            "speed_up_over_single_core": self.speed_up(row, SINGLE_CORE),
+            "startup_seconds": row.median(lambda run: run.startup_seconds),
+            "samples_per_second": row.median(lambda run: run.samples_per_second),
+            "largest_memory_bytes": row.largest_memory,
+            "all_memory_bytes": row.all_memory,
+            "sent_bytes": row.sent,
+            "metric": row.metric,
+            "repeats": [run.to_json() for run in row.runs],
+        }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,104 @@
+"""The comparison in the terminal: a table of time, one of what it took, and why rows are empty."""
+
+from rich.console import Console
+from rich.table import Table
+
+from samestep.comparison.methods import SINGLE_CORE
+from samestep.comparison.results import Comparison, Row
+
+WIDTH = 120  # characters that the tables fit into
+
+
+def print_comparison(found: Comparison, console: Console | None = None) -> None:
+    console = console or _console()
+    console.print(_times(found))
+    console.print(_costs(found))
+    for row in found.rows:
+        if row.reason is not None:
+            console.print(f"{row.status}: {row.method.name}: {row.reason}", soft_wrap=True)
+    apart = [row.method.name for row in found.rows if not row.passed]
+    if apart:
+        console.print(f"NOT the same step as one process: {', '.join(apart)}")
+
+
+def _console() -> Console:
+    """Standard output, as wide as the tables where it is a file or a pipe."""
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, width=WIDTH)
+
+
+def _times(found: Comparison) -> Table:
+    repeats = "once" if found.repeats == 1 else f"medians of {found.repeats} runs"
+    table = Table(title=f"{found.job.name or found.job.recipe.task}: time of training, {repeats}")
+    table.add_column("method", overflow="fold", min_width=17)
+    for name in (
+        "ranks",
+        "seconds",
+        "min - max",
+        "x single",
+        "x one core",
+        "samples/s",
+        "steps",
+        "ms a step",
+        "start-up, s",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(row.method.name, *_time_cells(found, row))
+    return table
+
+
+def _time_cells(found: Comparison, row: Row) -> list[str]:
+    if row.status != "measured":
+        return [str(row.processes), row.status]
+    seconds = [run.seconds for run in row.runs]
+    return [
+        str(row.processes),
+        show(row.seconds, "{:.2f}"),
+        f"{min(seconds):.2f} - {max(seconds):.2f}",
+        show(found.speed_up(row), "{:.2f}"),
+        show(found.speed_up(row, SINGLE_CORE), "{:.2f}"),
+        show(row.median(lambda run: run.samples_per_second), "{:,.0f}"),
+        f"{row.runs[0].steps:,}",
+        show(row.median(lambda run: run.step_seconds), "{:.1f}", 1e-3),
+        show(row.median(lambda run: run.startup_seconds), "{:.1f}"),
+    ]
+
+
+def _costs(found: Comparison) -> Table:
+    table = Table(
+        title="what it took and what it learned; first losses beside one process in float64",
+        caption="MB of memory: of the largest rank, of all; MB sent: by a rank in one step",
+    )
+    table.add_column("method", overflow="fold", min_width=17)
+    table.add_column("engine", overflow="fold", min_width=11)
+    table.add_column("precision")
+    for name in ("MB of a rank", "MB of all", "MB sent", (found.metric_name or "metric").replace("_", " ")):
+        table.add_column(name, justify="right")
+    table.add_column("same step", justify="right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(
+            row.method.name,
+            row.method.engine,
+            row.precision,
+            show(row.largest_memory, "{:,.0f}", 1e6),
+            show(row.all_memory, "{:,.0f}", 1e6),
+            show(row.sent, "{:,.2f}", 1e6),
+            show(row.metric, "{:.4f}"),
+            verdict(row),
+        )
+    return table
+
+
+def verdict(row: Row) -> str:
+    """What is said of a row's first steps: whether they are within tolerance, how far apart, in which precision."""
+    if not row.synchronous:
+        return "asynchronous"
+    if row.same_step is None:
+        return ""
+    held = row.same_step
+    return f"{'yes' if held.same else 'NO'}, {held.difference:.0e} in {held.precision}"
+
+
+def show(value: float | None, pattern: str, unit: float = 1.0) -> str:
+    return "" if value is None else pattern.format(value / unit)

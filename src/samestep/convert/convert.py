@@ -1,0 +1,242 @@
+"""A conversion: finds out what the source is, opens it, writes its weights beside the target, and names it last."""
+
+import ctypes
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from samestep.checkpoint.base import check_base, fingerprint
+from samestep.convert.base import Asked, Format, Weights
+from samestep.convert.formats import FORMATS
+from samestep.convert.merge import merged
+from samestep.errors import CheckpointError, UserError, closest
+from samestep.job import Job
+from samestep.parallel.state_shards import MODEL, whole_piece
+from samestep.recipe import Recipe
+from samestep.tasks import TASKS
+from samestep.tasks.registry import resolve
+from samestep.tasks.transformers_model import Pretrained
+from samestep.training.fit import build_model
+from samestep.training.metrics_log import Bar
+
+
+def give_back() -> None:
+    """Give back what is free, where the C library can; it takes about a millisecond."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
+
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_WRITING = ".writing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What was written."""
+
+    source: Path
+    target: Path
+    from_format: str
+    to_format: str
+    tensors: int
+    bytes: int  # of the tensors
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    from_: str | None = None,
+    to: str | None = None,
+    dtype: str | None = None,
+    shard_size: str = "4GB",
+    job: Job | None = None,
+    merge: bool = False,
+) -> Converted:
+    """Write a model's weights in another format. Tensors are read one by one.
+
+    `job` says what the model is, where a format wants its configuration and the source doesn't say it. `merge`:
+    adapters are merged into their base, which the job's task builds. Raises
+    UserError for what can't be read or written; nothing is left at `target` then.
+    """
+    from_ = from_ or format_of(source)
+    form = _known("--from", from_)
+    to = to or _format_of_name(target)
+    wanted = _known("--to", to)
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype is {dtype}; {', '.join(DTYPES)} would do")
+    asked = Asked(shard_bytes=_bytes(shard_size), pretrained=lambda weights: _pretrained(weights, job))
+    _check_free(target)
+    with form.open(source) as weights:
+        if not weights.entries:
+            raise CheckpointError(f"{source} holds no tensors")
+        recipe = job.recipe if job is not None else _recipe_of(weights)
+        if merge:
+            weights = _merged(weights, recipe)
+        elif weights.base is not None and wanted.holds == "whole":
+            others = [name for name, each in FORMATS.items() if each.holds != "whole"]
+            raise CheckpointError(
+                f"{source} holds adapters without their base, and {wanted.title} is of a whole model; use --merge, "
+                f"or --to {', '.join(others)}"
+            )
+        weights = weights if dtype is None else weights.cast(DTYPES[dtype])
+        with Bar(f"write {target.name}", len(weights.entries)) as bar:
+            _write(wanted, target, weights.watched(_Reading(bar)), asked)
+        return Converted(
+            source=source,
+            target=target,
+            from_format=from_,
+            to_format=to,
+            tensors=len(weights.entries),
+            bytes=weights.bytes,
+        )
+
+
+class _Reading:
+    """Advances the bar, and gives freed memory back after every few megabytes."""
+
+    _OFTEN = 8 << 20  # bytes
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._read = 0  # since memory was given back
+
+    def __call__(self, count: int) -> None:
+        self._bar.advance()
+        self._read += count
+        if self._read >= self._OFTEN:
+            give_back()
+            self._read = 0
+
+
+def format_of(path: Path) -> str:
+    """The format that a path holds. Raises UserError where it is none, or may not be looked at."""
+    if not path.exists():
+        raise UserError(f"there is no file or folder {path}")
+    found = [name for name, form in FORMATS.items() if form.recognises(path)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{path} could be {' or '.join(found)}; --from says which")
+    known = ", ".join(form.title for form in FORMATS.values())
+    raise UserError(f"{path} is none of these: {known}; --from says which it is meant to be ({', '.join(FORMATS)})")
+
+
+def _format_of_name(target: Path) -> str:
+    found = [name for name, form in FORMATS.items() if form.fits(target)]
+    if len(found) == 1:
+        return found[0]
+    folders = ", ".join(name for name, form in FORMATS.items() if form.is_folder)
+    raise UserError(f"{target} doesn't say what is to be written; --to does: {folders} for a folder, {_files()}")
+
+
+def _files() -> str:
+    return ", ".join(name for name, form in FORMATS.items() if not form.is_folder) + " for a file"
+
+
+def _known(flag: str, name: str) -> Format:
+    if name not in FORMATS:
+        raise UserError(f'{flag} is "{name}"; {closest(name, FORMATS)}')
+    return FORMATS[name]
+
+
+def _bytes(text: str) -> int:
+    number, unit = text[:-2], text[-2:].upper()
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except (KeyError, ValueError):
+        raise UserError(f"--shard-size is {text}; a size such as 500MB or 4GB would do") from None
+    if size < 1:
+        raise UserError(f"--shard-size is {text}; more than nothing would do")
+    return size
+
+
+def _pretrained(weights: Weights, job: Job | None) -> Pretrained | None:
+    """What the job says of the model, or else the source's recipe. Raises UserError where it is no such model."""
+    recipe = job.recipe if job is not None else _recipe_of(weights)
+    if recipe is None:
+        return None
+    found = resolve(recipe).pretrained()
+    if found is None:
+        raise UserError(f"the model of task {recipe.task} is none of transformers', so it has no Hugging Face folder")
+    return found
+
+
+def _merged(weights: Weights, recipe: Recipe | None) -> Weights:
+    if recipe is None:
+        raise UserError(
+            "--merge: the base of these adapters is what a job's task builds, and nothing here says which; use "
+            "--job JOB.yaml, of the job that trained them"
+        )
+    task = resolve(recipe)
+    model = build_model(task, recipe).model
+    if weights.base is not None and weights.base.fingerprint:
+        held = {MODEL + name: whole_piece(parameter) for name, parameter in model.named_parameters()}
+        here = [name for name in weights.base.left_out if MODEL + name in held]
+        check_base(weights.base, here, fingerprint(held, here), "of these adapters")
+    return merged(weights, model)
+
+
+def _recipe_of(weights: Weights) -> Recipe | None:
+    """The recipe that a source tells, where it can be believed: a task of its own is a file with code."""
+    if weights.recipe.get("task") not in TASKS:
+        return None
+    try:
+        return TypeAdapter(Recipe).validate_python(dict(weights.recipe))
+    except ValidationError:
+        return None
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} is there already; another path would do")
+    if target.name in ("", ".."):
+        raise UserError(f"{target} is no name for a new file or folder")
+    there = next(path for path in target.absolute().parents if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{target} can't be written: {there} is a file; another path would do")
+
+
+def _write(form: Format, target: Path, weights: Weights, asked: Asked) -> None:
+    """Write beside the target, and move what was written there when it is whole."""
+    into = target.with_name(target.name + _WRITING)
+    try:
+        _clear(into)
+        into.mkdir(parents=True)
+        form.write(into, target.name, weights, asked)
+        _place(form, into, target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"{target} can't be written: {reason}; another folder would do") from None
+    finally:
+        _clear(into)
+
+
+def _place(form: Format, into: Path, target: Path) -> None:
+    if form.is_folder:
+        into.rename(target)
+        return
+    files = sorted(into.iterdir(), key=lambda path: path.suffix == ".json")  # an index last
+    for file in files:
+        if (target.parent / file.name).exists():
+            raise CheckpointError(f"{target.parent / file.name} is there already; another folder would do")
+    for file in files:
+        file.rename(target.parent / file.name)
+
+
+def _clear(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -1,0 +1,282 @@
+"""Labelled texts: what a source gives, readers of a user's own files, and the class numbers of labels.
+
+Sources by name and readers by suffix stand in two tables, a line each.
+"""
+
+import csv
+import importlib
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.data.package_files import locate
+from samestep.errors import UserError, closest
+
+Label = str | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledTexts:
+    """Texts and their labels, in the source's order."""
+
+    origin: str  # what messages call the source
+    texts: Sequence[str]
+    labels: Sequence[Label]
+    lines: Sequence[int] | None = None  # where each text starts in the file `origin`
+    names: tuple[str, ...] | None = None  # the classes in their order, where the source fixes it
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def place(self, index: int) -> str:
+        """Where a sample stands, for a message."""
+        return f"{self.origin}:{self.lines[index]}" if self.lines else f"{self.origin}, sample {index + 1}"
+
+
+def once_each(pairs: Iterable[tuple[str, str]], shortest: int = 1) -> dict[str, str]:
+    """Each text once, with its label; without those that are too short or have two labels.
+
+    A text that stood on both sides of a split would let a model score by remembering it.
+    """
+    labels: dict[str, set[str]] = {}
+    for text, label in pairs:
+        if len(text) >= shortest:
+            labels.setdefault(text, set()).add(label)
+    return {text: found.pop() for text, found in labels.items() if len(found) == 1}
+
+
+_COLUMNS = ("text", "label")
+
+
+def read_jsonl(path: Path) -> LabelledTexts:
+    """Read a file with one object a line, such as {"text": "...", "label": "..."}.
+
+    Raises UserError with file and line for what is wrong in it.
+    """
+    return _collect(path, _json_records(path))
+
+
+def read_csv(path: Path) -> LabelledTexts:
+    """Read a file whose first line names its columns. Labels are integers where every one of them is.
+
+    Raises UserError with file and line for what is wrong in it.
+    """
+    found = _collect(path, _csv_records(path))
+    if not all(_is_integer(str(label)) for label in found.labels):
+        return found
+    labels = [int(label) for label in found.labels]
+    return LabelledTexts(origin=found.origin, texts=found.texts, labels=labels, lines=found.lines)
+
+
+def read_utf8(path: Path) -> str:
+    """A file's text. Raises UserError where it is not there, can't be read, or is not UTF-8."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"no data file {path}") from None
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8: byte {error.start} is {content[error.start]:#x}; save it as UTF-8"
+        ) from None
+
+
+def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    # Not splitlines: a JSON string may hold other characters that count as line ends there.
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: not JSON at column {error.colno}: {error.msg}") from None
+        if not isinstance(record, dict):
+            raise UserError(f'{path}:{number}: {_shown(line)} is no object; {{"text": ..., "label": ...}} would do')
+        _check_columns(f"{path}:{number}", record)
+        yield number, record
+
+
+def _csv_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    # strict: otherwise a quote that is never closed swallows the rest of the file.
+    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), strict=True)
+    header: list[str] | None = None
+    number = 1
+    try:
+        for row in rows:
+            if header is None:
+                header = [name.strip() for name in row]
+                _check_columns(f"{path}:{number}", dict.fromkeys(header))
+            elif row:
+                if len(row) != len(header):
+                    raise UserError(
+                        f"{path}:{number}: {len(row)} fields in a file of {len(header)} columns; "
+                        f"a text with a comma must stand in double quotes"
+                    )
+                yield number, dict(zip(header, row, strict=True))
+            number = rows.line_num + 1  # a quoted text may run over several lines
+    except csv.Error as error:
+        raise UserError(f"{path}:{number}: not CSV: {error}") from None
+
+
+def _collect(path: Path, records: Iterator[tuple[int, Mapping[str, Any]]]) -> LabelledTexts:
+    texts: list[str] = []
+    labels: list[Label] = []
+    lines: list[int] = []
+    for number, record in records:
+        place = f"{path}:{number}"
+        texts.append(_text(place, record["text"]))
+        labels.append(_label(place, record["label"]))
+        if type(labels[-1]) is not type(labels[0]):
+            raise UserError(
+                f"{place}: label {labels[-1]!r} is {_kind(labels[-1])}, but the first one, {labels[0]!r}, is "
+                f"{_kind(labels[0])}; either would do, for all"
+            )
+        lines.append(number)
+    if not texts:
+        raise UserError(f"{path} has no samples")
+    return LabelledTexts(origin=str(path), texts=texts, labels=labels, lines=lines)
+
+
+def _check_columns(place: str, there: Mapping[str, Any]) -> None:
+    missing = [name for name in _COLUMNS if name not in there]
+    if missing:
+        raise UserError(
+            f"{place}: no {' and no '.join(missing)}; there: {', '.join(map(str, there)) or 'nothing'}. "
+            f"Rename yours to {' and '.join(missing)}"
+        )
+
+
+def _text(place: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{place}: text is {_shown(value)}; it must be a string")
+    if not value.strip():
+        raise UserError(f"{place}: text is empty; give it one, or remove the sample")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{place}: text has half a surrogate pair at character {error.start}") from None
+    return value
+
+
+def _label(place: str, value: Any) -> Label:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise UserError(f"{place}: label is {_shown(value)}; it must be a string or an integer")
+    if value == "":
+        raise UserError(f"{place}: label is empty; give it one, or remove the sample")
+    return value
+
+
+def _kind(label: Label) -> str:
+    return "a string" if isinstance(label, str) else "an integer"
+
+
+def _is_integer(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return len(text) < 19 and digits.isascii() and digits.isdecimal() and str(int(text)) == text
+
+
+def _shown(value: Any) -> str:
+    text = value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Called without arguments.
+SOURCES = {
+    "reviews": "samestep.data.reviews:read",
+    "debian-packages": "samestep.data.packages:read",
+}
+
+# Called with the path.
+READERS = {
+    ".jsonl": "samestep.data.text:read_jsonl",
+    ".csv": "samestep.data.text:read_csv",
+}
+
+
+def read_source(source: str, where: str) -> LabelledTexts:
+    """Read a source: a name of the table, or a path. `where` is the key that names it, for messages.
+
+    Raises UserError where there is no such source, or it can't be read.
+    """
+    if source in SOURCES:
+        return _function(SOURCES[source])()
+    path = locate(source, where)
+    if path.suffix in READERS:
+        return _function(READERS[path.suffix])(path)
+    if path.exists():
+        raise UserError(f"{where} is {source}; a file that ends in {' or '.join(READERS)} would do")
+    raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a {" or ".join(READERS)} file')
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classes:
+    """The classes in their order, and who says so (for messages)."""
+
+    names: tuple[str, ...]
+    said_by: str
+
+    def numbers(self, samples: LabelledTexts) -> list[int]:
+        """The class of each sample. Raises UserError with the place of a label that is none of the classes."""
+        by_label = self._by_label()
+        try:
+            return [by_label[label] for label in samples.labels]
+        except KeyError:
+            wrong = next(index for index, label in enumerate(samples.labels) if label not in by_label)
+            raise UserError(self._unknown(samples.place(wrong), samples.labels[wrong])) from None
+
+    def _by_label(self) -> dict[Label, int]:
+        """A name is its class; an integer is the class of that number, unless the names are integers themselves."""
+        by_name: dict[Label, int] = {name: number for number, name in enumerate(self.names)}
+        if all(name.isdecimal() for name in self.names):
+            return by_name | {int(name): number for number, name in enumerate(self.names)}
+        return by_name | {number: number for number in range(len(self.names))}
+
+    def _unknown(self, place: str, label: Label) -> str:
+        if isinstance(label, str):
+            return f'{place}: label "{label}" is not in {self.said_by}; {closest(label, self.names)}'
+        return (
+            f"{place}: label {label} is out of range; {self.said_by} has {len(self.names)} classes, "
+            f"so 0 to {len(self.names) - 1} would do"
+        )
+
+
+def find_classes(samples: LabelledTexts, wanted: Sequence[str] | None, where: str) -> Classes:
+    """The classes of a training file: `wanted`, which stands at the key `where`, or else what its labels say.
+
+    Raises UserError where they are fewer than two, or where integers can't be classes.
+    """
+    distinct = set(samples.labels)
+    if len(distinct) < 2:
+        raise UserError(f"{samples.origin}: every label is {samples.labels[0]!r}; at least two classes are needed")
+    if wanted is not None:
+        return Classes(names=tuple(wanted), said_by=where)
+    names = samples.names or _names(samples)
+    return Classes(names=names, said_by=f"the labels of {samples.origin}")
+
+
+def _names(samples: LabelledTexts) -> tuple[str, ...]:
+    integers = [label for label in samples.labels if isinstance(label, int)]
+    if not integers:
+        return tuple(sorted({str(label) for label in samples.labels}))
+    lowest, highest = min(integers), max(integers)
+    if lowest < 0:
+        place = samples.place(samples.labels.index(lowest))
+        raise UserError(f"{place}: label {lowest} is below 0; integer labels are classes, counted from 0")
+    if highest >= len(samples):
+        place = samples.place(samples.labels.index(highest))
+        raise UserError(
+            f"{place}: label {highest} would make {highest + 1} classes for {len(samples)} samples; "
+            f"integer labels are classes, counted from 0"
+        )
+    return tuple(str(number) for number in range(highest + 1))

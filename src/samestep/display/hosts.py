@@ -1,0 +1,217 @@
+"""Hosts and their ranks: which rank goes where, and which mesh axes of a layout stay inside a host.
+
+Shown in the terminal: what was read, what each host offers, and what each rank would get.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from samestep.display.layout import holdings
+from samestep.errors import LayoutError
+from samestep.launch.cluster import Cluster
+from samestep.launch.environments.base import Found, Slots
+from samestep.layout import DEFAULT_ORDER, Layout
+
+# What the groups of a dimension send each other in every block, so that a slow network would slow each of them.
+_CHATTY = ("tensor", "context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where one rank runs."""
+
+    rank: int
+    host: str
+    node_rank: int
+    local_rank: int
+    slot: int  # of its host: an accelerator's number among those that are visible there, where the host has any
+    coordinates: Mapping[str, int] | None = None  # in each dimension of the layout that is split
+    cores: str | None = None  # where they are known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """How many groups of a dimension stay inside a host, and how many cross hosts."""
+
+    dimension: str
+    inside: int
+    across: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsShown:
+    """What was found, and what every rank would get."""
+
+    found: Found
+    ranks: tuple[RankPlace, ...]
+    layout: Layout | None = None
+    crossings: tuple[Crossing, ...] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What would be slow, and what would help."""
+        return [
+            _warning(self.found.cluster, self.layout, crossing)
+            for crossing in self.crossings
+            if self.layout is not None and crossing.dimension in _CHATTY and crossing.across
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        cluster = self.found.cluster
+        return {
+            "place": cluster.place,
+            "job": cluster.job,
+            "this": cluster.this,
+            "read": [asdict(each) for each in self.found.read],
+            "slots_from": self.found.slots_from,
+            "on_every_host": self.found.on_every_host,
+            "hosts": [asdict(host) for host in cluster.hosts],
+            "world_size": cluster.world_size,
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "layout": None if self.layout is None else str(self.layout),
+            "dimensions": [asdict(crossing) for crossing in self.crossings],
+            "warnings": self.warnings,
+        }
+
+
+def hosts_shown(found: Found, layout: str | None = None, cores: Sequence[str] = ()) -> HostsShown:
+    """What every rank would get on the hosts that were found, and, with a layout's text, who is near to whom.
+
+    `cores` are those of this host's ranks. Raises LayoutError where the layout doesn't have a rank for every slot.
+    """
+    cluster = found.cluster
+    if layout is None:
+        return HostsShown(found=found, ranks=_places(cluster, cores))
+    fitting = _fitting(layout, cluster)
+    held = holdings(fitting)
+    split = fitting.split_dimensions()
+    coordinates = [{name: each.coordinates[name] for name in split} for each in held.ranks]
+    places = _places(cluster, cores, coordinates)
+    crossings = []
+    for groups in held.groups:
+        across = sum(len({places[rank].node_rank for rank in group}) > 1 for group in groups.ranks)
+        inside = len(groups.ranks) - across
+        crossings.append(Crossing(dimension=groups.dimension, inside=inside, across=across))
+    return HostsShown(found=found, ranks=places, layout=fitting, crossings=tuple(crossings))
+
+
+def _fitting(text: str, cluster: Cluster) -> Layout:
+    try:
+        return Layout.parse(text, cluster.world_size)
+    except LayoutError as error:
+        raise LayoutError(
+            f"{error}; the hosts have {cluster.world_size} slots: --num-nodes, --num-procs or --include take fewer"
+        ) from None
+
+
+def _places(
+    cluster: Cluster, cores: Sequence[str], coordinates: Sequence[Mapping[str, int]] | None = None
+) -> tuple[RankPlace, ...]:
+    found: list[RankPlace] = []
+    for node_rank, host in enumerate(cluster.hosts):
+        for local_rank in range(host.slots):
+            ours = node_rank == cluster.this and local_rank < len(cores)
+            found.append(
+                RankPlace(
+                    rank=len(found),
+                    host=host.name,
+                    node_rank=node_rank,
+                    local_rank=local_rank,
+                    slot=local_rank if host.chosen is None else host.chosen[local_rank],
+                    coordinates=None if coordinates is None else coordinates[len(found)],
+                    cores=cores[local_rank] if ours else None,
+                )
+            )
+    return tuple(found)
+
+
+def _warning(cluster: Cluster, layout: Layout, crossing: Crossing) -> str:
+    groups = crossing.inside + crossing.across
+    said = f"{crossing.across} of {groups} {crossing.dimension} groups cross hosts, and they talk in every block"
+    fewest = min(host.slots for host in cluster.hosts)
+    size = getattr(layout, crossing.dimension)
+    if size > fewest:
+        return f"{said}; a host has {fewest} slots, so {crossing.dimension} {fewest} or less stays inside one"
+    if fewest % size:
+        return f"{said}; {size} ranks don't divide the {fewest} slots of a host: --num-procs {fewest // size * size}"
+    if layout.order != DEFAULT_ORDER:
+        return f"{said}; order={DEFAULT_ORDER}, the default, keeps the nearest ranks together"
+    return f"{said}; hosts with equal slots, or fewer ranks a host, would keep them inside"
+
+
+_MOST = 64  # ranks that somebody reads
+
+_SLOTS: dict[Slots, str] = {"accelerators": "accelerators", "cores": "cores", "listed": "as listed"}
+
+
+def print_hosts(shown: HostsShown, console: Console | None = None) -> None:
+    console = console or Console(markup=False, emoji=False, highlight=False)
+    console.print(_read(shown.found))
+    console.print(_hosts(shown.found))
+    console.print(_ranks(shown))
+    if len(shown.ranks) > _MOST:
+        console.print(f"the first {_MOST} of {len(shown.ranks)} ranks; --json FILE has them all")
+    if shown.crossings:
+        console.print(_crossings(shown))
+    for warning in shown.warnings:
+        console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def _read(found: Found) -> Table:
+    cluster = found.cluster
+    table = Table(title=f"found: {cluster.place}" + (f", job {cluster.job}" if cluster.job else ""))
+    table.add_column("read")
+    table.add_column("value", overflow="fold")
+    for each in found.read:
+        table.add_row(each.source, each.value)
+    return table
+
+
+def _hosts(found: Found) -> Table:
+    cluster = found.cluster
+    table = Table(title=f"{_count(len(cluster.hosts), 'host')}, {_count(cluster.world_size, 'slot')}")
+    table.add_column("node rank", justify="right")
+    table.add_column("host")
+    table.add_column("slots", justify="right")
+    table.add_column("counted from")
+    for index, host in enumerate(cluster.hosts):
+        chosen = "" if host.chosen is None else f" ({', '.join(map(str, host.chosen))})"
+        here = "  <- this machine" if index == cluster.this else ""
+        table.add_row(str(index), host.name + here, f"{host.slots}{chosen}", _SLOTS[found.slots_from])
+    return table
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _ranks(shown: HostsShown) -> Table:
+    """A row a rank. Without an accelerator a rank's device is the CPU, and its slot stands for cores."""
+    table = Table(title=_count(len(shown.ranks), "rank") + ("" if shown.layout is None else f" as {shown.layout}"))
+    split = () if shown.layout is None else shown.layout.split_dimensions()
+    with_cores = any(rank.cores is not None for rank in shown.ranks)
+    device = {"accelerators": "device", "cores": "slot (CPU)", "listed": "device\nor slot"}[shown.found.slots_from]
+    for name in ("rank", "host", "node\nrank", "local\nrank", device, *(["cores"] if with_cores else []), *split):
+        table.add_column(name, justify="left" if name in ("host", "cores") else "right")
+    for rank in shown.ranks[:_MOST]:
+        table.add_row(*_cells(rank, with_cores=with_cores))
+    return table
+
+
+def _cells(rank: RankPlace, *, with_cores: bool) -> list[str]:
+    plain = [str(rank.rank), rank.host, str(rank.node_rank), str(rank.local_rank), str(rank.slot)]
+    cores = [rank.cores or "-"] if with_cores else []
+    return [*plain, *cores, *map(str, (rank.coordinates or {}).values())]
+
+
+def _crossings(shown: HostsShown) -> Table:
+    table = Table(title="groups of ranks that exchange messages")
+    for name in ("along", "inside a host", "across hosts"):
+        table.add_column(name, justify="left" if name == "along" else "right")
+    for crossing in shown.crossings:
+        table.add_row(crossing.dimension, str(crossing.inside), str(crossing.across))
+    return table

@@ -1,0 +1,304 @@
+"""Holdings: what each rank of a layout takes, computes and keeps, and which ranks exchange what.
+
+Shown in the terminal as a row a rank, and under it the groups that communicate.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from samestep.data.order import bounds
+from samestep.errors import LayoutError, UserError
+from samestep.layout import MESH_DIMENSIONS, Layout
+
+# What the optimizer step needs of a model, and the ZeRO stage from which the shard dimension splits it
+# (Rajbhandari et al. 2020, section 5).
+STATES: Mapping[str, int] = {"parameters": 3, "gradients": 2, "optimizer state": 1}
+
+LARGEST = 1024  # ranks of a table that somebody still reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Part `index` of `of` equal ones, counted from 0; 0 of 1 is the whole."""
+
+    index: int = 0
+    of: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What one rank has of the batch and of the model."""
+
+    rank: int
+    coordinates: Mapping[str, int]  # in each dimension of the mesh
+    samples: Part
+    positions: tuple[int, int] | None  # first and last + 1 of its samples in a global batch, where its size is known
+    experts: Part
+    tokens: Part
+    stages: tuple[int, ...]  # of the pipeline
+    matrices: Part
+    kept: Mapping[str, Part]  # of the state of what it computes: split over the shard dimension or whole
+    # Without shards `kept` is of what is no expert: of the experts a rank keeps its part alone.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A message that the ranks of a group send each other."""
+
+    operation: str
+    of: str
+    when: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.of}, {self.when}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of ranks along one dimension of the mesh, and what the ranks of a group exchange."""
+
+    dimension: str
+    ranks: tuple[tuple[int, ...], ...]
+    exchanges: tuple[Exchange, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """A layout, rank by rank."""
+
+    layout: Layout
+    batch: int | None  # samples of a global batch
+    stages: int  # of the pipeline, over all ranks
+    ranks: tuple[Holding, ...]
+    groups: tuple[Groups, ...]  # of the dimensions that are split, outermost first
+
+    def share(self, holding: Holding, state: str) -> Fraction:
+        """How much of the whole model's state a rank keeps, were all stages and slices of the same size."""
+        return Fraction(len(holding.stages), self.stages * holding.matrices.of * holding.kept[state].of)
+
+    @property
+    def parameters_stay_gathered(self) -> bool:
+        """Whether a rank keeps a part of the parameters between steps, and has them all from forward to backward."""
+        return self.layout.zero == 2
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": str(self.layout),
+            "processes": self.layout.size,
+            "mesh": dict(zip(MESH_DIMENSIONS, self.layout.mesh_shape(), strict=True)),
+            "batch": self.batch,
+            "stages": self.stages,
+            "parameters_stay_gathered": self.parameters_stay_gathered,
+            "ranks": [self._rank_to_json(holding) for holding in self.ranks],
+            "groups": [asdict(groups) for groups in self.groups],
+        }
+
+    def _rank_to_json(self, holding: Holding) -> dict[str, Any]:
+        share = {state: float(self.share(holding, state)) for state in STATES}
+        return {**asdict(holding), "share_of_the_model": share}
+
+
+def holdings(layout: Layout, batch: int | None = None) -> Holdings:
+    """What every rank of a layout holds; with the size of a global batch, also which of its samples.
+
+    Raises LayoutError where the batch is too small for the layout or the schedule can't have that many stages,
+    and UserError where there are more ranks than a reader can follow.
+    """
+    if layout.size > LARGEST:
+        raise UserError(
+            f'layout "{layout}": {layout.size} ranks are too many to show; a layout of the same kind with {LARGEST} '
+            "ranks or fewer would do"
+        )
+    if batch is not None:
+        layout.check_batch(batch, None)
+    per_rank = _stages_per_rank(layout)
+    # Rank numbers run through the grid in the layout's order, with the last dimension fastest.
+    order = layout.placement
+    places = (dict(zip(order, at, strict=True)) for at in product(*(range(getattr(layout, name)) for name in order)))
+    grid: list[Mapping[str, int]] = [{name: place[name] for name in MESH_DIMENSIONS} for place in places]
+    return Holdings(
+        layout=layout,
+        batch=batch,
+        stages=layout.pipeline * per_rank,
+        ranks=tuple(_holding(layout, batch, per_rank, rank, place) for rank, place in enumerate(grid)),
+        groups=tuple(
+            Groups(dimension=name, ranks=_groups(grid, name), exchanges=_EXCHANGES[name](layout))
+            for name in layout.split_dimensions()
+        ),
+    )
+
+
+def _holding(layout: Layout, batch: int | None, per_rank: int, rank: int, place: Mapping[str, int]) -> Holding:
+    data_rank = (place["replicate"] * layout.shard + place["shard"]) * layout.expert + place["expert"]
+    samples = Part(index=data_rank, of=layout.data_ranks)
+    shard = Part(index=place["shard"], of=layout.shard)
+    if layout.zero >= 2:  # what is no expert is sharded over both dimensions, and a rank's experts over one
+        shard = Part(index=place["shard"] * layout.expert + place["expert"], of=layout.shard * layout.expert)
+    return Holding(
+        rank=rank,
+        coordinates=place,
+        samples=samples,
+        positions=None if batch is None else bounds(batch, samples.index, samples.of),
+        experts=Part(index=place["expert"], of=layout.expert),
+        tokens=Part(index=place["context"], of=layout.context),
+        stages=_stages(layout, per_rank, place["pipeline"]),
+        matrices=Part(index=place["tensor"], of=layout.tensor),
+        kept={state: shard if layout.zero >= stage else Part() for state, stage in STATES.items()},
+    )
+
+
+def _stages_per_rank(layout: Layout) -> int:
+    if layout.schedule != "zbv-zero-bubble":
+        return layout.stages
+    if layout.stages > 2:
+        raise LayoutError(
+            f'layout "{layout}": stages={layout.stages}; with schedule=zbv-zero-bubble a rank holds 2 stages'
+        )
+    return 2
+
+
+def _stages(layout: Layout, per_rank: int, rank: int) -> tuple[int, ...]:
+    """The stages of a pipeline rank: a V (down the ranks and back up) or one round over the ranks after another.
+
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (V); Narayanan et al. 2021, section 2.2 (rounds).
+    """
+    if layout.schedule == "zbv-zero-bubble":
+        return (rank, 2 * layout.pipeline - 1 - rank)
+    return tuple(rank + layout.pipeline * turn for turn in range(per_rank))
+
+
+def _groups(grid: Sequence[Mapping[str, int]], dimension: str) -> tuple[tuple[int, ...], ...]:
+    """The ranks whose coordinates differ in one dimension alone."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(grid):
+        others = tuple(place[name] for name in MESH_DIMENSIONS if name != dimension)
+        found.setdefault(others, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+_STEP = "once a step"
+_SUM_OF_GRADIENTS = Exchange(operation="all-reduce", of="gradients", when=_STEP)
+_SCATTER = Exchange(operation="reduce-scatter", of="gradients", when=_STEP)
+
+
+def _along_pipeline(layout: Layout) -> tuple[Exchange, ...]:
+    when = "from stage to stage, for every micro-batch"
+    return (Exchange(operation="send and receive", of="activations and their gradients", when=when),)
+
+
+def _along_replicate(layout: Layout) -> tuple[Exchange, ...]:
+    return (_SUM_OF_GRADIENTS,)
+
+
+def _along_shard(layout: Layout) -> tuple[Exchange, ...]:
+    if layout.zero == 1:
+        to_owner = Exchange(operation="reduce", of="gradients, to the rank that updates the parameter", when=_STEP)
+        return (to_owner, Exchange(operation="broadcast", of="updated parameters", when=_STEP))
+    when = "before every block, forward and backward" if layout.zero == 3 else "before every block, forward"
+    return (Exchange(operation="all-gather", of="parameters", when=when), _SCATTER)
+
+
+def _along_expert(layout: Layout) -> tuple[Exchange, ...]:
+    when = "to their experts and back in every block that has them, forward and backward"
+    shared = Exchange(operation="all-reduce", of="gradients of what is no expert", when=_STEP)
+    if layout.zero >= 2:
+        shared = Exchange(
+            operation="all-gather", of="what is no expert, and reduce-scatter of its gradients", when=_STEP
+        )
+    return (Exchange(operation="all-to-all", of="tokens", when=when), shared)
+
+
+def _along_context(layout: Layout) -> tuple[Exchange, ...]:
+    when = "in every attention, forward and backward"
+    return (Exchange(operation="all-to-all", of="heads against tokens", when=when), _SUM_OF_GRADIENTS)
+
+
+def _along_tensor(layout: Layout) -> tuple[Exchange, ...]:
+    when = "in every block, forward and backward"
+    return (Exchange(operation="all-reduce (or all-gather and reduce-scatter)", of="activations", when=when),)
+
+
+_EXCHANGES = {
+    "pipeline": _along_pipeline,
+    "replicate": _along_replicate,
+    "shard": _along_shard,
+    "expert": _along_expert,
+    "context": _along_context,
+    "tensor": _along_tensor,
+}
+
+
+def print_holdings(shown: Holdings, console: Console | None = None) -> None:
+    console = console or Console(markup=False, emoji=False)
+    console.print(_ranks(shown))
+    if shown.groups:
+        console.print(_talks(shown))
+
+
+def words(part: Part) -> str:
+    """A part as people count, from 1."""
+    return "all" if part.of == 1 else f"{part.index + 1} of {part.of}"
+
+
+def sample_words(holding: Holding) -> str:
+    """The samples of a rank: their places in the global batch, or its slice where the batch's size is not known."""
+    if holding.positions is None:
+        return words(holding.samples)
+    start, stop = holding.positions
+    return str(start) if stop - start == 1 else f"{start} to {stop - 1}"
+
+
+def _ranks(shown: Holdings) -> Table:
+    layout = shown.layout
+    table = Table(title=f"{layout}: {layout.size} rank{'' if layout.size == 1 else 's'}")
+    columns = _columns(shown)
+    for name in columns:
+        table.add_column(name, justify="right")
+    for holding in shown.ranks:
+        table.add_row(*(cell(holding) for cell in columns.values()))
+    return table
+
+
+def _columns(shown: Holdings) -> dict[str, Callable[[Holding], str]]:
+    """Head and cells of each column; what the layout doesn't split is left out."""
+    columns: dict[str, Callable[[Holding], str]] = {
+        "pipeline\nstages": lambda holding: ", ".join(map(str, holding.stages)),
+        "replicate": lambda holding: str(holding.coordinates["replicate"]),
+        "shard": lambda holding: str(holding.coordinates["shard"]),
+        "expert": lambda holding: words(holding.experts),
+        "context\ntokens": lambda holding: words(holding.tokens),
+        "tensor\nmatrices": lambda holding: words(holding.matrices),
+    }
+    split = {name: cell for name, cell in columns.items() if name.split()[0] in shown.layout.split_dimensions()}
+    return {
+        "rank": lambda holding: str(holding.rank),
+        **split,
+        "samples": sample_words,
+        "parameters, gradients,\noptimizer state": lambda holding: ", ".join(
+            share_words(shown.share(holding, state)) for state in STATES
+        ),
+    }
+
+
+def share_words(share: Fraction) -> str:
+    return "all" if share == 1 else str(share)
+
+
+def _talks(shown: Holdings) -> Table:
+    table = Table(title="who talks to whom")
+    for name in ("along", "ranks", "what is sent"):
+        table.add_column(name)
+    for groups in shown.groups:
+        sent = "\n".join(map(str, groups.exchanges))
+        table.add_row(groups.dimension, _listed(groups), sent)
+    return table
+
+
+def _listed(groups: Groups) -> str:
+    return "  ".join("-".join(map(str, ranks)) for ranks in groups.ranks)

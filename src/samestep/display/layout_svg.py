@@ -1,0 +1,306 @@
+"""A picture of holdings: a column a rank with what it takes, computes and keeps, and under them who talks to whom.
+
+A colour stands for a dimension of the mesh everywhere: of its coordinates, of the cuts it makes, of its groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.display.layout import STATES, Groups, Holding, Holdings, sample_words, share_words, words
+from samestep.display.svg import Drawing
+from samestep.errors import UserError
+
+LARGEST = 64  # ranks beside each other that a screen can scroll through
+
+_LEFT = 176  # width of the names of the rows
+_RIGHT = 24
+_TALL = 66  # height of the batch and of the model
+_FINE = 5  # pixels of a cell below which the cuts would hide it
+
+# Light, dark.
+_COLORS = {
+    "pipeline": ("#bc4c00", "#f0883e"),
+    "replicate": ("#0969da", "#58a6ff"),
+    "shard": ("#1a7f37", "#3fb950"),
+    "expert": ("#9a6700", "#d29922"),
+    "context": ("#bf3989", "#f778ba"),
+    "tensor": ("#8250df", "#bc8cff"),
+}
+
+
+def draw(shown: Holdings) -> str:
+    """The picture as SVG text. Raises UserError where there are too many ranks to stand beside each other."""
+    layout = shown.layout
+    if layout.size > LARGEST:
+        raise UserError(
+            f'layout "{layout}": {layout.size} ranks are too many for a picture; a layout of the same kind with '
+            f"{LARGEST} ranks or fewer would do"
+        )
+    columns = _Columns(ranks=layout.size)
+    drawing = Drawing(_style([name for name in _COLORS if name != "expert" or layout.expert > 1]))
+    y = _heading(drawing, shown)
+    y = _ranks(drawing, shown, columns, y)
+    y = _batch(drawing, shown, columns, y)
+    y = _model(drawing, shown, columns, y)
+    y = _state(drawing, shown, columns, y)
+    y = _legend(drawing, shown, y)
+    if shown.groups:
+        y = _talks(drawing, shown, columns, y)
+    return drawing.finish(f"Who holds what under the layout {layout}", columns.picture_width, y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """Where the columns of the ranks stand."""
+
+    ranks: int
+
+    @property
+    def width(self) -> float:
+        return min(max(800 / self.ranks, 100), 240)
+
+    @property
+    def box(self) -> float:
+        """Width of what is drawn in a column."""
+        return min(self.width - 20, 110)
+
+    @property
+    def picture_width(self) -> float:
+        least = 800 if self.ranks > 1 else 440  # what is sent must fit below the lines
+        return max(_LEFT + self.ranks * self.width + _RIGHT, least)
+
+    def middle(self, rank: float) -> float:
+        return _LEFT + (rank + 0.5) * self.width
+
+    def left(self, rank: int) -> float:
+        return self.middle(rank) - self.box / 2
+
+
+def _heading(drawing: Drawing, shown: Holdings) -> float:
+    layout = shown.layout
+    drawing.text("layout", 20, 36, str(layout))
+    ranks = f"{layout.size} rank{'' if layout.size == 1 else 's'}"
+    sizes = " × ".join(f"{name} {getattr(layout, name)}" for name in layout.split_dimensions())
+    batch = f"; a global batch of {shown.batch} samples" if shown.batch else ""
+    drawing.text("quiet", 20, 56, f"{ranks}{' = ' if sizes else ''}{sizes}{batch}")
+    return 84
+
+
+def _ranks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+    """The coordinates as brackets over the ranks, outermost dimension on top, and the ranks' numbers."""
+    for name in shown.layout.split_dimensions():
+        drawing.text(f"name {name}", 20, y + 4, name)
+        start = 0
+        for rank in range(1, len(shown.ranks) + 1):
+            place = shown.ranks[start].coordinates
+            if rank < len(shown.ranks) and shown.ranks[rank].coordinates[name] == place[name]:
+                continue
+            x1, x2 = columns.middle(start) - columns.box / 2, columns.middle(rank - 1) + columns.box / 2
+            drawing.text(f"middle {name}", (x1 + x2) / 2, y + 2, str(place[name]))
+            drawing.line(f"bracket {name}", x1, y + 8, x2, y + 8)
+            start = rank
+        y += 26
+    for holding in shown.ranks:
+        drawing.text("rank", columns.middle(holding.rank), y + 12, f"rank {holding.rank}")
+    return y + 30
+
+
+def _batch(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+    """The global batch, samples downwards and tokens across, cut by replicate, shard and context."""
+    layout = shown.layout
+    _name(drawing, y, "takes", "of the global batch:", "samples down,", "tokens across")
+    rows = [
+        "expert" if row % layout.expert else "shard" if row % (layout.expert * layout.shard) else "replicate"
+        for row in range(layout.data_ranks)
+    ]
+    for holding in shown.ranks:
+        own = [(holding.samples.index, holding.tokens.index)]
+        grid = _Grid(rows=rows, columns=["context"] * layout.context, own=own)
+        _draw_grid(drawing, grid, columns.left(holding.rank), y, columns.box, _TALL)
+    y = _words(drawing, columns, y + _TALL + 16, "samples", [sample_words(holding) for holding in shown.ranks])
+    if layout.context > 1:
+        y = _words(drawing, columns, y, "tokens", [words(holding.tokens) for holding in shown.ranks])
+    return y + 10
+
+
+def _model(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+    """The model, layers downwards and heads across, cut by pipeline and tensor."""
+    layout = shown.layout
+    _name(drawing, y, "computes", "of the model:", "layers down,", "heads, columns across")
+    for holding in shown.ranks:
+        own = [(stage, holding.matrices.index) for stage in holding.stages]
+        grid = _Grid(rows=["pipeline"] * shown.stages, columns=["tensor"] * layout.tensor, own=own)
+        _draw_grid(drawing, grid, columns.left(holding.rank), y, columns.box, _TALL)
+    y += _TALL + 16
+    if shown.stages > 1:
+        y = _words(drawing, columns, y, "stages", [_stages(holding) for holding in shown.ranks])
+    else:
+        y = _words(drawing, columns, y, "layers", ["all"] * layout.size)
+    if layout.tensor > 1:
+        y = _words(drawing, columns, y, "slice of each", [words(holding.matrices) for holding in shown.ranks])
+    if layout.expert > 1:
+        y = _words(drawing, columns, y, "experts", [words(holding.experts) for holding in shown.ranks])
+    return y + 10
+
+
+def _stages(holding: Holding) -> str:
+    listed = ", ".join(map(str, holding.stages))
+    return listed if len(listed) < 15 else f"{len(holding.stages)} stages"
+
+
+def _state(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+    """Bars as long as the whole model's state, filled where the rank keeps it."""
+    layout = shown.layout
+    _name(drawing, y, "keeps")
+    drawing.text("quiet", 68, y + 12, "of the model's")
+    y += 22
+    shards = max(holding.kept["optimizer state"].of for holding in shown.ranks)
+    cuts = [
+        "shard" if cell % shards else "tensor" if cell % (shards * layout.tensor) else "pipeline"
+        for cell in range(shown.stages * layout.tensor * shards)
+    ]
+    for state in STATES:
+        drawing.text("quiet", 20, y + 10, state)
+        for holding in shown.ranks:
+            kept = holding.kept[state]
+            computed = [
+                (stage * layout.tensor + holding.matrices.index) * shards + shard
+                for stage in holding.stages
+                for shard in range(shards)
+            ]
+            lent = computed if state == "parameters" and shown.parameters_stay_gathered else []
+            own_shard = holding.kept["optimizer state"].index
+            own_shards = {own_shard} if lent or kept.of > 1 else set(range(shards))
+            own = [cell for cell in computed if cell % shards in own_shards]
+            grid = _Grid(
+                rows=["pipeline"], columns=cuts, own=[(0, cell) for cell in own], lent=[(0, c) for c in lent]
+            )
+            x = columns.left(holding.rank)
+            _draw_grid(drawing, grid, x, y, columns.box - 28, 13)
+            drawing.text("end", x + columns.box, y + 11, share_words(shown.share(holding, state)))
+        y += 21
+    return y + 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grid:
+    """A thing cut into cells, with the dimension that makes the cut before each row and each column."""
+
+    rows: Sequence[str]
+    columns: Sequence[str]
+    own: Sequence[tuple[int, int]]  # cells that the rank has
+    lent: Sequence[tuple[int, int]] = ()  # cells that it has for a while
+
+
+def _draw_grid(drawing: Drawing, grid: _Grid, x: float, y: float, width: float, height: float) -> None:
+    tall, wide = height / len(grid.rows), width / len(grid.columns)
+    drawing.rect("empty", x, y, width, height)
+    for kind, cells in (("lent", grid.lent), ("own", grid.own)):
+        for row, column in cells:
+            drawing.rect(kind, x + column * wide, y + row * tall, wide, tall)
+    if tall >= _FINE:
+        for row, dimension in list(enumerate(grid.rows))[1:]:
+            drawing.line(f"cut {dimension}", x, y + row * tall, x + width, y + row * tall)
+    if wide >= _FINE:
+        for column, dimension in list(enumerate(grid.columns))[1:]:
+            drawing.line(f"cut {dimension}", x + column * wide, y, x + column * wide, y + height)
+    drawing.rect("frame", x, y, width, height)
+
+
+def _name(drawing: Drawing, y: float, verb: str, *lines: str) -> None:
+    drawing.text("name", 20, y + 12, verb)
+    for number, line in enumerate(lines, start=1):
+        drawing.text("quiet", 20, y + 12 + number * 17, line)
+
+
+def _words(drawing: Drawing, columns: _Columns, y: float, name: str, cells: Sequence[str]) -> float:
+    """A line of text under the boxes: what it is about, and a cell a rank."""
+    drawing.text("quiet", 20, y, name)
+    for rank, cell in enumerate(cells):
+        drawing.text("middle", columns.middle(rank), y, cell)
+    return y + 17
+
+
+def _legend(drawing: Drawing, shown: Holdings, y: float) -> float:
+    entries = [("own", "this rank's")]
+    if len(shown.ranks) > 1:
+        entries.append(("empty", "other ranks'"))
+    if shown.parameters_stay_gathered:
+        entries.append(("lent", "other ranks', gathered in forward and given up after backward"))
+    x = _LEFT
+    for kind, meaning in entries:
+        drawing.rect(kind, x, y, 14, 11)
+        drawing.rect("frame", x, y, 14, 11)
+        drawing.text("quiet", x + 20, y + 10, meaning)
+        x += 46 + 6.4 * len(meaning)
+    return y + 36
+
+
+def _talks(drawing: Drawing, shown: Holdings, columns: _Columns, y: float) -> float:
+    """For each dimension its exchanges, and a line through the ranks of each group."""
+    drawing.line("rule", 20, y - 10, columns.picture_width - 20, y - 10)
+    drawing.text("name", 20, y + 14, "talks")
+    drawing.text("quiet", _LEFT, y + 14, "ranks on one line send each other:")
+    y += 34
+    for groups in shown.groups:
+        drawing.text(f"name {groups.dimension}", 20, y + 12, groups.dimension)
+        levels = _levels(groups)
+        for ranks, level in zip(groups.ranks, levels, strict=True):
+            line = y + 8 + level * 12
+            drawing.line(f"link {groups.dimension}", columns.middle(ranks[0]), line, columns.middle(ranks[-1]), line)
+            for rank in ranks:
+                drawing.dot(f"dot {groups.dimension}", columns.middle(rank), line, 4.5)
+        y += 12 * max(levels) + 32
+        for exchange in groups.exchanges:
+            drawing.text("quiet", _LEFT, y, str(exchange))
+            y += 17
+        y += 10
+    return y - 4
+
+
+def _levels(groups: Groups) -> list[int]:
+    """The height of each group's line, so that no two lines lie over each other."""
+    ends: list[int] = []  # the last rank on each level
+    levels = []
+    for ranks in groups.ranks:
+        free = [level for level, end in enumerate(ends) if end < ranks[0]]
+        level = free[0] if free else len(ends)
+        ends[level : level + 1] = [ranks[-1]]
+        levels.append(level)
+    return levels
+
+
+def _style(dimensions: Sequence[str]) -> str:
+    """Shapes' looks; the colours follow what the reader's screen prefers."""
+    shapes = """
+text { font: 12px system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "DejaVu Sans", sans-serif; }
+.layout { font-size: 20px; font-weight: 600; }
+.name, .rank { font-weight: 600; }
+.rank { font-size: 14px; text-anchor: middle; }
+.middle { text-anchor: middle; }
+.end { text-anchor: end; }
+.frame { fill: none; }
+.bracket, .cut { stroke-width: 2; }
+.link { stroke-width: 2.5; }
+"""
+    plain = (
+        {"text": "#1f2328", "quiet": "#59636e", "paper": "#ffffff", "empty": "#eceff2", "frame": "#afb8c1"}
+        | {"own": "#566882", "lent": "#b6bec7"},
+        {"text": "#f0f6fc", "quiet": "#9198a1", "paper": "#0d1117", "empty": "#21262d", "frame": "#484f58"}
+        | {"own": "#c9d1d9", "lent": "#6e7681"},
+    )
+    light, dark = (_palette(colors, theme, dimensions) for theme, colors in enumerate(plain))
+    return f"{shapes}{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
+
+
+def _palette(colors: dict[str, str], theme: int, dimensions: Sequence[str]) -> str:
+    lines = [f"text {{ fill: {colors['text']}; }}", f".quiet {{ fill: {colors['quiet']}; }}"]
+    lines += [f".{kind} {{ fill: {colors[kind]}; }}" for kind in ("paper", "empty", "own", "lent")]
+    lines += [f".frame, .rule {{ stroke: {colors['frame']}; }}"]
+    for name in dimensions:
+        pair = _COLORS[name]
+        lines += [
+            f"text.{name}, circle.{name} {{ fill: {pair[theme]}; }}",
+            f"line.{name} {{ stroke: {pair[theme]}; }}",
+        ]
+    return "\n".join(lines) + "\n"

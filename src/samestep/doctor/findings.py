@@ -1,0 +1,161 @@
+"""Findings: what was looked at, how it is, and what would help; as a table in the terminal."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from samestep.errors import UserError
+
+SSH_PORT = 22
+
+# A name or an IPv4 address, or an IPv6 address in brackets; then a port. None begins with a dash: to ssh that is an
+# option, not a host.
+_HOST = re.compile(r"(?:(?P<name>\w[\w.-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::(?P<port>\d+))?", re.ASCII)
+
+_FORM = "a name or an address is wanted, with a port where it is not 22: worker-1,10.0.0.7:2222,[fd00::7]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    name: str
+    port: int = SSH_PORT
+
+    def __str__(self) -> str:
+        name = f"[{self.name}]" if ":" in self.name else self.name
+        return name if self.port == SSH_PORT else f"{name}:{self.port}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts of `--hosts`. Raises UserError."""
+    return tuple(_host(each.strip(), f"--hosts {text}") for each in text.split(","))
+
+
+def read_hostfile(file: Path) -> tuple[Host, ...]:
+    """The hosts of a file, one a line: `worker-1 slots=4`, where all behind the name is left to launchers."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"--hostfile {file}: {reason}") from None
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if words:
+            hosts.append(_host(words[0], f"--hostfile {file}, line {number}"))
+    if not hosts:
+        raise UserError(f"--hostfile {file}: it names no host; a line such as worker-1 slots=4 would do")
+    return tuple(hosts)
+
+
+def _host(text: str, place: str) -> Host:
+    match = _HOST.fullmatch(text)
+    if match is None:
+        raise UserError(f'{place}: "{text}" is no host; {_FORM}')
+    port = int(match["port"] or SSH_PORT)
+    if not 0 < port < 65536:
+        raise UserError(f'{place}: "{text}": a port is a number from 1 to 65535')
+    return Host(name=match["name"] or match["address"], port=port)
+
+
+Verdict = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of what the doctor found."""
+
+    subject: str
+    verdict: Verdict
+    text: str
+    remedy: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)  # the figures behind the text, for a file
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "subject": self.subject,
+            "verdict": self.verdict,
+            "text": self.text,
+            "remedy": self.remedy,
+            "values": dict(self.values),
+        }
+
+
+def ok(subject: str, text: str, remedy: str | None = None, **values: Any) -> Finding:
+    """All is well; a remedy is for those who want more."""
+    return Finding(subject=subject, verdict="ok", text=text, remedy=remedy, values=values)
+
+
+def warning(subject: str, text: str, remedy: str, **values: Any) -> Finding:
+    """It may do harm."""
+    return Finding(subject=subject, verdict="warning", text=text, remedy=remedy, values=values)
+
+
+def problem(subject: str, text: str, remedy: str, **values: Any) -> Finding:
+    """Some jobs can't work so, or this run did not."""
+    return Finding(subject=subject, verdict="problem", text=text, remedy=remedy, values=values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a check of the machine should look at."""
+
+    hosts: tuple[Host, ...] = ()
+    port: int | None = None
+    folder: Path = Path("runs")
+
+
+Check = Callable[[Asked], Iterable[Finding]]
+
+
+def in_gib(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+_STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def print_findings(findings: Sequence[Finding], title: str, console: Console | None = None) -> None:
+    """A line each, the remedy below what was found; then which collectives work, and the sum."""
+    console = console or Console(markup=False, emoji=False)
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    table.add_column("looked at", overflow="fold")
+    table.add_column("found", overflow="fold")
+    for finding in findings:
+        text = Text(finding.text)
+        if finding.remedy is not None:
+            text.append(f"\n→ {finding.remedy}", style="dim" if finding.verdict == "ok" else "")
+        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), finding.subject, text)
+    console.print(table)
+    for finding in findings:
+        if finding.values.get("collectives"):
+            console.print(_collectives(finding))
+    counts = Counter(finding.verdict for finding in findings)
+    console.print(", ".join(f"{verdict}: {counts[verdict]}" for verdict in _STYLES))
+
+
+def _collectives(finding: Finding) -> Table:
+    rows = finding.values["collectives"]
+    dtypes = list(dict.fromkeys(dtype for row in rows.values() for dtype in row))
+    table = Table(title=f"{finding.subject}, tried on {finding.values['ranks']} ranks")
+    table.add_column("collective")
+    for dtype in dtypes:
+        table.add_column(dtype)
+    for name, row in rows.items():
+        table.add_row(name, *(Text(_word(row.get(dtype)), style=_style(row.get(dtype))) for dtype in dtypes))
+    return table
+
+
+def _word(works: bool | None) -> str:
+    return "" if works is None else "works" if works else "FAILS"
+
+
+def _style(works: bool | None) -> str:
+    return "green" if works else "bold red"

@@ -1,0 +1,172 @@
+"""Checks of the network: this host's name, the other hosts and their clocks, and ports."""
+
+import errno
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from samestep import environment
+from samestep.doctor.findings import SSH_PORT, Asked, Finding, Host, ok, problem, warning
+from samestep.launch.network import LOOPBACK, NOBODY_LISTENS, holders, is_ours
+
+_PATIENCE = 3.0  # seconds for one connection
+_TRIES = 3
+_CLOCKS_APART = 1.0  # seconds from which time stamps of logs and checkpoints mislead
+
+
+def own_name(asked: Asked) -> Iterator[Finding]:
+    """This host's name, by which gloo finds the address on which a rank of several hosts listens."""
+    interface = environment.gloo_interface()
+    if interface is not None:
+        yield _chosen(interface)
+        return
+    name = socket.gethostname()
+    addresses = _addresses(name)
+    values: dict[str, Any] = {"name": name, "addresses": addresses}
+    report = problem if asked.hosts else ok
+    remedy = "a line in /etc/hosts with the address that the other hosts use, or GLOO_SOCKET_IFNAME=<interface>"
+    if not addresses:
+        yield report("own name", f"{name} does not resolve; for one host that is enough", remedy, **values)
+    elif not any(map(is_ours, addresses)):
+        text = f"{name} resolves to {addresses[0]}, which is no address of this host"
+        yield (problem if asked.hosts else warning)("own name", text, remedy, **values)
+    elif all(address.startswith("127.") or address == "::1" for address in addresses):
+        text = f"{name} resolves to the loopback ({addresses[0]}): enough for one host, and no other reaches it"
+        yield report("own name", text, remedy, **values)
+    else:
+        yield ok("own name", f"{name} resolves to {', '.join(addresses)}", **values)
+
+
+def _chosen(interface: str) -> Finding:
+    """The interface that the user chose for gloo, which then asks for no name."""
+    there = [name for _, name in socket.if_nameindex()]
+    if interface in there:
+        return ok("own name", f"not asked for: gloo listens on {interface}, by GLOO_SOCKET_IFNAME")
+    text = f"GLOO_SOCKET_IFNAME is {interface}, and there is no such interface"
+    return problem("own name", text, f"unset it, or choose of {', '.join(there)}", interface=interface)
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None)))
+    except OSError:
+        return []
+
+
+def reached(host: Host) -> Iterator[Finding]:
+    """Another host: its name, its port, the time there and back, and its clock."""
+    subject = f"host {host}"
+    try:
+        address = str(socket.getaddrinfo(host.name, host.port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        remedy = "a line in /etc/hosts or in the name server, or its address instead of its name"
+        yield problem(subject, f"the name does not resolve: {error.strerror}", remedy, reached=False)
+        return
+    try:
+        seconds = statistics.median(_round_trip(host) for _ in range(_TRIES))
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
+        yield problem(
+            subject,
+            f"{address}, port {host.port}: {reason}",
+            f"see that the host is up, that something listens there (sshd for {SSH_PORT}), and that no firewall "
+            "is in between",
+            address=address,
+            reached=False,
+        )
+        return
+    values: dict[str, Any] = {"address": address, "reached": True, "round_trip_seconds": seconds}
+    yield ok(subject, f"{address}, port {host.port}: there and back in {seconds * 1e3:.2f} ms", **values)
+    yield _clock(host)
+
+
+def _round_trip(host: Host) -> float:
+    """Seconds to open a connection: one message there, and one back."""
+    began = time.perf_counter()
+    with socket.create_connection((host.name, host.port), timeout=_PATIENCE):
+        return time.perf_counter() - began
+
+
+def _clock(host: Host) -> Finding:
+    subject = f"clock of {host}"
+    ssh = shutil.which("ssh")
+    if ssh is None:
+        return ok(subject, "not compared: there is no ssh here")
+    # Nothing is asked at the terminal; an unknown host is no host.
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_PATIENCE:.0f}", "-p", str(host.port)]
+    began = time.time()
+    try:
+        done = subprocess.run(
+            [ssh, *options, "--", host.name, "date +%s.%N"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=3 * _PATIENCE,
+            check=True,
+        )
+        ended = time.time()
+        theirs = float(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ok(subject, "not compared: SSH without a password does not work", "ssh-copy-id, for start by SSH too")
+    apart, unsure = theirs - (began + ended) / 2, (ended - began) / 2
+    text = f"{apart:+.2f} s from this host's, give or take {unsure:.2f} s"
+    values: dict[str, Any] = {"seconds_apart": apart, "unsure_seconds": unsure}
+    if abs(apart) - unsure > _CLOCKS_APART:
+        return warning(subject, text, "let all hosts follow one time server: chrony or systemd-timesyncd", **values)
+    return ok(subject, text, **values)
+
+
+def loopback(asked: Asked) -> Iterator[Finding]:
+    """Ranks of one host meet on its loopback: a socket that listens, and one that reaches it."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as listening:
+            address = listening.getsockname()
+            with socket.create_connection(address, timeout=5):
+                yield ok("loopback", f"a socket listens on {LOOPBACK} and is reached")
+    except OSError as error:
+        yield problem(
+            "loopback",
+            f"no socket can listen on {LOOPBACK} and be reached: {error}",
+            "ip link set lo up; in a sandbox, allow TCP on the loopback",
+        )
+
+
+def port(asked: Asked) -> Iterator[Finding]:
+    """The port that was asked for: free, or held by whom."""
+    if asked.port is None:
+        return
+    subject = f"port {asked.port}"
+    reason = _taken(asked.port)
+    if reason is None:
+        yield ok(subject, "free")
+    elif reason == errno.EACCES:
+        yield problem(subject, "only root may listen on it", "a port from 1024 on would do", held_by=[])
+    else:
+        held_by = holders(asked.port)
+        who = ", ".join(map(str, held_by)) or NOBODY_LISTENS
+        yield problem(
+            subject,
+            f"taken by {who}",
+            "another port, or end that process; jobs that samestep starts take free ports by themselves",
+            held_by=[{"pid": each.pid, "name": each.name, "user": each.user} for each in held_by],
+        )
+
+
+def _taken(number: int) -> int | None:
+    """Why nobody can listen on a port at every address of this host, as an error number; None where one can."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, number))
+                probe.listen()
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return error.errno  # anything else is a family that this host doesn't have
+    return None

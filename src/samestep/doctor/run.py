@@ -1,0 +1,322 @@
+"""What the files of a run tell: how it ended, whether it learned, and where its time and memory went."""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from samestep.doctor.findings import Finding, in_gib, ok, problem, warning
+from samestep.doctor.machine import meminfo
+from samestep.doctor.run_files import FAULTS_FILE, METRICS_FILE, RunFiles, number, read_run
+from samestep.training.result import REPORT_FILE
+
+
+def end(run: RunFiles) -> Iterator[Finding]:
+    """The report, which is written last."""
+    steps = len(run.steps.values)
+    last = run.steps.values[-1].get("step") if steps else None
+    reached = f"the last step written is {last}" if steps else "no step was written"
+    if run.report_error is not None:
+        text = f"{REPORT_FILE} can't be read: {run.report_error}"
+        yield problem("end", text, f"remove it and train again; {METRICS_FILE} has the steps")
+    elif run.report is not None:
+        yield ok("end", f"the run came to its end, {run.report.get('steps', steps)} steps", last_step=last)
+    elif run.may_be_running:
+        yield ok("end", f"the run may still be going on: {reached}, {run.seconds_ago:.0f} s ago", last_step=last)
+    elif not steps:
+        yield problem(
+            "end",
+            f"the run ended before its first step: there is no {REPORT_FILE}, and no step was written",
+            "look at what it printed; samestep train JOB.yaml --dry-run finds out in three steps",
+        )
+    else:
+        told = f"see the faults below ({FAULTS_FILE})" if run.faults.values else "look at what it printed"
+        yield problem(
+            "end",
+            f"the run ended early: there is no {REPORT_FILE}; {reached}",
+            f"{told}; without a word there, the system may have killed it (dmesg tells when memory ran out)",
+            last_step=last,
+        )
+
+
+def steps(run: RunFiles) -> Iterator[Finding]:
+    """The numbers of the steps: gaps, repetitions, lines that were cut."""
+    numbers = [int(step) for line in run.steps.values if (step := number(line.get("step"))) == step]
+    values: dict[str, Any] = {"written": len(numbers)}
+    if run.steps.unreadable:
+        places = ", ".join(map(str, run.steps.unreadable[:5]))
+        yield warning(
+            "steps",
+            f"{METRICS_FILE}: line {places} can't be read; the process was ended while it wrote",
+            "remove the line; the others hold",
+            lines=list(run.steps.unreadable),
+        )
+    if not numbers:
+        return
+    first, last = min(numbers), max(numbers)
+    missing = sorted(set(range(first, last + 1)) - set(numbers))
+    repeated = len(numbers) - len(set(numbers))
+    if missing:
+        text = f"{len(missing)} steps are missing between {first} and {last}, the first of them {missing[0]}"
+        remedy = f"the file was cut or edited, or several runs wrote to {run.folder}: give each a folder of its own"
+        yield problem("steps", text, remedy, missing=missing[:100], **values)
+    if run.report is not None and number(run.report.get("steps")) > last + 1:
+        text = f"the report says {run.report['steps']} steps, and the last that was written is {last}"
+        yield problem("steps", text, "the file was cut: the disk may have been full", **values)
+    elif repeated:
+        text = f"{first} to {last}; {repeated} were taken twice, as after a restart from a checkpoint"
+        yield ok("steps", text, "fewer are with a smaller run.checkpoint.every", repeated=repeated, **values)
+    elif not missing:
+        yield ok("steps", f"{first} to {last}, none missing", **values)
+
+
+def faults(run: RunFiles) -> Iterator[Finding]:
+    """What the supervision wrote down: the rank that failed first, its step, and why; one line for each start."""
+    if run.faults.unreadable:
+        text = f"{FAULTS_FILE}: {len(run.faults.unreadable)} lines can't be read"
+        yield warning("faults", text, "the process was ended while it wrote; the other lines hold")
+    for line in run.faults.values:
+        survived = run.finished or line.get("goes_on_at") is not None
+        yield (warning if survived else problem)("fault", _told(line), _remedy(line), fault=dict(line))
+    if run.faults.there and not run.faults.values and not run.faults.unreadable:
+        yield ok("faults", "none")
+
+
+def _told(line: Mapping[str, Any]) -> str:
+    where = " in ".join(f"{name} {line[name]}" for name in ("rank", "step") if line.get(name) is not None)
+    kind = str(line.get("cause") or line.get("fault") or "")
+    last = str(line.get("reason") or "").strip().rpartition("\n")[2]
+    why = ": ".join(dict.fromkeys(each for each in (kind, last if not line.get("cause") else "") if each))
+    text = ": ".join(each for each in (where, why or "no reason was given") if each)
+    if line.get("goes_on_at") is None:
+        return text
+    lost, seconds = line.get("steps_lost"), number(line.get("seconds"))
+    text += f"; went on at step {line['goes_on_at']}"
+    text += f", {lost} steps lost" if lost is not None else ""
+    return text + (f", {seconds:.1f} s until the next was taken" if seconds == seconds else "")
+
+
+_LESS_MEMORY = "more sharding (fsdp2), recompute=full, a smaller run.micro_batch, or fewer ranks a host"
+
+# What helps, by a word in what the supervision says of a fault.
+_REMEDIES = {
+    "out of memory": _LESS_MEMORY,
+    "can't allocate": _LESS_MEMORY,
+    "memoryerror": _LESS_MEMORY,
+    "oom": _LESS_MEMORY,
+    "not finite": "a lower learning rate, recipe.clip: 1.0, recipe.precision: fp32; look at the samples of that step",
+    "nan": "a lower learning rate, recipe.clip: 1.0, recipe.precision: fp32; look at the samples of that step",
+    "hung": "look at that rank's stack in the reason, at its host, and at the network: samestep doctor --hosts ...",
+    "hang": "look at that rank's stack in the reason, at its host, and at the network: samestep doctor --hosts ...",
+    "sigkill": "the system ends so when memory runs out (dmesg tells), and a scheduler at its limit",
+    "kill": "the system ends so when memory runs out (dmesg tells), and a scheduler at its limit",
+    "no space": "remove old runs and checkpoints, or write elsewhere with run.folder",
+}
+
+
+def _remedy(line: Mapping[str, Any]) -> str:
+    said = " ".join(str(line.get(name) or "") for name in ("cause", "fault", "reason")).lower()
+    found = (remedy for words, remedy in _REMEDIES.items() if re.search(rf"\b{words}", said))
+    return next(found, f"the whole reason stands in {FAULTS_FILE}")
+
+
+def checkpoints(run: RunFiles) -> Iterator[Finding]:
+    """Folders of checkpoints that were never completed. Nothing loads them."""
+    left = run.unfinished_checkpoints
+    if left and not run.may_be_running:
+        yield warning(
+            "checkpoints",
+            f"{len(left)} unfinished: {', '.join(left[:5])}; the run was ended while it saved",
+            "remove them when the run is over: they take room, and nothing loads them",
+            unfinished=list(left),
+        )
+
+
+_ENOUGH = 20  # steps to tell a trend
+_TENTH = 10
+_FEW = 8  # samples that are named
+
+
+def loss(run: RunFiles) -> Iterator[Finding]:
+    """Losses that are no numbers, that did not fall, or that rose."""
+    lines = run.steps.values
+    bad: list[Any] = [line.get("step") for line in lines if not math.isfinite(number(line.get("loss")))]
+    if bad:
+        # Of steps with such a file the supervision took care: they were skipped, or the run rolled back.
+        left_out = run.finished and all(step in run.samples for step in bad)
+        text = f"not finite at step {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
+        if bad[0] in run.samples:
+            text += f", with samples {', '.join(map(str, run.samples[bad[0]][:_FEW]))}"
+            text += " ..." if len(run.samples[bad[0]]) > _FEW else ""
+        yield (warning if left_out else problem)(
+            "loss",
+            text + ("; left out" if left_out else ""),
+            "a lower learning rate or a longer warm-up, recipe.clip: 1.0, recipe.precision: fp32 or bf16; look at "
+            "the samples of that step",
+            steps=bad[:100],
+        )
+    losses = run.numbers("loss")
+    if len(losses) < _ENOUGH:
+        return
+    part = max(3, len(losses) // _TENTH)
+    first, last = statistics.median(losses[:part]), statistics.median(losses[-part:])
+    values: dict[str, Any] = {"first": first, "last": last}
+    text = f"from {first:.4g} to {last:.4g} (medians of {part} steps)"
+    change = (last - first) / max(abs(first), 1e-12)
+    if change > 0.1:
+        remedy = "a lower learning rate, a longer warm-up, recipe.clip: 1.0"
+        yield problem("loss", f"rose: {text}", remedy, **values)
+    elif change > -0.01:
+        remedy = "another learning rate, ten times more or less; look whether labels belong to their samples"
+        yield warning("loss", f"did not fall: {text}", remedy, **values)
+    else:
+        yield ok("loss", f"fell {text}", **values)
+
+
+def gradients(run: RunFiles) -> Iterator[Finding]:
+    """Gradient norms that are no numbers where the loss is one: skipped steps, or spoiled weights."""
+    bad = [
+        line.get("step")
+        for line in run.steps.values
+        if math.isfinite(number(line.get("loss")))
+        and "grad_norm" in line
+        and not math.isfinite(number(line["grad_norm"]))
+    ]
+    if bad:
+        yield warning(
+            "gradients",
+            f"{len(bad)} steps with a norm that is not finite, the first {bad[0]}",
+            "under fp16 a few are meant, and skipped; elsewhere recipe.precision: fp32 and a lower learning rate",
+            steps=bad[:100],
+        )
+
+
+def evaluations(run: RunFiles) -> Iterator[Finding]:
+    """Metrics that are no numbers, or that stay what they were."""
+    lines = run.evaluations.values
+    if not lines:
+        return
+    for name in sorted({name for line in lines for name in line} - {"step"}):
+        if (finding := _metric(name, [line for line in lines if name in line])) is not None:
+            yield finding
+    yield ok("evaluations", f"{len(lines)}, the last at step {lines[-1].get('step')}", count=len(lines))
+
+
+def _metric(name: str, lines: Sequence[Mapping[str, Any]]) -> Finding | None:
+    values = [number(line[name]) for line in lines]
+    bad = [line.get("step") for line, value in zip(lines, values, strict=True) if not math.isfinite(value)]
+    if bad:
+        text = f"{name} is not finite at step {bad[0]}"
+        return warning("evaluations", text, "see the loss above; a class without a held-out sample has no score")
+    if len(values) >= 3 and len(set(values)) == 1:
+        text = f"{name} is {values[0]:.4g} in all {len(values)} evaluations"
+        remedy = "the model may answer the same to everything: another learning rate, and look at the labels"
+        return warning("evaluations", text, remedy)
+    return None
+
+
+_WAITING = 0.2  # of the time, from which the loader is worth a remedy
+_SLOW = 3.0  # times the median
+_LOST = 0.05  # of the time
+_ENOUGH_STEPS = 5  # steps
+_WARM_UP = 3  # the first steps make buffers and optimizer state, or compile
+_FULL = 0.9  # of the machine's memory
+
+
+def data(run: RunFiles) -> Iterator[Finding]:
+    """The share of the time that ranks waited for samples."""
+    waited, worked = run.numbers("data_seconds")[_WARM_UP:], run.numbers("step_seconds")[_WARM_UP:]
+    if min(len(waited), len(worked)) < _ENOUGH_STEPS or sum(waited) + sum(worked) == 0:
+        return
+    share = sum(waited) / (sum(waited) + sum(worked))
+    text = f"{share:.0%} of the time is spent waiting for samples"
+    if share > _WAITING:
+        remedy = "run.workers: 2 or more loads in the background; prepare samples once, or keep them on a nearer disk"
+        yield warning("data", text, remedy, share=share)
+    else:
+        yield ok("data", text, share=share)
+
+
+def slow_steps(run: RunFiles) -> Iterator[Finding]:
+    """Steps that took far longer than the others, and what they cost in all."""
+    timed = [(line.get("step"), number(line.get("step_seconds"))) for line in run.steps.values[_WARM_UP:]]
+    timed = [(step, seconds) for step, seconds in timed if seconds == seconds]
+    if len(timed) < _ENOUGH_STEPS:
+        return
+    median = statistics.median(seconds for _, seconds in timed)
+    slow = [(step, seconds) for step, seconds in timed if seconds > _SLOW * median]
+    lost = sum(seconds - median for _, seconds in slow) / max(sum(seconds for _, seconds in timed), 1e-12)
+    values: dict[str, Any] = {
+        "median_seconds": median,
+        "slow_steps": [step for step, _ in slow[:100]],
+        "share_lost": lost,
+    }
+    if slow and lost > _LOST:
+        step, seconds = max(slow, key=lambda each: each[1])
+        yield warning(
+            "slow steps",
+            f"{len(slow)} of {len(timed)} took more than {_SLOW:g} times the median ({median:.3g} s), "
+            f"{lost:.0%} of the time; the worst, step {step}, {seconds:.3g} s",
+            "look at what else runs on the hosts, at saving and at the disk in those steps; in a period of its own "
+            "it is Python's garbage collection or an epoch's begin",
+            **values,
+        )
+    else:
+        yield ok("slow steps", f"none to speak of; the median is {median:.3g} s", **values)
+
+
+def slow_ranks(run: RunFiles) -> Iterator[Finding]:
+    """Ranks whose own part of a step takes clearly longer than the others', as the report says."""
+    report = run.report or {}
+    slow, seconds = report.get("slow_ranks"), report.get("own_step_seconds")
+    if not isinstance(slow, list) or not isinstance(seconds, list) or len(seconds) < 2:
+        return
+    times = [number(each) for each in seconds]
+    named = [f"rank {rank} ({times[rank]:.3g} s)" for rank in slow if isinstance(rank, int) and rank < len(times)]
+    values: dict[str, Any] = {"slow_ranks": slow, "own_step_seconds": seconds}
+    usual = statistics.median(times)
+    if named:
+        text = f"{', '.join(named[:5])} a step without waiting for others; the median of all is {usual:.3g} s"
+        remedy = "look at what else runs on its host: samestep doctor there; cores and memory should be alike"
+        yield warning("slow ranks", text, remedy, **values)
+    else:
+        yield ok("slow ranks", f"none; the median is {usual:.3g} s a step", **values)
+
+
+def memory(run: RunFiles) -> Iterator[Finding]:
+    """The ranks' peaks beside this machine's memory, where they were its."""
+    report = run.report or {}
+    peaks, total = report.get("peak_memory_bytes"), meminfo().get("MemTotal")
+    if not isinstance(peaks, list) or not total or report.get("device") != "cpu":
+        return
+    held = sum(value for each in peaks if (value := number(each)) == value)
+    text = f"the ranks held {in_gib(held)} at their peaks; this machine has {in_gib(total)}"
+    if held > _FULL * total:
+        remedy = "if it ran here: more sharding (fsdp), recompute=full, a smaller run.micro_batch, or fewer ranks"
+        yield warning("memory", text, remedy, held_bytes=held, total_bytes=total)
+    else:
+        yield ok("memory", text, held_bytes=held, total_bytes=total)
+
+
+CHECKS: Mapping[str, Callable[[RunFiles], Iterable[Finding]]] = {
+    "end": end,
+    "steps": steps,
+    "faults": faults,
+    "checkpoints": checkpoints,
+    "loss": loss,
+    "gradients": gradients,
+    "evaluations": evaluations,
+    "data": data,
+    "slow steps": slow_steps,
+    "slow ranks": slow_ranks,
+    "memory": memory,
+}
+
+
+def read(folder: Path) -> Iterator[Finding]:
+    """What went wrong in a run, or is odd. Raises UserError where the folder holds none."""
+    run = read_run(folder)
+    for check in CHECKS.values():
+        yield from check(run)

@@ -1,0 +1,143 @@
+"""The faults that are drilled: a class each, and their table at the end.
+
+Faults of a rank, after which all ranks are restarted, are injected by the job itself. After a signal a job saves and
+ends, and the same command is run once more, as a scheduler does.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from samestep.drill.drill import Drill, Outcome, Runs
+from samestep.fault_tolerance.nonfinite import left_out
+from samestep.job import Fault, Inject
+
+_A_STEP = 0.25  # seconds that steps are slowed down by, so that the signal comes before the last one
+_AFTER = 2  # the step after which it is sent
+
+
+def requeued(runs: Runs, name: str, number: signal.Signals, *, to_the_group: bool) -> Outcome:
+    """Send a signal in the middle of a training, and start it again where it has ended as it should."""
+    sent_at = 0.0
+
+    def send(started: subprocess.Popen[bytes], folder: Path) -> None:
+        nonlocal sent_at
+        if runs.wait_for_step(started, folder, _AFTER):
+            sent_at = time.time()
+            if to_the_group:
+                # The leader of a session of its own, as a terminal's foreground job is.
+                os.killpg(started.pid, number)
+            else:
+                started.send_signal(number)
+
+    slow = Inject(rank=runs.rank, step=0, fault="slow", seconds=_A_STEP)
+    first = runs.train(name, meanwhile=send, inject=(slow,))
+    if not sent_at or first.code != 128 + number:
+        return Outcome(survived=False, happened=f"exit code {first.code}: {first.last_words}", left=first)
+    done = len(first.losses)
+    stepped_at = 0.0
+
+    def look(started: subprocess.Popen[bytes], folder: Path) -> None:
+        nonlocal stepped_at
+        if runs.wait_for_step(started, folder, done, since=sent_at):
+            stepped_at = time.time()
+
+    second = runs.train(name, meanwhile=look, resume="auto")
+    goes_on_at = second.report.get("first_step")
+    return Outcome(
+        survived=second.code == 0 and bool(goes_on_at),
+        happened=f"saved after step {done - 1}, exit code {first.code}, started again",
+        left=second,
+        seconds=stepped_at - sent_at if stepped_at else None,
+        steps_lost=done - goes_on_at if goes_on_at is not None else None,
+    )
+
+
+def restarted(runs: Runs, fault: Fault, **run: Any) -> Outcome:
+    """Commit a fault, with one restart at hand."""
+    planted = Inject(rank=runs.rank, step=runs.step, fault=fault)
+    left = runs.train(fault, inject=(planted,), max_restarts=1, **run)
+    if len(left.faults) != 1:
+        return Outcome(survived=False, happened=left.last_words, left=left)
+    (found,) = left.faults
+    right = found["rank"] == runs.rank and found["step"] == runs.step and found["goes_on_at"] is not None
+    return Outcome(
+        survived=left.code == 0 and right,
+        happened=f"rank {found['rank']} in step {found['step']}: {found['cause']}",
+        left=left,
+        seconds=found["seconds"],
+        steps_lost=found["steps_lost"],
+    )
+
+
+_LIMIT = 5.0  # seconds; a job's own limit is made to be waited for once, not in every drill
+
+
+def _hang(runs: Runs) -> Outcome:
+    limit = runs.job.run.hang_limit
+    return restarted(runs, "hang", hang_limit=_LIMIT if limit is None else min(limit, _LIMIT))
+
+
+HANG = Drill(name="hang", does="a rank stops and does not come to a collective", run=_hang)
+
+
+INTERRUPTED = Drill(
+    name="ctrl-c",
+    does="Ctrl-C, and the job is started again",
+    run=lambda runs: requeued(runs, "ctrl-c", signal.SIGINT, to_the_group=True),
+)
+
+
+KILL = Drill(name="kill", does="a rank is killed by SIGKILL", run=lambda runs: restarted(runs, "kill"))
+
+
+def _nan(runs: Runs) -> Outcome:
+    planted = Inject(rank=runs.rank, step=runs.step, fault="nan")
+    left = runs.train("nan", inject=(planted,), on_nonfinite="rollback")
+    steps = sorted(left_out(left.folder))
+    return Outcome(
+        survived=left.code == 0 and steps == [runs.step],
+        happened=f"rolled back, without the batch of step {', '.join(map(str, steps))}" if steps else left.last_words,
+        left=left,
+    )
+
+
+NAN = Drill(name="nan", does="a step's loss is NaN", run=_nan, changes_result=True)
+
+
+OUT_OF_MEMORY = Drill(name="oom", does="a rank runs out of memory", run=lambda runs: restarted(runs, "oom"))
+
+
+RAISED = Drill(name="raise", does="a rank raises an exception", run=lambda runs: restarted(runs, "raise"))
+
+
+_TIMES = 3  # a step of the slow rank, beside the undisturbed run's
+_LEAST = 0.1  # seconds
+
+
+def _slow(runs: Runs) -> Outcome:
+    seconds = max(_LEAST, (_TIMES - 1) * runs.step_seconds)
+    left = runs.train("slow", inject=(Inject(rank=runs.rank, step=1, fault="slow", seconds=seconds),))
+    named = left.report.get("slow_ranks", [])
+    return Outcome(
+        survived=left.code == 0 and named == [runs.rank],
+        happened=f"named as slow: {', '.join(f'rank {rank}' for rank in named) or 'none'}",
+        left=left,
+        steps_lost=0,
+    )
+
+
+SLOW = Drill(name="slow", does="a rank takes longer than the others", run=_slow, processes=2)
+
+
+TERMINATED = Drill(
+    name="sigterm",
+    does="the job gets SIGTERM, and is started again",
+    run=lambda runs: requeued(runs, "sigterm", signal.SIGTERM, to_the_group=False),
+)
+
+
+DRILLS = (KILL, RAISED, HANG, OUT_OF_MEMORY, TERMINATED, INTERRUPTED, NAN, SLOW)

@@ -1,0 +1,132 @@
+"""Offload to disk: DeepSpeed's extension for it, built once where it can be, and its part of a configuration."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from samestep import environment
+from samestep.engines.deepspeed.config import Config
+from samestep.engines.deepspeed.initialize import quietly
+from samestep.errors import UserError
+
+_BUILDERS = "deepspeed.ops.op_builder"
+_BUILD = f"from {_BUILDERS} import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
+
+# A shell that starts a job in the background has SIGINT ignored, and so have the job's children. A second one would
+# interrupt what the first has to do.
+_INTERRUPTIBLE = """\
+import signal
+def interrupted(number, frame):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupted)
+"""
+
+_LONGEST_BUILD = 600  # seconds
+_TO_END = 10.0  # seconds that an interrupted build has to let go of what it holds
+
+
+def to_disk(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration moves the optimizer's state to disk."""
+    return _device(config, "offload_optimizer") == "nvme"
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Raise UserError for a user's configuration that moves parameters to disk."""
+    if _device(given, "offload_param") == "nvme":
+        raise UserError(
+            "the DeepSpeed configuration has offload_param on nvme, from where DeepSpeed 0.19 takes parameters for "
+            'bf16 whatever they are; "device": "cpu", or engine native with offload=parameters-disk, would do'
+        )
+
+
+def _device(config: Mapping[str, Any], section: str) -> str | None:
+    return (config.get("zero_optimization", {}).get(section) or {}).get("device")
+
+
+@cache
+def build(device_type: str) -> None:
+    """Build the extension unless it is built, in a process of its own. Raises UserError where it can't be."""
+    ranks = environment.ranks()
+    told = "DeepSpeed's extension for the disk; where it isn't built yet, some minutes"
+    shown = Console(stderr=True).status(told) if ranks is None or ranks.rank == 0 else nullcontext()
+    try:
+        with environment.deepspeed_settings(device_type, 0), shown:
+            returncode, said = _run_build()
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"DeepSpeed's extension async_io is not built after {_LONGEST_BUILD} seconds; a build that was killed "
+            "leaves a file named lock for which others wait: to delete async_io/lock and pin_memory/lock in "
+            "~/.cache/torch_extensions/* (or TORCH_EXTENSIONS_DIR) would do"
+        ) from None
+    if returncode:
+        raise _missing((said.strip().splitlines() or ["without a word"])[-1])
+
+
+def _run_build() -> tuple[int, str]:
+    """Its exit code and what it wrote to stderr."""
+    command = [sys.executable, "-c", _INTERRUPTIBLE + _BUILD]
+    # A session of its own: one signal then reaches the build's own processes too, and no terminal sends it twice.
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=_LONGEST_BUILD)
+        except BaseException:
+            # PyTorch's lock on the build is a file, which a process that is killed leaves to all builds after it.
+            _signal(process, signal.SIGINT)
+            try:
+                process.communicate(timeout=_TO_END)
+            except subprocess.TimeoutExpired:
+                _signal(process, signal.SIGKILL)
+            raise
+    return process.returncode, said
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def load(device: torch.device) -> None:
+    """Load the extension into this process. Raises UserError where it can't be."""
+    with quietly(device):
+        try:
+            importlib.import_module(_BUILDERS).AsyncIOBuilder().load(verbose=False)
+        except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+            raise _missing(str(error).strip().splitlines()[-1]) from None
+
+
+def _missing(reason: str) -> UserError:
+    return UserError(
+        f"offload to disk by engine deepspeed is the work of its extension async_io, which can't be built here "
+        f"({reason}); `apt-get install libaio-dev g++` and `pip install ninja` would do, and so would engine native"
+    )
+
+
+def placed(config: Config, folder: Path | None) -> tuple[Config, Any]:
+    """A configuration whose offload to disk has a folder, and what keeps that folder until this rank ends.
+
+    A folder of the configuration's own stays as it is.
+    """
+    if not to_disk(config):
+        return config, None
+    # With several parameters in a group it reads the gradient of one that doesn't begin at a multiple of 256 numbers
+    # from the wrong place, and takes another step (DeepSpeed 0.19). A group a parameter begins at 0.
+    zero = {**config["zero_optimization"], "sub_group_size": 1}
+    place = None
+    if not zero["offload_optimizer"].get("nvme_path"):
+        place = TemporaryDirectory(dir=folder, prefix="samestep-deepspeed-")
+        zero["offload_optimizer"] = {**zero["offload_optimizer"], "nvme_path": place.name}
+    return {**config, "zero_optimization": zero}, place

@@ -1,0 +1,243 @@
+"""From an engine's name to the engine, and whether it can do what a job asks for."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from samestep.communication import Communication
+from samestep.engines import ENGINES
+from samestep.engines.base import Engine
+from samestep.errors import LayoutError, UserError, closest
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.parallel.pipeline import schedule
+from samestep.recipe import Average
+from samestep.tasks.base import Task
+from samestep.tasks.gather import takes_gather
+from samestep.tasks.several_losses import SeveralLosses
+from samestep.tasks.turns import check_optimizers, turns_of
+
+
+def resolve(engine: Any) -> Engine:
+    """The engine of that name, or the engine object itself. Raises UserError where there is none."""
+    if isinstance(engine, Engine):
+        return engine
+    if engine not in ENGINES:
+        raise UserError(f'run.engine is "{engine}"; {closest(str(engine), ENGINES)}')
+    module_name, _, class_name = ENGINES[engine].partition(":")
+    return getattr(importlib.import_module(module_name), class_name)()
+
+
+def check(engine: Engine, layout: Layout, precision: str, config: Path | None = None) -> None:
+    """Raise UserError for what this engine can't do, or can't do with what is installed."""
+    able = engine.abilities
+    if config is not None and able.config is None:
+        raise UserError(
+            f'run.engine_config is {config}, and engine "{engine.name}" has no configuration file of its own'
+        )
+    if config is not None and not config.is_file():
+        raise UserError(f"run.engine_config is {config}, which is no file; {able.config} would do")
+    for module, command in able.packages.items():
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f'engine "{engine.name}" needs {module}, which is not installed; {command}')
+    for name in layout.split_dimensions():
+        if name not in able.dimensions:
+            raise LayoutError(
+                f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
+                f"it splits {', '.join(sorted(able.dimensions)) or 'nothing'}"
+            )
+    for option in ("recompute", "offload"):
+        for value in getattr(layout, option).split("+"):
+            if value not in getattr(able, option):
+                raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
+    schedule.check(layout, precision)
+    if layout.offloads_parameters and layout.zero < 2:
+        offload = "parameters" if layout.offloads("parameters") else "parameters-disk"
+        raise LayoutError(
+            f'layout "{layout}": offload={offload} is for shards of parameters; fsdp2 or zero2x2 would do'
+        )
+    if layout.sequence == "split" and layout.tensor == 1:
+        raise LayoutError(
+            f'layout "{layout}": sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do'
+        )
+    if precision == "fp16" and not able.scales_shards and (layout.zero >= 2 or layout.tensor > 1):
+        # Whether a gradient overflowed is seen by the rank that holds that part of it, and not by the others.
+        raise LayoutError(
+            f'layout "{layout}": recipe.precision is fp16, which shards and slices do not have yet; bf16 would do'
+        )
+    if precision not in able.precisions:
+        would_do = ", ".join(sorted(able.precisions))
+        raise UserError(
+            f'recipe.precision is {precision}, which engine "{engine.name}" does not have; {would_do} would do'
+        )
+    engine.check(layout, precision, config)
+
+
+def check_average(average: Average | None, engine: Engine) -> None:
+    """Raise UserError where an engine keeps no average of the weights."""
+    if average is not None and not engine.abilities.averages:
+        raise UserError(
+            f'recipe.average is given, and engine "{engine.name}" keeps no average of the weights; use engine native'
+        )
+
+
+def check_buckets(
+    bucket_mb: float | None, engine: Engine, layout: Layout, communication: Communication | None
+) -> None:
+    """Raise UserError where there are no buckets of gradients whose size could be chosen."""
+    if bucket_mb is None:
+        return
+    said = f"run.bucket_mb is {bucket_mb:g}"
+    if not engine.abilities.buckets:
+        raise UserError(f'{said}, and engine "{engine.name}" has no such buckets; use engine native')
+    if communication is not None:  # some methods compress a bucket as a whole
+        raise UserError(
+            f"{said}, and recipe.communication is {communication.kind}, whose result it may change; use one"
+        )
+    if layout.data_ranks == 1 or layout.zero >= 2 or layout.pipeline > 1:
+        raise LayoutError(
+            f'layout "{layout}": {said}, and only replicas send gradients in such buckets; use dp2 or zero1x2, or no '
+            "bucket_mb"
+        )
+
+
+def check_communication(communication: Communication | None, engine: Engine, layout: Layout, precision: str) -> None:
+    """Raise UserError where what a recipe says of its messages can't be had with this engine, layout or precision."""
+    if communication is None:
+        return
+    said = f"recipe.communication is {communication.kind}"
+    if not engine.abilities.sends_less:
+        raise UserError(f'{said}, which engine "{engine.name}" does not have; use engine native')
+    if layout.size == 1 or layout.replicate != layout.size:
+        instead = f"dp{layout.size}" if layout.size > 1 else "dp2"
+        raise LayoutError(f'layout "{layout}": {said}, which is for plain replicas; use {instead}')
+    if layout.offload not in ("none", "activations"):
+        raise LayoutError(
+            f'layout "{layout}": {said}, whose ranks step their whole optimizer; use dp{layout.size} without '
+            f"offload={layout.offload}"
+        )
+    if precision == "fp16":
+        raise UserError(f"{said} and recipe.precision is fp16, whose scaled gradients it does not take; use bf16")
+
+
+def check_gather(loss: Callable[..., Any], engine: Engine, communication: Communication | None) -> None:
+    """Raise UserError for a loss that couples samples where replicas don't take one step together."""
+    if not takes_gather(loss):
+        return
+    if not engine.abilities.gathers:
+        raise UserError(
+            f'engine "{engine.name}": the loss takes gather, for the rows of the whole batch, which this engine does '
+            "not have; use engine native"
+        )
+    if communication is not None:
+        raise UserError(
+            f"the loss takes gather, for the rows of the whole batch, and recipe.communication is "
+            f"{communication.kind}, whose replicas train on their own samples; use no recipe.communication"
+        )
+
+
+def check_several_losses(loss: Callable[..., Any], engine: Engine, communication: Communication | None) -> None:
+    """Raise UserError for a loss of several terms where each can't be divided by its own count."""
+    if not isinstance(loss, SeveralLosses):
+        return
+    if not engine.abilities.several_losses:
+        raise UserError(
+            f'engine "{engine.name}": the loss has several terms (loss_weights), which this engine lacks; use '
+            "engine native"
+        )
+    if communication is not None:
+        raise UserError(
+            f"the loss has several terms (loss_weights), and recipe.communication is {communication.kind}, which is "
+            "for losses of one count; use no recipe.communication"
+        )
+
+
+def check_turns(task: Task, engine: Engine, layout: Layout, job: Job) -> None:
+    """Raise UserError for a task whose steps are taken in turns where they can't be."""
+    turns = turns_of(task)
+    if not turns:
+        return
+    check_optimizers(turns, job.recipe)
+    for turn in turns:
+        check_gather(turn.loss, engine, job.recipe.communication)
+        check_several_losses(turn.loss_of_step(), engine, job.recipe.communication)
+    if not engine.abilities.turns:
+        raise UserError(f'engine "{engine.name}" takes no steps in turns; use engine native')
+    if job.recipe.communication is not None:
+        raise UserError(
+            f"the task's steps are taken in turns, and recipe.communication is {job.recipe.communication.kind}, "
+            "which is for one loss a step; use no recipe.communication"
+        )
+    if job.run.share_replicas:
+        raise UserError(
+            "the task's steps are taken in turns, and run.share_replicas is true, whose ranks step all parameters at "
+            "once; use share_replicas: false"
+        )
+    if layout.pipeline > 1:
+        raise LayoutError(
+            f'layout "{layout}": the task\'s steps are taken in turns, each of another forward, and pipeline stages '
+            f"are parts of one; use dp{layout.pipeline}, fsdp{layout.pipeline} or tp{layout.pipeline} in place of "
+            f"pp{layout.pipeline}"
+        )
+
+
+def check_sparse_rows(choice: str, engine: Engine, layout: Layout, communication: Communication | None) -> None:
+    """Raise UserError where rows of gradients are asked for that can't be had with this engine, layout or recipe."""
+    if choice != "on" or layout.size == 1:
+        return
+    if not engine.abilities.sparse_rows:
+        raise UserError(f'run.sparse_rows is on, which engine "{engine.name}" does not have; use engine native')
+    if communication is not None:
+        raise UserError(
+            f"run.sparse_rows is on, and recipe.communication is {communication.kind}, which sends gradients its own "
+            "way; use sparse_rows: auto"
+        )
+    if layout.zero or layout.pipeline > 1:
+        instead = f"dp{layout.size}"
+        raise LayoutError(
+            f'layout "{layout}": run.sparse_rows is on, which is for replicas whose gradients are whole; use '
+            f"{instead}, or sparse_rows: auto"
+        )
+    if layout.data_ranks == 1:
+        raise LayoutError(
+            f'layout "{layout}": run.sparse_rows is on, and there are no replicas that would exchange gradients; use '
+            f"dp{layout.size}, or sparse_rows: auto"
+        )
+
+
+def check_shared_replicas(job: Job, engine: Engine, layout: Layout) -> None:
+    """Raise UserError where replicas can't share their parameters with this engine, layout or recipe."""
+    if not job.run.share_replicas or layout.size == 1:
+        return
+    if not engine.abilities.shares_replicas:
+        raise UserError(f'run.share_replicas is true, which engine "{engine.name}" does not have; use engine native')
+    if layout.replicate != layout.size:
+        raise LayoutError(
+            f'layout "{layout}": run.share_replicas is true, which is for plain replicas; use dp{layout.size}'
+        )
+    if layout.offload not in ("none", "activations"):
+        raise LayoutError(
+            f'layout "{layout}": run.share_replicas is true, whose parameters and state stay in shared memory; use '
+            f"dp{layout.size} without offload={layout.offload}"
+        )
+    if job.recipe.precision == "fp16":
+        raise UserError(
+            "run.share_replicas is true and recipe.precision is fp16, whose overflows one rank sees alone; use bf16"
+        )
+    if job.recipe.communication is not None:
+        raise UserError(
+            f"run.share_replicas is true, and recipe.communication is {job.recipe.communication.kind}, for which "
+            "each rank keeps its own; use share_replicas: false"
+        )
+    if job.run.sparse_rows == "on":
+        raise UserError(
+            "run.share_replicas is true and run.sparse_rows is on, and ranks that share memory send no gradients; "
+            "use sparse_rows: auto"
+        )
+    if job.run.bucket_mb is not None:
+        raise UserError(
+            f"run.share_replicas is true and run.bucket_mb is {job.run.bucket_mb:g}, and ranks that share memory "
+            "send no gradients; use one"
+        )

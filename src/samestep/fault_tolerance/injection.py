@@ -1,0 +1,100 @@
+"""Fault injection: faults that a rank commits on purpose, in the step that the job says."""
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from samestep.job import Inject
+
+_ROOM = 128 * 2**20  # bytes that may still be taken
+_BLOCK = 16 * 2**20
+
+
+def run_out_of_memory() -> None:
+    """Allocate until there is no more. Always raises MemoryError, and leaves the limit as it was."""
+    if sys.platform != "linux":
+        raise MemoryError("planted: no memory is left (this system can't limit a process)")
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _ROOM, hard))
+    taken: list[bytearray] = []
+    try:
+        while len(taken) * _BLOCK <= _ROOM:
+            taken.append(bytearray(_BLOCK))
+        raise MemoryError("planted: all memory is taken")
+    finally:
+        taken.clear()
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class InjectedFaultError(RuntimeError):
+    """What `fault: raise` raises."""
+
+
+class Injection:
+    """The faults that this rank commits in this round."""
+
+    def __init__(self, faults: Sequence[Inject], rank: int, number: int) -> None:
+        """`number` is the round's; a fault is committed in the first one, unless it is meant for every round."""
+        mine = [fault for fault in faults if fault.rank == rank and (number == 0 or fault.every_round)]
+        self._mine = mine
+        self._done: set[int] = set()
+
+    def before(self, step: int) -> None:
+        """Commit what this rank is to commit as a step begins."""
+        for index, fault in enumerate(self._mine):
+            if fault.fault == "slow":
+                if step >= fault.step:
+                    time.sleep(fault.seconds)
+            elif fault.step == step and fault.fault in _FAULTS and index not in self._done:
+                self._done.add(index)  # a step is taken again when the training has rolled back
+                _FAULTS[fault.fault](fault)
+
+    def spoils(self, step: int) -> bool:
+        """Whether the loss of a step is to be NaN; said once."""
+        found = False
+        for index, fault in enumerate(self._mine):
+            if fault.fault == "nan" and fault.step == step and index not in self._done:
+                self._done.add(index)
+                found = True
+        return found
+
+    def __bool__(self) -> bool:
+        return bool(self._mine)
+
+
+def spoiled(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A task's loss, made NaN."""
+
+    @wraps(loss)
+    def spoiled_loss(*arguments: Any, **keywords: Any) -> Any:
+        loss_sum, count = loss(*arguments, **keywords)
+        return loss_sum * float("nan"), count
+
+    return spoiled_loss
+
+
+def _raise(fault: Inject) -> None:
+    raise InjectedFaultError(f"planted in rank {fault.rank} at step {fault.step} by run.inject")
+
+
+def _kill(fault: Inject) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang(fault: Inject) -> None:
+    while True:
+        time.sleep(1)
+
+
+def _oom(fault: Inject) -> None:
+    run_out_of_memory()
+
+
+_FAULTS: Mapping[str, Callable[[Inject], None]] = {"kill": _kill, "raise": _raise, "hang": _hang, "oom": _oom}

@@ -1,0 +1,56 @@
+"""What a job asks of its fault tolerance, checked before any process starts; and the layout to shrink to."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.job import Job
+from samestep.layout import Layout
+
+
+def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
+    """Raise UserError for what can't be had. `skips`: whether the engine can leave a step out."""
+    run = job.run
+    for fault in run.inject:
+        if fault.rank >= layout.size:
+            raise UserError(
+                f'run.inject: rank {fault.rank} is not there; layout "{layout}" has the ranks 0 to {layout.size - 1}'
+            )
+    if run.on_nonfinite != "stop" and not skips:
+        raise UserError(
+            f'run.on_nonfinite is {run.on_nonfinite}, and engine "{run.engine}" takes every step; '
+            "stop, or engine native, would do"
+        )
+    if run.elastic and layout.data_ranks == 1:
+        raise UserError(
+            f'run.elastic is true, and layout "{layout}" has no replicas or shards to go on with fewer of; '
+            "a layout with dp2, zero1x2, fsdp2 or more would do"
+        )
+    if run.min_processes > layout.size:
+        raise UserError(
+            f'run.min_processes is {run.min_processes}, and layout "{layout}" has {layout.size}; fewer would do'
+        )
+    if run.checkpoint is not None and run.checkpoint.memory is not None and not run.max_restarts:
+        raise UserError(
+            f"run.checkpoint.memory is {run.checkpoint.memory}, and copies in memory are for restarts, of which "
+            "there are none; run.max_restarts of 1 or more would do"
+        )
+    alone = environment.ranks() is not None and environment.told_round() is None
+    if alone and (run.max_restarts or run.elastic):
+        what = f"run.max_restarts is {run.max_restarts}" if run.max_restarts else "run.elastic is true"
+        raise UserError(
+            f"{what}, and a launcher started these ranks, which alone can start them anew; its own restarts, "
+            "or samestep's own start, would do"
+        )
+
+
+def smaller(layout: Layout, fewest: int) -> Iterator[Layout]:
+    """The layouts with fewer data ranks and at least `fewest` processes, the largest first."""
+    dimension = "replicate" if layout.replicate > 1 else "shard"
+    size = getattr(layout, dimension)
+    for parts in range(size - 1, 0, -1):
+        found = replace(layout, **{dimension: parts})
+        if found.size < fewest:
+            return
+        yield found

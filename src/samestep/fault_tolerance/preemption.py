@@ -1,0 +1,166 @@
+"""Preemption: SIGTERM or Ctrl-C becomes one step after which all ranks save and stop together.
+
+In the starting process the first signal gives the ranks notice; then they are ended.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from samestep.fault_tolerance.status import give_notice
+from samestep.fault_tolerance.watchdog import Watchdog
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AGAIN = 0.5  # seconds; launchers pass a signal on to processes that have had it already
+_APART = 0.25  # seconds between two looks
+_MOST_STEPS = 64
+
+
+class Notice:
+    """Ranks ask each other, in a message of two numbers that travels while a step is computed.
+
+    They ask every few steps, so that it costs nothing: as many as take a quarter of a second, by the slowest rank.
+    """
+
+    def __init__(self, world_size: int, *, told: bool) -> None:
+        """Every rank must make one. With `told` the starting process passes signals on, and these are not counted."""
+        self._told = told
+        self.apart = _APART
+        self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._asked = 0
+        self._first_at: float | None = None
+        self._before: dict[int, Any] = {}
+        self._due: int | None = None
+        self._work: Any = None
+        self._message = torch.zeros(2, dtype=torch.int64)  # [signal, steps until the next look]
+        self._last: tuple[int, float] | None = None  # a look's step and time
+
+    def listen(self) -> None:
+        """Take signals as notice from now on, where this is the thread that gets them."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler: Any = self._hear
+                if self._told and number == signal.SIGINT:
+                    handler = signal.SIG_IGN  # a terminal sends it to every process; the starting one decides
+                self._before[number] = signal.signal(number, handler)
+
+    def leave(self) -> None:
+        """Let signals do what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def hear(self, number: int) -> None:
+        self._asked = self._asked or number
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._told or self._first_at is None or now - self._first_at < _AGAIN:
+            self._first_at = self._first_at or now
+            self.hear(number)
+            return
+        self.leave()  # the second one ends this process at once, as it would have without us
+        os.kill(os.getpid(), number)
+
+    def begin(self, step: int) -> None:
+        """Before a step: ask the others, where it is time to."""
+        if self._group is None:
+            return
+        if self._last is not None and step <= self._last[0]:  # the training has rolled back
+            self._due = self._last = None
+        if self._due is not None and step < self._due:
+            return
+        self._message[0], self._message[1] = self._asked, self._steps_apart(step)
+        self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def end(self, step: int) -> int | None:
+        """After it: the signal for which all ranks stop here; None to go on."""
+        if self._group is None:
+            return self._asked or None
+        if self._work is None:
+            return None
+        self._work.wait()
+        self._work = None
+        number, apart = self._message.tolist()
+        self._due = step + apart
+        return number or None
+
+    def _steps_apart(self, step: int) -> int:
+        now = time.monotonic()
+        last, self._last = self._last, (step, now)
+        if last is None:
+            return 1
+        seconds = (now - last[1]) / (step - last[0])
+        most = int(_MOST_STEPS * self.apart / _APART)
+        return min(most, max(1, int(self.apart / max(seconds, 1e-6))))
+
+
+TAKEN = ("SIGTERM", "SIGINT")
+# seconds; a signal to the whole process group and one to this process are the same notice
+
+
+class Signals:
+    """Takes signals for a whole training, whichever round it is in."""
+
+    def __init__(self, *, notice: float) -> None:
+        """`notice`: seconds that the ranks have to save and end."""
+        self._notice = notice
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+        self._round: tuple[Path, Watchdog] | None = None
+        self.number: int | None = None  # of the signal that asked the job to stop
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._hear) for number in map(_number, TAKEN)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def of(self, folder: Path, watch: Watchdog) -> Iterator[None]:
+        """For the time of a round."""
+        self._round = folder, watch
+        if self.number is not None:
+            self._tell_ranks()
+        try:
+            yield
+        finally:
+            self._round = None
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self._at = number, now
+            # Not print: the signal may have come in the middle of one.
+            name = signal.Signals(number).name
+            os.write(2, f"samestep: {name}: the ranks save and stop; a second one ends them at once\n".encode())
+            self._tell_ranks()
+        elif now - self._at > _AGAIN:
+            if self._round is not None:
+                self._round[1].end_now()
+            raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))
+
+    def _tell_ranks(self) -> None:
+        if self._round is not None and self.number is not None:
+            folder, watch = self._round
+            give_notice(folder, self.number)
+            watch.end_within(self._notice)
+
+
+def _number(name: str) -> int:
+    return int(signal.Signals[name])

@@ -1,0 +1,65 @@
+"""Scratch: a folder for as long as its process lives. That of a killed process is removed by a later one."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from tempfile import gettempdir, mkdtemp
+
+# A file system in memory, on Linux.
+_IN_MEMORY = Path("/dev/shm")
+
+
+def folder_in_memory() -> AbstractContextManager[Path]:
+    """It ends with the process that looks after the ranks."""
+    return scratch("samestep-memory-", _IN_MEMORY if _IN_MEMORY.is_dir() else None)
+
+
+# A file in the folder that its process holds locked. The system lets go of it when the process ends in whatever way.
+_HELD = ".held"
+
+
+@contextmanager
+def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
+    """A new folder whose name begins so; `where`: in the system's folder for temporary files unless said."""
+    where = where or Path(gettempdir())
+    for left in where.glob(f"{prefix}*"):
+        with suppress(OSError):  # another one removes it, or it can't be
+            _remove_unless_held(left)
+    folder, lock = _made(prefix, where)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _made(prefix: str, where: Path) -> tuple[Path, int | None]:
+    """A folder and its lock; None where the file system has no locks, so that nobody else gets one either."""
+    while True:
+        folder = Path(mkdtemp(prefix=prefix, dir=where))
+        file = folder / _HELD
+        lock: int | None = None
+        try:
+            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            return folder, lock
+        if file.exists():
+            return folder, lock
+        os.close(lock)  # taken for one that was left, in the moment before it was locked
+
+
+def _remove_unless_held(folder: Path) -> None:
+    """Remove this user's folder where nobody holds its lock. One without such a file is somebody else's, or new."""
+    if folder.lstat().st_uid != os.getuid():
+        return
+    lock = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)  # no link: it takes none
+    finally:
+        os.close(lock)

@@ -1,0 +1,192 @@
+"""A rank's status: the step it is in and the collectives it has entered, in memory that outlives the rank.
+
+The process that started the rank reads it at any time; a thread of the rank writes it, and hears that the job is to
+stop.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from samestep.fault_tolerance import collective_counts, pace
+from samestep.fault_tolerance.pace import Pace
+
+Phase = Literal["start", "first step", "step", "evaluation", "checkpoint", "end", "left", "failed"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+# Process, phase, step that was begun last, steps done, first step of this round; when the rank last moved on, when
+# its first step was done, its longest step but the first. Times are of the clock that all processes share.
+_FORM = struct.Struct("<qqqqqddd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a rank is. Times in seconds of `time.monotonic`."""
+
+    rank: int
+    pid: int
+    phase: Phase
+    step: int  # begun last; -1: none yet
+    done: int  # steps of the training that are complete, those of earlier rounds included
+    first_step: int  # of this round; -1: none yet
+    moved_at: float
+    first_done_at: float  # 0: no step of this round is done
+    longest: float  # step of this round but the first, in seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank has nothing more to do, or can't."""
+        return self.phase in ("left", "failed")
+
+
+class RankStatus:
+    """Written by one rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = (folder / f"rank-{rank}").open("w+b")
+        self._file.truncate(_FORM.size)
+        self._memory = mmap.mmap(self._file.fileno(), _FORM.size)
+        self._pid = os.getpid()
+        self._phase = PHASES.index("start")
+        self._step, self._done, self._first_step = -1, 0, -1
+        self._moved_at = self._first_done_at = self._longest = 0.0
+        self._write()
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._phase = PHASES.index("step" if self._first_done_at else "first step")
+        self._step = step
+        if self._first_step < 0:
+            self._first_step = self._done = step
+        self._write()
+
+    def end(self, step: int) -> None:
+        """The step is done."""
+        began = self._moved_at
+        self._done = step + 1
+        self._write()
+        if self._first_done_at:
+            self._longest = max(self._longest, self._moved_at - began)
+        else:
+            self._first_done_at = self._moved_at
+            self._write()
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Something other than a step, which may take longer."""
+        before = PHASES[self._phase]
+        self.enter(phase)
+        yield
+        self.enter(before)
+
+    def enter(self, phase: Phase) -> None:
+        """Something other than a step, until further word."""
+        self._phase = PHASES.index(phase)
+        self._write()
+
+    def close(self, phase: Phase) -> None:
+        """The last word."""
+        self.enter(phase)
+        self._memory.close()
+        self._file.close()
+
+    def _write(self) -> None:
+        self._moved_at = time.monotonic()
+        _FORM.pack_into(
+            self._memory,
+            0,
+            self._pid,
+            self._phase,
+            self._step,
+            self._done,
+            self._first_step,
+            self._moved_at,
+            self._first_done_at,
+            self._longest,
+        )
+
+
+def read(folder: Path, ranks: Iterable[int]) -> list[Progress]:
+    """Those of the ranks that have said anything yet, in their order."""
+    found = []
+    for rank in ranks:
+        try:
+            content = (folder / f"rank-{rank}").read_bytes()
+        except FileNotFoundError:
+            continue
+        if len(content) != _FORM.size:
+            continue
+        pid, phase, step, done, first_step, moved_at, first_done_at, longest = _FORM.unpack(content)
+        if pid:
+            found.append(
+                Progress(
+                    rank=rank,
+                    pid=pid,
+                    phase=PHASES[phase],
+                    step=step,
+                    done=done,
+                    first_step=first_step,
+                    moved_at=moved_at,
+                    first_done_at=first_done_at,
+                    longest=longest,
+                )
+            )
+    return found
+
+
+_PACE_BEATS = 20  # between two words on how long steps take
+_NOTICE_FILE = "notice"  # holds the number of the signal
+
+
+class Heartbeat:
+    """Beats every `apart` seconds until it is stopped."""
+
+    def __init__(self, folder: Path, rank: int, *, apart: float, own: Pace, noticed: Callable[[int], None]) -> None:
+        self._own = own
+        self._folder = folder
+        self._rank = rank
+        self._apart = apart
+        self._noticed = noticed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        last: collective_counts.Counts = {}
+        beats = 0
+        while not self._stop.wait(self._apart):
+            entered = collective_counts.counts()
+            if entered != last:
+                collective_counts.write(self._folder, self._rank, entered)
+                last = entered
+            beats += 1
+            if beats % _PACE_BEATS == 0:
+                pace.write(self._folder, self._rank, self._own.recent())
+            number = notice_in(self._folder)
+            if number is not None:
+                self._noticed(number)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def give_notice(folder: Path, number: int) -> None:
+    """Tell the ranks of a round which signal asked the job to stop."""
+    new = folder / "notice.new"
+    new.write_text(str(number), encoding="ascii")
+    new.replace(folder / _NOTICE_FILE)
+
+
+def notice_in(folder: Path) -> int | None:
+    try:
+        return int((folder / _NOTICE_FILE).read_text(encoding="ascii"))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,342 @@
+"""Watchdog: a thread of the starting process that reads each rank's status, and ends a round that makes no progress.
+
+It names the straggler: the rank that has entered fewer collectives than the others. Its clock stands still while the
+process does, so that a job that was paused has not hung.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from samestep.fault_tolerance import collective_counts, pace, stacks, status
+from samestep.fault_tolerance.collective_counts import Counts, members
+from samestep.fault_tolerance.pace import Slowest
+from samestep.fault_tolerance.status import Progress
+
+
+class Clock:
+    """Counts the seconds between looks, each at most a little longer than looks are apart."""
+
+    def __init__(self, apart: float) -> None:
+        self._most = 5 * apart
+        self._last = time.monotonic()
+        self.seconds = 0.0
+
+    def look(self) -> float:
+        now = time.monotonic()
+        self.seconds += min(now - self._last, self._most)
+        self._last = now
+        return self.seconds
+
+
+class Handle:
+    """Of a process that was alive when this was made; where the system has no such handles, its number alone."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor: int | None = None
+        self._gone = False
+        if hasattr(os, "pidfd_open"):
+            try:
+                self._descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._gone = True
+            except OSError:
+                self._descriptor = None  # not allowed here
+
+    def alive(self) -> bool:
+        if self._gone:
+            return False
+        if self._descriptor is not None:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            self._gone = bool(poll.poll(0))  # readable once it has ended
+        else:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                self._gone = True
+        return not self._gone
+
+    def processor_seconds(self) -> float:
+        """How long it has computed so far; 0 where the system does not tell."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return 0.0
+        user, system = status.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.alive():
+            with suppress(ProcessLookupError):
+                if self._descriptor is not None:
+                    signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+                else:
+                    os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor, self._gone = None, True
+
+
+# The innermost Python call of a rank that waits for others is in one of these.
+_WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process was stopped by SIGSTOP or a debugger; False where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def behind(entered: Mapping[int, Counts]) -> list[int]:
+    """Ranks that have not entered a collective in which others are, and that wait in none themselves."""
+    late: set[int] = set()
+    waiting: set[int] = set()
+    for key in {key for mine in entered.values() for key in mine}:
+        counts = {rank: entered[rank].get(key, 0) for rank in members(key) if rank in entered}
+        if len(set(counts.values())) > 1:
+            late |= {rank for rank, count in counts.items() if count < max(counts.values())}
+            waiting |= {rank for rank, count in counts.items() if count > min(counts.values())}
+    return sorted(late - waiting or late)
+
+
+def earliest(ranks: Sequence[Progress]) -> list[int]:
+    """Ranks that are in an earlier step than others; none where all are in the same one."""
+    steps = [each.step for each in ranks]
+    return [each.rank for each in ranks if each.step == min(steps) < max(steps)]
+
+
+def not_waiting(stacks: Mapping[int, str]) -> list[int]:
+    """Ranks whose innermost call is not one that waits for others; without a stack nothing is known of a rank."""
+    found = []
+    for rank, stack in stacks.items():
+        calls = [line for line in stack.splitlines() if line.strip().startswith("File ")]
+        if calls and not any(part in calls[0] for part in _WAITING):
+            found.append(rank)
+    return found
+
+
+_APART = 0.1  # seconds between looks
+_PACE_APART = 30.0  # seconds between looks at who is slow
+# What takes longer than a step may take so many times the limit.
+_LONGER = 10.0
+_LONG = frozenset({"start", "first step", "evaluation", "checkpoint", "end"})
+# In these a rank that computes moves on; so many seconds of it count.
+_UNTOLD = frozenset({"start", "evaluation", "checkpoint", "end"})
+_SOME_WORK = 1.0
+# A step may take so many times as long as the longest so far, whatever the limit.
+_LONGER_STEP = 5.0
+# Seconds that ranks have to end by themselves after one has died.
+_AFTER_A_DEATH = 1.0
+# Seconds that a rank which has failed has to write its traceback.
+_LAST_WORDS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """The rank that did not come."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """How far the ranks of other hosts are, and what they have entered."""
+
+    ranks: Sequence[Progress] = ()
+    entered: Mapping[int, collective_counts.Counts] = field(default_factory=dict)
+
+
+class Watchdog:
+    """Looks after the ranks of one round, or those of them that this host has, from its start to its end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Collection[int],
+        *,
+        limit: float | None,
+        goes_on: Callable[[Sequence[Progress]], None],
+        elsewhere: Callable[[], Elsewhere] = Elsewhere,
+    ) -> None:
+        """`goes_on` is called once, when a first step is done; `elsewhere` tells of ranks that other hosts have."""
+        self._goes_on: Callable[[Sequence[Progress]], None] | None = goes_on
+        self._folder = folder
+        self._ranks = ranks
+        self._elsewhere = elsewhere
+        self.limit = limit  # seconds; may change while the ranks run
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="watch", daemon=True)
+        self._handles: dict[int, Handle] = {}
+        self._end_at: float | None = None
+        self.hang: Hang | None = None
+        self._died_at: float | None = None
+        self.last: Sequence[Progress] = ()  # how far the ranks were at the last look
+        self.entered: Mapping[int, collective_counts.Counts] = {}  # and which collectives they had entered
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._read()
+        self._see_the_first_step()
+        for handle in self._handles.values():
+            handle.close()
+
+    def end_within(self, seconds: float) -> None:
+        """End the ranks where they have not ended by then."""
+        self._end_at = time.monotonic() + seconds
+
+    def end_now(self) -> None:
+        """End every rank at once, wherever it is."""
+        self._read()
+        for handle in list(self._handles.values()):
+            handle.kill()
+
+    def _work(self, ranks: Sequence[Progress]) -> list[int]:
+        """Outside steps a rank may compute for long without a message, such as while it reads its data."""
+        return [
+            int(self._handles[each.rank].processor_seconds() / _SOME_WORK) if each.phase in _UNTOLD else 0
+            for each in ranks
+        ]
+
+    def _end_others(self, rank: int) -> None:
+        for other, handle in list(self._handles.items()):
+            if other != rank:
+                handle.kill()
+
+    def _read(self) -> Sequence[Progress]:
+        self.last = status.read(self._folder, self._ranks)
+        for each in self.last:
+            if each.rank not in self._handles:
+                self._handles[each.rank] = Handle(each.pid)
+        return self.last
+
+    def _look_on(self) -> None:
+        clock = Clock(_APART)
+        slowest, looked_at = Slowest(), 0.0
+        before: Any = None
+        moved_at = 0.0
+        while not self._over.wait(_APART):
+            seconds = clock.look()
+            ranks = self._read()
+            if self.hang is not None:
+                self.end_now()  # also a rank that has only begun now
+            self._see_the_first_step()
+            self._see_to_the_dead(ranks)
+            if self._end_at is not None and time.monotonic() > self._end_at:
+                self.end_now()
+            if seconds - looked_at > _PACE_APART:
+                looked_at = seconds
+                slowest.look(pace.read(self._folder, self._ranks))
+            self.entered = collective_counts.read(self._folder, self._ranks)
+            others = self._elsewhere()
+            everyone, entered = [*ranks, *others.ranks], {**others.entered, **self.entered}
+            state = [(each.phase, each.step, each.done, each.moved_at) for each in everyone], entered
+            state = *state, self._work(ranks)
+            if state != before:
+                before, moved_at = state, seconds
+            elif self.hang is None and self._too_long(everyone, still := seconds - moved_at):
+                self.hang = self._find(everyone, entered, still, alone=self._too_long(everyone, still / 2))
+                if self.hang is not None:
+                    self.end_now()
+
+    def _see_the_first_step(self) -> None:
+        done = len(self.last) == len(self._ranks) and all(each.first_done_at for each in self.last)
+        if self._goes_on is not None and done:
+            goes_on, self._goes_on = self._goes_on, None
+            goes_on(self.last)
+
+    def _see_to_the_dead(self, ranks: Sequence[Progress]) -> None:
+        """The others see their connection to a dead rank break and end; one that does not is ended."""
+        if self._died_at is None:
+            if any(
+                each.phase == "failed" or (not each.over and not self._handles[each.rank].alive()) for each in ranks
+            ):
+                self._died_at = time.monotonic()
+            return
+        seconds = time.monotonic() - self._died_at
+        if seconds > _LAST_WORDS:
+            self.end_now()
+        elif seconds > _AFTER_A_DEATH:
+            for each in ranks:
+                if each.phase != "failed":
+                    self._handles[each.rank].kill()
+
+    def _too_long(self, ranks: Sequence[Progress], seconds: float) -> bool:
+        working = [each for each in ranks if not each.over]
+        if self.limit is None or not working:
+            return False
+        limit = max(self.limit, _LONGER_STEP * max(each.longest for each in working))
+        if len(self.last) < len(self._ranks) or any(each.phase in _LONG for each in working):
+            limit *= _LONGER
+        return seconds > limit
+
+    def _find(
+        self,
+        everyone: Sequence[Progress],
+        entered: Mapping[int, collective_counts.Counts],
+        seconds: float,
+        *,
+        alone: bool,
+    ) -> Hang | None:
+        """Name the rank for which the others wait, with its stack; None where it is not one of these.
+
+        A stopped one goes on to tell its stack; the others are ended before, or it would train on with them.
+        `alone`: one of these is to be named whatever others may have done.
+        """
+        absent = sorted(set(self._ranks) - {each.rank for each in self.last})
+        if absent:
+            return Hang(rank=absent[0], reason=f"its process has not begun after {seconds:.0f} s")
+        working = {each.rank: each for each in everyone if not each.over}
+        mine = {rank: each for rank, each in working.items() if rank in self._ranks}
+        halted = [rank for rank, each in mine.items() if stopped(each.pid)]
+        late = [rank for rank in behind(entered) if rank in working]
+        early = earliest(list(working.values()))
+        known: dict[int, str] = {}
+        candidates = halted or late or early
+        if not candidates:
+            known = {rank: stacks.ask(self._folder, rank, each.pid) for rank, each in mine.items()}
+            candidates = not_waiting(known)
+        if not candidates and len(mine) == len(working):
+            candidates = sorted(mine)
+        if alone and not mine.keys() & candidates[:1]:
+            candidates = sorted(mine)
+        if not candidates or candidates[0] not in mine:
+            return None
+        culprit = mine[candidates[0]]
+        if halted:
+            self._end_others(culprit.rank)
+        stack = known.get(culprit.rank) or stacks.ask(self._folder, culprit.rank, culprit.pid)
+        return Hang(rank=culprit.rank, reason=_told(culprit, seconds, stack, halted=culprit.rank in halted))
+
+
+def _told(culprit: Progress, seconds: float, stack: str, *, halted: bool) -> str:
+    where = f"in step {culprit.step}" if culprit.phase in ("step", "first step") else f"in phase {culprit.phase}"
+    if culprit.step < 0:
+        where = "before its first step"
+    what = "it was stopped (SIGSTOP)" if halted else "it did not come to what the others wait in"
+    lines = [f"it hung {where}: no rank moved on for {seconds:.0f} s, and {what}"]
+    lines.append(stack or "its stack could not be had")
+    return "\n".join(lines)

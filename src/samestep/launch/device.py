@@ -1,0 +1,134 @@
+"""Which device a rank computes on, and the back end that its messages take. No other module names a device."""
+
+import importlib
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.ranks import has_a_tasks_accelerators
+from samestep.visible_devices import DeviceChoice
+
+
+def accelerators() -> int:
+    """Accelerators of this host that PyTorch can use; 0 where it has none."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def accelerator_names() -> list[str]:
+    """What the makers call this host's accelerators."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    return [module.get_device_name(index) for index in range(accelerators())]
+
+
+def build() -> str:
+    """The kind of device that this PyTorch is built for."""
+    for name, title in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
+        if number := getattr(torch.version, name, None):
+            return f"{title} {number}"
+    return "CPU"
+
+
+def device_of(local_rank: int, choice: DeviceChoice = "auto") -> torch.device:
+    """The accelerator of a local rank, or the CPU where there is none or it was asked for.
+
+    A launcher lets each rank see all accelerators of its host, or its own alone, of which it takes the first.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if choice == "cpu" or accelerator is None:
+        return torch.device("cpu")
+    own = accelerators() == 1 or _sees_its_own()
+    return torch.device(accelerator.type, 0 if own else local_rank)
+
+
+def _sees_its_own() -> bool:
+    """Whether this rank's launcher has left accelerators to it that no other rank of its host sees."""
+    visible = environment.visible_devices()
+    return visible is not None and has_a_tasks_accelerators(environment.snapshot(), len(visible.devices))
+
+
+def check_devices(local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank: bool = False) -> None:
+    """Raise UserError where this host has accelerators, but fewer than ranks.
+
+    A rank that its launcher lets see one accelerator, or several of its own, has those for itself. Should several
+    ranks see the same one, NCCL refuses it by name as they meet.
+    """
+    there = accelerators()
+    one_alone = there == 1 and environment.visible_devices() is not None
+    if in_a_rank and there > 0 and (one_alone or _sees_its_own()):
+        return
+    if choice == "auto" and 0 < there < local_ranks:
+        raise UserError(
+            f"{local_ranks} processes on this host, which has {there} accelerator{'s' if there > 1 else ''}; "
+            f"ask for {there} or fewer, or for --device cpu"
+        )
+
+
+def check_slots(host: str, slots: int, chosen: Sequence[int] | None, choice: DeviceChoice = "auto") -> None:
+    """Raise UserError where a host has accelerators, but not those of its slots; `chosen`: which, None: the first.
+
+    A host without any, and a job on the CPU, take slots as places on its cores.
+    """
+    if choice == "cpu":
+        return
+    there = accelerators()
+    visible = environment.visible_devices()
+    if visible is not None:
+        there = min(there, len(visible.devices))
+    last = max(chosen, default=0) + 1 if chosen is not None else slots
+    if not 0 < there < last:
+        return
+    asked = f"slot {last - 1}, counted from 0, is" if chosen is not None else f"{slots} slots are"
+    left = f" that {visible.variable}={','.join(visible.devices)} leaves" if visible is not None else ""
+    would_do = "slot 0" if there == 1 else f"slots 0 to {there - 1}"
+    raise UserError(
+        f"{host}: {asked} asked for, and there {'is 1 accelerator' if there == 1 else f'are {there} accelerators'}"
+        f"{left}; {would_do if chosen is not None else f'{there} or fewer'} would do, or "
+        "--device cpu for a job on the CPU"
+    )
+
+
+def backend_of(device: torch.device) -> str:
+    """The process group's back end: the device's own, and gloo for what stays on the CPU.
+
+    On SageMaker the device's is SageMaker's own where that is installed.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    own = _SAGEMAKERS if _has_sagemakers() else dist.get_default_backend_for_device(device)
+    return f"cpu:gloo,{device.type}:{own}"
+
+
+_SAGEMAKERS = "smddp"
+
+
+def _has_sagemakers() -> bool:
+    """Whether this is a SageMaker job with its data-parallel library; importing that makes its back end known."""
+    if not environment.on_sagemaker():
+        return False
+    try:
+        importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
+    except ImportError:
+        return False
+    return _SAGEMAKERS in dist.Backend.backend_list
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this rank held: on its accelerator, or of main memory where it computes on the CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    if sys.platform == "linux":
+        # Not getrusage: its maximum begins with what the process that started this one held.
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    # macOS counts in bytes, others in KiB.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

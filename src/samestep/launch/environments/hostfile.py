@@ -1,0 +1,92 @@
+"""A file that lists hosts, one a line, as DeepSpeed, Open MPI, MPICH and Horovod read it."""
+
+import re
+from pathlib import Path
+
+from samestep.errors import UserError
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments.base import Found, Given, Read, which
+
+# A name or an IPv4 address, or an IPv6 address in brackets; then slots, as MPICH and Horovod write them. None begins
+# with a dash: to ssh that is an option, not a host.
+_HOST = re.compile(r"(?:(?P<name>\w[\w.-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::(?P<slots>\d+))?", re.ASCII)
+_FORM = "a line such as worker-1 slots=4 would do"
+_LARGEST = 1024  # slots of a host; a larger number is a port in the wrong place
+
+
+class Hostfile:
+    """The file that the user named."""
+
+    name = "hostfile"
+    sign = "--hostfile FILE"
+    everywhere = False
+    allocates = False
+
+    def named(self, given: Given) -> bool:
+        return given.hostfile is not None
+
+    def there(self, given: Given) -> bool:
+        return False
+
+    def find(self, given: Given) -> Found:
+        assert given.hostfile is not None  # it is found because it was named
+        hosts, read = read_hostfile(given.hostfile)
+        this = which([host.name for host in hosts], given.host.name)
+        return Found(cluster=Cluster(place=self.name, hosts=hosts, this=this), read=read)
+
+
+def read_hostfile(file: Path) -> tuple[tuple[Host, ...], tuple[Read, ...]]:
+    """The hosts of a file and the lines that name them. Raises UserError with the line.
+
+    A line without a number of slots stands for one; the slots of a host that stands in several lines add up.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(
+            f"--hostfile {file}: {reason}; a file with {_FORM.removesuffix(' would do')} would do"
+        ) from None
+    slots: dict[str, int] = {}
+    read = []
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if words:
+            name, count = _line(words, f"--hostfile {file}, line {number}")
+            slots[name] = slots.get(name, 0) + count
+            read.append(Read(source=f"{file}:{number}", value=" ".join(words)))
+    hosts = tuple(Host(name=name, slots=count) for name, count in slots.items() if count)
+    if not hosts:
+        raise UserError(f"--hostfile {file}: it names no host with a slot; {_FORM}")
+    return hosts, tuple(read)
+
+
+def _line(words: list[str], place: str) -> tuple[str, int]:
+    """The name and the slots of a line."""
+    match = _HOST.fullmatch(words[0])
+    if match is None:
+        raise UserError(f'{place}: "{words[0]}" is no host; {_FORM}')
+    counts = {} if match["slots"] is None else {"slots": _count(match["slots"], words[0], place)}
+    for word in words[1:]:
+        key, separator, value = word.partition("=")
+        key = key.replace("-", "_")
+        if not separator or key not in ("slots", "max_slots"):
+            raise UserError(f'{place}: "{word}" is not known; {_FORM}, and max_slots=8 behind it')
+        if key in counts:
+            raise UserError(f'{place}: "{word}" says the slots of {words[0]} a second time; keep one of them')
+        counts[key] = _count(value, word, place)
+    slots = counts.get("slots", 1)
+    if slots > counts.get("max_slots", slots):
+        raise UserError(f"{place}: slots={slots} is more than max_slots={counts['max_slots']}; make one of them fit")
+    return match["name"] or match["address"], slots
+
+
+def _count(text: str, word: str, place: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f'{place}: "{word}": slots are a whole number; {_FORM}')
+    if int(text) > _LARGEST:
+        raise UserError(
+            f'{place}: "{word}" means {int(text)} slots, and a host has {_LARGEST} at most; '
+            "if it is a port, say it in OpenSSH's configuration"
+        )
+    return int(text)

@@ -1,0 +1,174 @@
+"""Kubernetes: a pod of Kubeflow's PyTorchJob, and the manifest of one that runs a launch."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from samestep.errors import UserError
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments.base import Found, Given, Slots, Variables, unnamed
+from samestep.ranks import in_pytorchjob
+from samestep.visible_devices import DeviceChoice
+
+
+class PyTorchJob:
+    """Every pod is a host, and runs the same command.
+
+    RANK numbers the pods, and WORLD_SIZE counts ranks where the job says how many a pod has. An elastic job without
+    a master has neither; its pods are numbered by their names.
+    """
+
+    name = "pytorchjob"
+    sign = "MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK in a pod, or PET_RDZV_ENDPOINT and PET_NNODES"
+    everywhere = True
+    allocates = False
+
+    def named(self, given: Given) -> bool:
+        return False
+
+    def there(self, given: Given) -> bool:
+        return in_pytorchjob(given.environ) or (_is_elastic(given) and "LOCAL_RANK" not in given.environ)
+
+    def find(self, given: Given) -> Found:
+        read = Variables(given.environ)
+        slots, counted = _processes(read, given)
+        pods = _pods(read)
+        if _is_elastic(given) and "MASTER_ADDR" not in given.environ:
+            address, port = _endpoint(read.wanted("PET_RDZV_ENDPOINT", "a host and a port"))
+            name, this = "the number in this pod's name", _number_in(given.host.name)
+        else:
+            address, port = read.wanted("MASTER_ADDR", "the first pod's name"), read.needed("MASTER_PORT", 1)
+            world_size = read.needed("WORLD_SIZE", 1)
+            pods = pods or (world_size // slots if counted == "listed" else world_size)
+            name = "PET_NODE_RANK" if read.text("PET_NODE_RANK") else "RANK"
+            this = read.needed(name)
+        if pods is None:
+            raise UserError("PET_NNODES is not set; a number of pods such as 2, or a range such as 1:4, is wanted")
+        if this is not None and this >= pods:
+            raise UserError(f"{name} is {this}, and the job has {pods} pods, counted from 0; the operator sets both")
+        names = unnamed(pods, this, given.host.name)
+        names[0] = address
+        return Found(
+            cluster=Cluster(
+                place=self.name,
+                hosts=tuple(Host(name=name, slots=slots) for name in names),
+                this=this,
+                job=read.text("PET_RDZV_ID") or address,
+            ),
+            read=read.read(),
+            slots_from=counted,
+            on_every_host=True,
+            main_address=address,
+            main_port=port,
+        )
+
+
+def _is_elastic(given: Given) -> bool:
+    return "PET_RDZV_ENDPOINT" in given.environ and "PET_NNODES" in given.environ
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise UserError(f"PET_RDZV_ENDPOINT is {text!r}; a host and a port such as job-worker-0:23456 are wanted")
+    return host, int(port)
+
+
+def _number_in(pod: str) -> int | None:
+    """The number of a worker's pod, such as 2 of job-worker-2."""
+    match = re.fullmatch(r".+-worker-(\d{1,6})", pod, re.ASCII)
+    return int(match[1]) if match else None
+
+
+def _processes(read: Variables, given: Given) -> tuple[int, Slots]:
+    """Ranks of a pod: as many as the job says, or as it has accelerators or cores, which is torchrun's "auto"."""
+    text = read.text("PET_NPROC_PER_NODE")
+    own = given.host
+    if text is None or text == "auto":
+        return given.slots
+    if text == "gpu":
+        if not own.accelerators:
+            raise UserError("PET_NPROC_PER_NODE is 'gpu', and this pod has no accelerator that PyTorch can use")
+        return own.accelerators, "accelerators"
+    if text == "cpu":
+        return own.cores, "cores"
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise UserError(f"PET_NPROC_PER_NODE is {text!r}; a number of 1 or more, auto, gpu or cpu is wanted")
+    return int(text), "listed"
+
+
+def _pods(read: Variables) -> int | None:
+    """Pods as PET_NNODES counts them; with fewest and most, such as 1:4, the most."""
+    text = read.text("PET_NNODES")
+    if text is None:
+        return None
+    numbers = text.split(":")
+    if len(numbers) > 2 or not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
+        raise UserError(f"PET_NNODES is {text!r}; a number of pods such as 2, or a range such as 1:4, is wanted")
+    return int(numbers[-1])
+
+
+_NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,51}[a-z0-9])?", re.ASCII)  # pods get "-worker-12" behind it, 63 in all
+_CONTAINER = "pytorch"  # the operator looks for this one
+_GPU = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the manifest is to say."""
+
+    name: str
+    image: str
+    fewest: int  # pods
+    most: int
+    num_procs: int | None  # ranks of a pod, each with an accelerator; None: as many as it has cores, without
+    device: DeviceChoice = "auto"  # cpu: no accelerators
+    command: Sequence[str]  # with all its options, as it stands in a pod
+
+
+def manifest(wish: Wish) -> str:
+    """The manifest as YAML. Raises UserError for a name that Kubernetes doesn't take."""
+    if not _NAME.fullmatch(wish.name):
+        raise UserError(
+            f'--job-id "{wish.name}" is no name of a PyTorchJob; up to 53 small letters, digits and dashes are'
+        )
+    elastic = wish.fewest != wish.most
+    ranks = str(wish.num_procs or "auto")
+    spec: dict[str, Any] = {"nprocPerNode": ranks, "runPolicy": {"cleanPodPolicy": "Running"}}
+    if elastic:
+        # Without a master all pods are alike: any but the first may come and go.
+        spec["elasticPolicy"] = {"minReplicas": wish.fewest, "maxReplicas": wish.most, "rdzvBackend": "c10d"}
+        spec["pytorchReplicaSpecs"] = {"Worker": _replicas(wish, wish.most, "OnFailure")}
+    else:
+        spec["pytorchReplicaSpecs"] = {"Master": _replicas(wish, 1, "Never")}
+        if wish.most > 1:
+            spec["pytorchReplicaSpecs"]["Worker"] = _replicas(wish, wish.most - 1, "Never")
+    job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": wish.name}, "spec": spec}
+    return yaml.dump(job, Dumper=_Plain, sort_keys=False, allow_unicode=True)
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what stands in two places twice: people edit a manifest."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _replicas(wish: Wish, number: int, restart: str) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": _CONTAINER,
+        "image": wish.image,
+        "command": list(wish.command),
+        # A pod's own is 64 MB, too small for loaders of data and for NCCL.
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    if wish.num_procs is not None and wish.device != "cpu":
+        container["resources"] = {"limits": {_GPU: wish.num_procs}}
+    pod = {
+        "containers": [container],
+        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+    }
+    return {"replicas": number, "restartPolicy": restart, "template": {"spec": pod}}

@@ -1,0 +1,28 @@
+"""This machine alone: as many slots as it has accelerators, or cores where it has none."""
+
+from samestep import environment
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments.base import Found, Given, Read
+
+
+class ThisMachine:
+    """What is left when nothing else offers a host."""
+
+    name = "this-machine"
+    sign = "always there"
+    everywhere = False
+    allocates = False
+
+    def named(self, given: Given) -> bool:
+        return False
+
+    def there(self, given: Given) -> bool:
+        return True
+
+    def find(self, given: Given) -> Found:
+        slots, counted = given.slots
+        read = [Read(source=counted, value=str(slots))]
+        if (visible := environment.visible_devices(given.environ)) is not None:
+            read.append(Read(source=visible.variable, value=",".join(visible.devices)))
+        host = Host(name="localhost", slots=slots)
+        return Found(cluster=Cluster(place=self.name, hosts=(host,), this=0), read=tuple(read), slots_from=counted)

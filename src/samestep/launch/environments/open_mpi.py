@@ -1,0 +1,91 @@
+"""Processes that Open MPI's mpirun has started: each is told its own place, and how many there are."""
+
+import re
+
+from samestep.errors import UserError
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments.base import Found, Given, Variables, shares, unnamed
+
+
+class OpenMpi:
+    """The hosts of an mpirun. With one process a host, that process is there to start the host's ranks."""
+
+    name = "open-mpi"
+    sign = "OMPI_COMM_WORLD_SIZE"
+    everywhere = False
+    allocates = False
+
+    def named(self, given: Given) -> bool:
+        return False
+
+    def there(self, given: Given) -> bool:
+        return "OMPI_COMM_WORLD_SIZE" in given.environ and "OMPI_COMM_WORLD_RANK" in given.environ
+
+    def find(self, given: Given) -> Found:
+        read = Variables(given.environ)
+        world_size, rank = read.needed("OMPI_COMM_WORLD_SIZE", 1), read.needed("OMPI_COMM_WORLD_RANK")
+        local_size = read.needed("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+        if rank >= world_size or local_size > world_size:
+            raise UserError(
+                f"OMPI_COMM_WORLD_RANK is {rank}, _LOCAL_SIZE {local_size} and _SIZE {world_size}; they don't fit, "
+                "so mpirun has not set all of them"
+            )
+        read.number("OMPI_COMM_WORLD_LOCAL_RANK")
+        nodes = _nodes(read, world_size, local_size)
+        # One process a host, and several hosts: a host's slots are its own to count.
+        agents = world_size == nodes > 1
+        this = rank if agents else 0 if nodes == 1 else None
+        addresses = _mpirun_addresses(read) if agents else []
+        names = unnamed(nodes, this, given.host.name)
+        if agents:
+            own, counted = given.slots
+            slots = [own] * nodes
+        else:
+            slots, counted = shares(world_size, local_size, nodes, this or 0), "listed"
+        return Found(
+            cluster=Cluster(
+                place=self.name,
+                hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),
+                this=this,
+                job=read.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+            ),
+            read=read.read(),
+            slots_from=counted,
+            on_every_host=agents,
+            main_address=addresses[0] if len(addresses) == 1 else None,
+            no_address=_no_address(addresses) if agents and len(addresses) != 1 else None,
+        )
+
+
+def _nodes(read: Variables, world_size: int, local_size: int) -> int:
+    """How many hosts there are: Open MPI 4 says it, and from version 5 on only hosts of equal size show it."""
+    nodes = read.number("OMPI_MCA_orte_num_nodes", 1)
+    if nodes is not None:
+        return nodes
+    if world_size % local_size:
+        raise UserError(
+            f"OMPI_COMM_WORLD_SIZE is {world_size} and OMPI_COMM_WORLD_LOCAL_SIZE {local_size}; this Open MPI "
+            "doesn't say how many hosts share them: --hostfile would"
+        )
+    return world_size // local_size
+
+
+def _mpirun_addresses(read: Variables) -> list[str]:
+    """The addresses of mpirun's own host, which is the first one unless the user has put others before it."""
+    uri = read.text("OMPI_MCA_orte_hnp_uri") or ""
+    return [address for address in mpirun_addresses(uri) if ":" not in address]
+
+
+def _no_address(addresses: list[str]) -> str:
+    """Of several addresses nobody knows by which the others reach it; Open MPI 5 names none."""
+    return (
+        f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host; on several hosts samestep "
+        "launch wants one: --master-addr ADDRESS, the address of the first host, would do, or --mca "
+        "oob_tcp_if_include INTERFACE, an option of mpirun; or leave samestep launch away, and start a process a rank"
+    )
+
+
+def mpirun_addresses(uri: str) -> list[str]:
+    """The addresses in mpirun's contact: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865;tcp6://[fd00::5]:56449."""
+    found = re.findall(r"tcp6?://([^;]+):\d+", uri)
+    return [address.strip("[]") for addresses in found for address in addresses.split(",")]

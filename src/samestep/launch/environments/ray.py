@@ -1,0 +1,219 @@
+"""Ray: a cluster's live nodes, and a start by an actor on each of the job's nodes, which holds its remote agent.
+
+`python -m samestep.launch.environments.ray ADDRESS HOST` is the process behind which one such agent stands.
+"""
+
+import importlib.util
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from io import FileIO
+from typing import Any
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments.base import Found, Given, Read, which
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.remote_agent import far_end
+from samestep.launch.starter import AgentCommand, LaunchOptions, Starter
+
+_PATIENCE = 5.0  # seconds for a connection
+
+
+class Ray:
+    """The nodes of the cluster whose address the user, or RAY_ADDRESS, names."""
+
+    name = "ray"
+    sign = "--ray ADDRESS or RAY_ADDRESS"
+    everywhere = False
+    allocates = False
+
+    def named(self, given: Given) -> bool:
+        return given.ray is not None
+
+    def there(self, given: Given) -> bool:
+        return bool(given.environ.get("RAY_ADDRESS"))
+
+    def find(self, given: Given) -> Found:
+        source, address = ("--ray", given.ray) if given.ray else ("RAY_ADDRESS", given.environ.get("RAY_ADDRESS", ""))
+        assert address is not None
+        if importlib.util.find_spec("ray") is None:
+            raise UserError(f"{source} is {address}, and Ray is not installed; pip install ray would do")
+        _check_answers(source, address)
+        nodes = [node for node in _nodes(source, address) if node.get("Alive")]
+        accelerated = given.device != "cpu" and any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)
+        kind = "GPU" if accelerated else "CPU"
+        hosts = [
+            Host(name=node["NodeManagerAddress"], slots=int(node["Resources"].get(kind, 0)))
+            for node in sorted(nodes, key=_order)
+        ]
+        hosts = [host for host in hosts if host.slots]
+        if not hosts:
+            raise UserError(f"{source} is {address}, a Ray cluster without a live node that has a CPU")
+        return Found(
+            cluster=Cluster(
+                place=self.name,
+                hosts=tuple(hosts),
+                this=which([host.name for host in hosts], given.host.name),
+            ),
+            read=(Read(source=source, value=address), *(_read(node) for node in nodes)),
+            slots_from="accelerators" if accelerated else "cores",
+        )
+
+
+def _check_answers(source: str, address: str) -> None:
+    """Raise UserError where nobody listens; Ray itself would go on trying for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        return  # auto, or what else Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"{source} is {address}, where nothing answers: {error}; ray start --head says its address"
+        ) from None
+
+
+def _nodes(source: str, address: str) -> list[dict[str, Any]]:
+    import ray  # pyright: ignore[reportMissingImports]
+
+    ours = not ray.is_initialized()
+    try:
+        if ours:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        return ray.nodes()
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{source} is {address}, where no Ray cluster answers: {error}; ray start --head makes one"
+        ) from None
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _order(node: dict[str, Any]) -> tuple[bool, str]:
+    """The head node first, then by address, so that every look at the cluster numbers its hosts alike."""
+    return "node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"]
+
+
+def _read(node: dict[str, Any]) -> Read:
+    resources = node["Resources"]
+    return Read(
+        source=f"node {node['NodeManagerAddress']}",
+        value=", ".join(f"{kind} {resources[kind]:g}" for kind in ("CPU", "GPU") if kind in resources),
+    )
+
+
+_MODULE = "samestep.launch.environments.ray"
+# seconds that one question for output waits
+
+
+def _bring(parts: Sequence[NodeSpec], ways: LaunchOptions) -> list[AgentCommand]:
+    return [
+        AgentCommand(
+            command=tuple(far_end([sys.executable]))
+            if part.node_rank == ways.this
+            else (sys.executable, "-m", _MODULE, ways.ray or "auto", part.host),
+            parts=(part,),
+        )
+        for part in parts
+    ]
+
+
+class FarEnd:
+    """On a node: the far end's process, its input, and what it prints."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            far_end([sys.executable]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._printed: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
+        for number, stream in ((1, self._process.stdout), (2, self._process.stderr)):
+            threading.Thread(target=self._read, args=(number, stream), daemon=True).start()
+
+    def _read(self, number: int, stream: Any) -> None:
+        for line in stream:
+            self._printed.put((number, line))
+        self._printed.put(None)
+
+    def write(self, data: bytes) -> None:
+        """More of its input; none ends it."""
+        assert self._process.stdin is not None
+        if data:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        else:
+            self._process.stdin.close()
+
+    def printed(self) -> list[tuple[int, bytes] | None]:
+        """What it has printed since, after some seconds at most; a None for each stream that has ended."""
+        try:
+            found = [self._printed.get(timeout=_PATIENCE)]
+            while not self._printed.empty():
+                found.append(self._printed.get())
+        except queue.Empty:
+            return []
+        return found
+
+    def ended(self) -> int:
+        """Its exit code, once its streams have ended."""
+        return self._process.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Stand for the far end on a node: pass its input and its output on."""
+    ray: Any = import_module("ray")  # only some have it
+    scheduling: Any = import_module("ray.util.scheduling_strategies")
+    address, host = arguments
+    here = environment.snapshot()
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        node = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == host)
+        # Of no resources: what the node has is for the agent's ranks. A thread reads while another writes.
+        actor = ray.remote(FarEnd).options(
+            num_cpus=0,
+            max_concurrency=4,
+            scheduling_strategy=scheduling.NodeAffinitySchedulingStrategy(node, soft=False),
+            # Ray shows these to all who see its pages, so no more of them than it takes to find this module.
+            runtime_env={"env_vars": {name: here[name] for name in ("PYTHONPATH",) if name in here}},
+        )
+        there = actor.remote()
+        threading.Thread(target=_pass_input, args=(ray, there), daemon=True).start()
+        _pass_output(ray, there)
+        return ray.get(there.ended.remote())
+    except StopIteration:
+        print(f"Ray has no live node {host}", file=sys.stderr)
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+        print(str(error).strip().partition("\n")[0], file=sys.stderr)
+    return 1
+
+
+def _pass_input(ray: Any, there: Any) -> None:
+    for line in FileIO(0, closefd=False):
+        ray.get(there.write.remote(line))
+    ray.get(there.write.remote(b""))
+
+
+def _pass_output(ray: Any, there: Any) -> None:
+    ends = 0
+    while ends < 2:
+        for each in ray.get(there.printed.remote()):
+            if each is None:
+                ends += 1
+            else:
+                number, line = each
+                os.write(number, line)
+
+
+STARTER = Starter(bring=_bring)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""From what the user named and what the variables show to the place whose hosts are taken."""
+
+from collections.abc import Mapping, Sequence
+
+from samestep.errors import UserError, closest
+from samestep.launch.environments.base import ClusterEnvironment, Found, Given
+from samestep.launch.environments.hostfile import Hostfile
+from samestep.launch.environments.kubernetes import PyTorchJob
+from samestep.launch.environments.local import ThisMachine
+from samestep.launch.environments.open_mpi import OpenMpi
+from samestep.launch.environments.ray import Ray
+from samestep.launch.environments.sagemaker import SageMaker
+from samestep.launch.environments.slurm import Slurm
+from samestep.launch.environments.torchrun import Torchrun
+
+# What the user names wins; else the first that shows. A launcher inside another stands before it: torchrun in a Slurm
+# job, mpirun in SageMaker.
+PLACES: Sequence[ClusterEnvironment] = (
+    Hostfile(),
+    Torchrun(),
+    OpenMpi(),
+    SageMaker(),
+    PyTorchJob(),
+    Slurm(),
+    Ray(),
+    ThisMachine(),
+)
+
+
+def find(given: Given, place: str | None = None) -> Found:
+    """The hosts of a place: of the one with that name, of the one that the user named, or of the first that shows.
+
+    Raises UserError where two are named, where the one with that name doesn't show, or where what it offers can't be
+    read.
+    """
+    named = [each for each in PLACES if each.named(given)]
+    if place is not None:
+        return _called(place, given, named).find(given)
+    if len(named) > 1:
+        raise UserError(f"{' and '.join(each.sign for each in named)} both name hosts; leave one of them out")
+    chosen = named[0] if named else _shown(given)
+    return chosen.find(given)
+
+
+def check_not_alone(environ: Mapping[str, str]) -> None:
+    """Raise UserError where every one of several hosts would do the whole job for itself.
+
+    For a process that is no rank, and is about to start its own.
+    """
+    given = Given(environ=environ)
+    place = _shown(given)
+    if not place.everywhere:
+        return
+    hosts = place.find(given).cluster.hosts
+    if len(hosts) > 1:
+        raise UserError(
+            f"this is one of {len(hosts)} hosts of a {place.name} job, which all run this command, and each would do "
+            "the whole job for itself; behind samestep launch -- they do it together"
+        )
+
+
+def idle_hosts(environ: Mapping[str, str]) -> str | None:
+    """What to tell where a job has several hosts, of which this process would use its own alone; None elsewhere."""
+    given = Given(environ=environ)
+    place = _shown(given)
+    try:
+        hosts = place.find(given).cluster.hosts if place.allocates else ()
+    except UserError:
+        return None  # what the place says wrong is of no matter to a training on one host
+    if len(hosts) <= 1:
+        return None
+    return (
+        f"this {place.name} job has {len(hosts)} hosts, and the training takes this one alone; "
+        f"with --place {place.name} it takes all of them"
+    )
+
+
+def _shown(given: Given) -> ClusterEnvironment:
+    """The first place that shows; this machine always does."""
+    return next(each for each in PLACES if each.there(given))
+
+
+def _called(name: str, given: Given, named: Sequence[ClusterEnvironment]) -> ClusterEnvironment:
+    places = {each.name: each for each in PLACES}
+    if name not in places:
+        raise UserError(f'--place "{name}" is not known; {closest(name, places)}')
+    other = next((each for each in named if each.name != name), None)
+    if other is not None:
+        raise UserError(f'--place "{name}" and {other.sign} are two places; leave one of them out')
+    chosen = places[name]
+    if not chosen.named(given) and not chosen.there(given):
+        shown = [each.name for each in PLACES if each.there(given)]
+        raise UserError(f'--place "{name}": {chosen.sign} would show it; what shows here: {", ".join(shown)}')
+    return chosen

@@ -1,0 +1,139 @@
+"""A Slurm job: the nodes that were given to it, seen from sbatch, salloc, or a step that srun started."""
+
+import re
+from itertools import product
+
+from samestep.errors import UserError
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments.base import Found, Given, Slots, Variables, which
+from samestep.ranks import accelerators, counts, in_slurm_step
+from samestep.visible_devices import DeviceChoice
+
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_PLAIN = re.compile(r"[\w.-]*", re.ASCII)
+_LARGEST = 100_000  # names in one range
+
+
+def host_names(variable: str, text: str) -> list[str]:
+    """The names that a list stands for, in order. Raises UserError with the variable and what is wrong in it."""
+    names: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text):  # the commas outside of brackets
+        pieces = re.split(r"\[([^\[\]]*)\]", part)  # plain, ranges, plain, ranges, plain
+        plain, ranges = pieces[::2], pieces[1::2]
+        if not part or any(_PLAIN.fullmatch(piece) is None for piece in plain):
+            raise _wrong(variable, text, part)
+        choices = [_numbers(variable, text, piece) for piece in ranges]
+        for numbers in product(*choices):
+            names.append("".join(word for pair in zip(plain, [*numbers, ""], strict=True) for word in pair))
+    return names
+
+
+def _numbers(variable: str, text: str, ranges: str) -> list[str]:
+    """The numbers of what stands between brackets, as wide as they are written there."""
+    found: list[str] = []
+    for each in ranges.split(","):
+        match = _RANGE.fullmatch(each)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if not 0 <= int(last) - int(first) < _LARGEST:
+            raise _wrong(variable, text, each)
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def _wrong(variable: str, text: str, part: str) -> UserError:
+    return UserError(f'{variable} is {text!r}; "{part}" is no part of a list of hosts such as gpu[01-03,7],host-b')
+
+
+class Slurm:
+    """The nodes of the job, or of the step where srun started this process."""
+
+    name = "slurm"
+    sign = "SLURM_JOB_ID"
+    everywhere = False
+    allocates = True
+
+    def named(self, given: Given) -> bool:
+        return False
+
+    def there(self, given: Given) -> bool:
+        return "SLURM_JOB_ID" in given.environ and "SLURM_JOB_NODELIST" in given.environ
+
+    def find(self, given: Given) -> Found:
+        read = Variables(given.environ)
+        job = read.wanted("SLURM_JOB_ID", "the job's number")
+        step = in_slurm_step(given.environ)
+        name = "SLURM_STEP_NODELIST" if step and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+        names = host_names(name, read.wanted(name, "the names of the job's hosts"))
+        # One task on each node: this command is that task, and starts the node's ranks.
+        agents = step and read.number("SLURM_STEP_NUM_TASKS") == len(names)
+        slots, counted = _slots(read, names, step=step, agents=agents, device=given.device)
+        node = read.number("SLURM_NODEID")
+        if node is not None and node >= len(names):
+            raise UserError(f"SLURM_NODEID is {node}, and {name} names {len(names)}; Slurm sets both")
+        return Found(
+            cluster=Cluster(
+                place=self.name,
+                hosts=tuple(Host(name=host, slots=count) for host, count in zip(names, slots, strict=True)),
+                this=which(names, given.host.name) if node is None else node,
+                job=job,
+            ),
+            read=read.read(),
+            slots_from=counted,
+            on_every_host=agents and len(names) > 1,
+        )
+
+
+def _slots(
+    read: Variables, names: list[str], *, step: bool, agents: bool, device: DeviceChoice
+) -> tuple[list[int], Slots]:
+    """The slots of each node: its accelerators, else the tasks that were asked for, else its cores.
+
+    Where tasks are agents, which start ranks, their cores are what counts. Other tasks of a step are ranks
+    themselves.
+    """
+    # In a step, its own tasks; the other variable may count those of the job.
+    tasks = "SLURM_STEP_TASKS_PER_NODE" if read.text("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
+    if step and not agents:
+        return _for_each(read, tasks, len(names)), "listed"
+    gpus = _gpus(read, len(names), step=step) if device != "cpu" else None
+    if gpus is not None:
+        return gpus, "accelerators"
+    asked = read.first("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS")
+    if not agents and asked is not None:
+        return _for_each(read, tasks, len(names)), "listed"
+    cores_of_a_task = read.number("SLURM_CPUS_PER_TASK", 1)
+    if agents and cores_of_a_task is not None:
+        return [cores_of_a_task] * len(names), "cores"
+    # Of all of the job's nodes, of which a step may have fewer.
+    job = host_names("SLURM_JOB_NODELIST", read.wanted("SLURM_JOB_NODELIST", "the names of the job's hosts"))
+    cores = dict(zip(job, _for_each(read, "SLURM_JOB_CPUS_PER_NODE", len(job)), strict=True))
+    if stray := [name for name in names if name not in cores]:
+        raise UserError(f"SLURM_STEP_NODELIST names {stray[0]}, which is not in SLURM_JOB_NODELIST; Slurm sets both")
+    return [max(1, cores[name] // (cores_of_a_task or 1)) for name in names], "cores"
+
+
+def _gpus(read: Variables, nodes: int, *, step: bool) -> list[int] | None:
+    """The accelerators of each node; None where there are none.
+
+    Slurm counts those of this node alone; the others are taken to have as many, unless the job asked for so many a
+    task. What it asked for says nothing of a step, whose tasks still find it in their variables.
+    """
+    of_a_node = None if step else _accelerators(read, "SLURM_GPUS_PER_NODE")
+    of_a_task = None if step else _accelerators(read, "SLURM_GPUS_PER_TASK")
+    if of_a_task and not of_a_node and read.text("SLURM_TASKS_PER_NODE") is not None:
+        return [of_a_task * count for count in _for_each(read, "SLURM_TASKS_PER_NODE", nodes)]
+    gpus = of_a_node or read.number("SLURM_GPUS_ON_NODE") or _accelerators(read, "SLURM_GPUS_PER_NODE")
+    return [gpus] * nodes if gpus else None
+
+
+def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
+    text = read.wanted(name, "a number for each node, such as 2(x3),1,")
+    found = counts(name, text)
+    if len(found) != nodes or 0 in found:
+        raise UserError(f"{name} is {text!r}, which doesn't say a number for each of {nodes} nodes")
+    return found
+
+
+def _accelerators(read: Variables, name: str) -> int | None:
+    text = read.text(name)
+    return None if text is None else accelerators(name, text)

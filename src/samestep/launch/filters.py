@@ -1,0 +1,165 @@
+"""What of a cluster a job takes: included or excluded hosts and slots, so many hosts, so many ranks on each."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from samestep import environment
+from samestep.errors import UserError, closest
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments.base import Found
+from samestep.visible_devices import DeviceChoice
+
+_SLOTS = re.compile(r"\d{1,6}(?:,\d{1,6})*", re.ASCII)
+_FORM = 'write HOST, or HOST:SLOT,SLOT, with @ between hosts, such as "worker-2:0,1@worker-3"'
+_HERE = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filters:
+    """What the user asked for; None: no wish."""
+
+    include: str | None = None  # such as worker-2:0,1@worker-3
+    exclude: str | None = None
+    num_nodes: int | None = None  # the first so many hosts of those that are left
+    num_procs: int | None = None  # ranks on each host, on the first slots that are left
+    device: DeviceChoice = "auto"  # slots of a job on the CPU are no accelerators, whatever is visible
+
+
+def apply(found: Found, filters: Filters, environ: Mapping[str, str]) -> Found:
+    """The part of what was found that a job takes. Hosts and slots keep their order.
+
+    Include and exclude are those of DeepSpeed's launcher. Raises UserError for a host or slot that isn't there, for
+    more than there is, and where nothing is left.
+    """
+    if filters.include is not None and filters.exclude is not None:
+        raise UserError("--include and --exclude are both given; one of them says all")
+    on_cores = found.slots_from == "cores" or filters.device == "cpu"
+    cluster = found.cluster if on_cores else _visible(found.cluster, environ)
+    if filters.include is not None:
+        cluster = _included(cluster, filters.include)
+    if filters.exclude is not None:
+        cluster = _excluded(cluster, filters.exclude)
+    if filters.num_nodes is not None:
+        cluster = _first_hosts(cluster, filters.num_nodes)
+    if filters.num_procs is not None:
+        cluster = _so_many_ranks(cluster, filters.num_procs, shared=found.slots_from == "cores")
+    return replace(found, cluster=cluster)
+
+
+def _visible(cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
+    """This host holds no more ranks than devices that its variables leave visible.
+
+    In one of several ranks of a host they may be what its launcher has left to that rank alone.
+    """
+    visible, ranks = environment.visible_devices(environ), environment.ranks(environ)
+    if ranks is not None and ranks.local_world_size > 1:
+        return cluster
+    if visible is None or not visible.devices or cluster.this is None:
+        return cluster
+    return _with_hosts(
+        cluster,
+        {
+            index: replace(host, slots=min(host.slots, len(visible.devices))) if index == cluster.this else host
+            for index, host in enumerate(cluster.hosts)
+        },
+    )
+
+
+def _included(cluster: Cluster, text: str) -> Cluster:
+    wanted = _parse(cluster, "--include", text)
+    kept = {
+        index: _choose(cluster.hosts[index], slots) if slots else cluster.hosts[index]
+        for index, slots in sorted(wanted.items())
+    }
+    return _with_hosts(cluster, kept)
+
+
+def _excluded(cluster: Cluster, text: str) -> Cluster:
+    unwanted = _parse(cluster, "--exclude", text)
+    kept: dict[int, Host] = {}
+    for index, host in enumerate(cluster.hosts):
+        if index not in unwanted:
+            kept[index] = host
+        elif left := set(range(host.slots)) - unwanted[index] if unwanted[index] else None:
+            kept[index] = _choose(host, left)
+    if not kept:
+        raise UserError(f'--exclude "{text}" leaves no slot of {_names(cluster)}; exclude fewer')
+    return _with_hosts(cluster, kept)
+
+
+def _parse(cluster: Cluster, flag: str, text: str) -> dict[int, set[int]]:
+    """The slots that are named of each host that is named; none of them: the whole host."""
+    found: dict[int, set[int]] = {}
+    for part in text.split("@"):
+        name, colon, slots = part.strip().rpartition(":") if _numbered(part) else (part.strip(), "", "")
+        if not name or (colon and not _SLOTS.fullmatch(slots)):
+            raise UserError(f'{flag} "{text}": "{part}" names no slots of a host; {_FORM}')
+        index = _index(cluster, name, f'{flag} "{text}"')
+        host = cluster.hosts[index]
+        numbers = {int(number) for number in slots.split(",")} if colon else set()
+        beyond = sorted(number for number in numbers if number >= host.slots)
+        if beyond:
+            there = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
+            raise UserError(f'{flag} "{text}": {host.name} has {there}, and no slot {beyond[0]}')
+        if index in found and not (numbers and found[index]):
+            found[index] = set()  # the whole host, and some of its slots: the whole host
+        else:
+            found.setdefault(index, set()).update(numbers)
+    return found
+
+
+def _numbered(part: str) -> bool:
+    """Whether slots stand behind the name; an IPv6 address has colons of its own and stands in brackets then."""
+    return part.count(":") == 1 or "]:" in part
+
+
+def _index(cluster: Cluster, name: str, place: str) -> int:
+    plain = name.removeprefix("[").removesuffix("]")
+    names = [host.name for host in cluster.hosts]
+    if plain in names:
+        return names.index(plain)
+    if plain in _HERE and cluster.this is not None:
+        return cluster.this
+    raise UserError(f'{place}: there is no host "{name}"; {closest(name, names)}')
+
+
+def _choose(host: Host, slots: set[int]) -> Host:
+    """A host with these of its slots alone, counted among those that are left of it."""
+    there = host.chosen if host.chosen is not None else tuple(range(host.slots))
+    chosen = tuple(there[slot] for slot in sorted(slots))
+    return replace(host, slots=len(chosen), chosen=chosen)
+
+
+def _first_hosts(cluster: Cluster, count: int) -> Cluster:
+    if not 0 < count <= len(cluster.hosts):
+        there = f"there {'is' if len(cluster.hosts) == 1 else 'are'} {len(cluster.hosts)}: {_names(cluster)}"
+        raise UserError(f"--num-nodes is {count}, and {there}; a number from 1 to {len(cluster.hosts)} would do")
+    return _with_hosts(cluster, dict(enumerate(cluster.hosts[:count])))
+
+
+def _so_many_ranks(cluster: Cluster, count: int, *, shared: bool) -> Cluster:
+    if count < 1:
+        raise UserError(f"--num-procs is {count}; it should be 1 or more")
+    small = min(cluster.hosts, key=lambda host: host.slots)
+    if count > small.slots and not (shared and small.chosen is None):
+        there = "1 slot; 1" if small.slots == 1 else f"{small.slots} slots; {small.slots} or fewer"
+        without = f", or --exclude {small.name}" if len(cluster.hosts) > 1 else ""
+        raise UserError(f"--num-procs is {count}, and {small.name} has {there} would do{without}")
+    hosts = {
+        index: replace(host, slots=count, chosen=None if host.chosen is None else host.chosen[:count])
+        for index, host in enumerate(cluster.hosts)
+    }
+    return _with_hosts(cluster, hosts)
+
+
+def _with_hosts(cluster: Cluster, kept: Mapping[int, Host]) -> Cluster:
+    """The cluster with the hosts that are kept, by their former positions."""
+    positions = list(kept)
+    this = positions.index(cluster.this) if cluster.this is not None and cluster.this in kept else None
+    return replace(cluster, hosts=tuple(kept.values()), this=this)
+
+
+def _names(cluster: Cluster) -> str:
+    names = [host.name for host in cluster.hosts]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

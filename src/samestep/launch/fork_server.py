@@ -1,0 +1,159 @@
+"""Ranks are forked from a server that has imported PyTorch once, so that a start takes tenths of a second."""
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.job import Job
+from samestep.layout import Layout, unsized
+from samestep.tasks import TASKS
+
+_PR_SET_PDEATHSIG = 1  # Linux, <sys/prctl.h>; what a process becomes by exec keeps it
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when its parent is gone; without effect where it can't, as on macOS."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:  # it was gone before it could be said
+        os._exit(1)
+
+
+def end_with_starter() -> None:
+    """In a new process of multiprocessing's: end it when the one that started it is gone, even if that was killed.
+
+    That process is not the system's parent of a rank which a server has forked: the server lives on as long as any
+    of its ranks.
+    """
+    import multiprocessing  # a rank that becomes another program is to start without it
+
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+
+    def wait() -> None:
+        starter.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+# Forking a process that has loaded the system's frameworks is not safe on macOS.
+METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+
+# The first holds off signals and garbage collection; the last allows collection again.
+_FIRST, _LAST = "samestep.launch.fork_server_first", "samestep.launch.fork_server_last"
+
+_ALWAYS = (
+    "samestep.api",
+    "torch._dynamo",  # which PyTorch imports at an optimizer's first step
+    "torch.distributed.elastic.multiprocessing.api",
+)
+
+# Slow to import, and imported by the ranks of a job whose starting process has imported them.
+_WHERE_USED = (
+    "safetensors.torch",
+    "tokenizers",
+    "samestep.training.board",
+    "torchmetrics.classification",
+    "transformers.modeling_utils",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def preload(more: Sequence[str] = ()) -> None:
+    """Say what the server imports when it starts; without effect on one that runs already."""
+    if METHOD == "forkserver":
+        used = (name for name in _WHERE_USED if name in sys.modules)
+        multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more)), _LAST])
+
+
+def start_early(job: Job) -> None:
+    """Start the server for a job's ranks, if there will be any; it imports what a job of this task needs.
+
+    It is ended with this process. Mistakes in the job are not told here.
+    """
+    if METHOD != "forkserver" or imports_main_again():
+        return
+    with suppress(UserError):
+        if environment.ranks() is None and _has_ranks(job):
+            preload(_modules_of(job))
+            forkserver.ensure_running()
+            atexit.unregister(_end)
+            atexit.register(_end)
+
+
+def imports_main_again() -> bool:
+    """Whether this is a new rank that imports the starting process's main module, in which nothing can be started."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
+
+
+def _has_ranks(job: Job) -> bool:
+    layout, processes = job.run.layout, job.run.processes
+    return (unsized(layout) and processes is None) or Layout.parse(layout, processes).size > 1
+
+
+def _modules_of(job: Job) -> list[str]:
+    """What the ranks of a task that ships import beside that which all ranks do."""
+    recipe = job.recipe
+    if not isinstance(recipe.task, str) or recipe.task not in TASKS:
+        return []
+    found = [TASKS[recipe.task].partition(":")[0], "safetensors.torch"]
+    if job.run.tensorboard:
+        found.append("samestep.training.board")
+    if recipe.task in _MODEL_TYPES:
+        found.append("transformers.modeling_utils")
+        kind = recipe.model.get("type", _MODEL_TYPES[recipe.task])
+        if isinstance(kind, str) and kind.isidentifier() and "folder" not in recipe.model:
+            found.append(f"transformers.models.{kind}.modeling_{kind}")
+    return found
+
+
+# The tasks with models of transformers, and the type of such a model where the job says none.
+_MODEL_TYPES = {"text-classification": "bert", "causal-lm": "llama"}
+
+
+def _end() -> None:
+    """End a server that may still be importing; ranks have ended, or end with this process by themselves."""
+    pid: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)  # pyright: ignore[reportAttributeAccessIssue]
+    if pid is not None:
+        with suppress(ProcessLookupError, ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):  # else the number may be another process's
+                os.kill(pid, signal.SIGKILL)
+
+
+class Streams:
+    """The standard output and error of the process that starts ranks, for ranks that a server of earlier forks.
+
+    Pickled while a process is started, it takes the two file descriptors along; `take` puts them in place.
+    """
+
+    def __init__(self, descriptors: tuple[int, int] | None = None) -> None:
+        self._descriptors = descriptors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if METHOD == "spawn":
+            return Streams, ()  # a spawned process inherits them
+        return _received, (DupFd(1), DupFd(2))
+
+    def take(self) -> None:
+        for number, descriptor in enumerate(self._descriptors or (), start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _received(output: Any, errors: Any) -> Streams:
+    return Streams((output.detach(), errors.detach()))

@@ -1,0 +1,269 @@
+"""Handshake: before they rendezvous, the hosts of a job see that all have come and agree; later, that one has failed.
+
+All of it stands in the store that the controller or the first host serves, one store a job.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from samestep.errors import StartError, UserError
+from samestep.launch import consistency, store_address
+from samestep.launch.clock_skew import Clocks
+from samestep.launch.failure import Failure
+from samestep.launch.network import reach, store_client
+from samestep.launch.node_spec import NodeSpec
+from samestep.launch.rounds import say
+
+_LOOK = 0.1  # seconds between two looks into the store
+_APART = 0.5  # seconds between two tries to reach it
+_ANSWER = 10.0  # seconds for one answer of the store
+
+_FIRST = "samestep/first"
+_REFUSED = "samestep/refused"
+_COMPLETE = "samestep/complete"
+_FAILED = "samestep/failed"
+_ENDED = "samestep/ended"
+_SUCCEEDED = "samestep/succeeded"
+_LEFT = "samestep/left"
+
+
+class Handshake:
+    """A job's store, as one host's agent uses it."""
+
+    def __init__(self, part: NodeSpec, clock: Callable[[], float] = time.time) -> None:
+        """Reach the store, and serve it where that is this host's part. `clock` is the host's: seconds since 1970.
+
+        Raises UserError for an address or a port that can't be, StartError where nothing answers in time.
+        """
+        assert part.address is not None
+        self._part = part
+        self._deadline = time.monotonic() + part.start_timeout
+        self._where = f"{part.address}:{part.port}"
+        found = store_address.resolved(part, self._deadline)
+        # By which this host reaches the store: the host that serves it may be led elsewhere by the name.
+        self.address = store_address.to_serve_at(part, found) if part.serves else part.address
+        self._server = store_address.served(part, self.address) if part.serves else None
+        self._await_port(self.address, part.port)
+        self._store = self._reached()
+        self._clocks = Clocks(self._store, part, clock)
+
+    def _reached(self) -> dist.TCPStore:
+        """A connection to the store. PyTorch waits without an end for the first answer of what may be no store."""
+        address, port = self.address, self._part.port
+        found: list[dist.TCPStore | Exception] = []
+
+        def connect() -> None:
+            try:
+                found.append(store_client(address, port, answer_within=_ANSWER))
+            except (RuntimeError, ValueError) as error:
+                found.append(error)
+
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(_ANSWER)
+        store = found[0] if found else TimeoutError("no answer")
+        if not isinstance(store, Exception):
+            return store
+        raise StartError(
+            f"{self._part.host}: what listens at {self._where} is no job's store ({_first_line(store)}); "
+            "another --master-port would do"
+        )
+
+    def _await_port(self, address: str, port: int) -> None:
+        while True:
+            try:
+                with socket.create_connection((address, port), timeout=_ANSWER):
+                    return
+            except OSError as error:
+                reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
+            if time.monotonic() > self._deadline:
+                raise StartError(
+                    f"{self._part.host} waited {self._part.start_timeout:.0f} s for the job's store "
+                    f"at {self._where}: {reason}; {self._hint()}"
+                )
+            time.sleep(_APART)
+
+    def _hint(self) -> str:
+        if self._part.controlled:
+            return "a firewall may be in between, or --master-addr should be another address of the starting machine"
+        return f"{self._part.name_of(0)} is to serve it: has it been started, and is there a firewall?"
+
+    def agree(self) -> None:
+        """Wait until enough hosts are here that all say the same.
+
+        Raises UserError where hosts differ, StartError where some don't come.
+        """
+        while True:
+            try:
+                self._compare()
+                self._clocks.ask()
+                self._take_seat()
+                self._await_others()
+                break
+            except RuntimeError as error:  # what PyTorch's stores raise
+                self._come_back(error)
+        if (apart := self._clocks.difference) is not None and apart.too_large:
+            say(apart.told(self._part.host))
+
+    def _come_back(self, error: Exception) -> None:
+        """Reach the store anew, as long as its host does not say that it has ended. Raises StartError."""
+        until = min(self._deadline, time.monotonic() + self._part.return_limit)
+        while time.monotonic() < until:
+            time.sleep(_APART)
+            found = reach(self.address, self._part.port, within=1.0)
+            if found == "refuses":
+                break
+            if found == "answers":
+                with suppress(StartError):  # the connection may break once more
+                    self._store = self._reached()
+                    self._clocks.go_on_with(self._store)
+                    return
+        raise StartError(f"{self._part.host} lost the job's store at {self._where}: {_first_line(error)}")
+
+    def _compare(self) -> None:
+        part = self._part
+        mine = {"host": part.host, **consistency.told(part)}
+        theirs = json.loads(self._store.compare_set(_FIRST, "", json.dumps(mine)))
+        found = consistency.difference(theirs, mine)
+        if found is None:
+            return
+        name, message = found
+        complete = self._there(_COMPLETE)
+        if name == "job":
+            message = (
+                f'the store at {self._where} is that of job "{theirs[name]}", which {theirs["host"]} began; '
+                f'{part.host} is of job "{mine[name]}"; give all hosts of a job one --job-id, and each job a port'
+            )
+        elif not complete:
+            self._store.set(_REFUSED, message)  # the others need not wait
+        if complete and part.elastic and part.controlled:
+            raise StartError(message)  # the others go on; this one may come again when it is mended
+        raise UserError(message)
+
+    def _take_seat(self) -> None:
+        """One agent for each node rank. One that comes again, as after a crash, takes its old place."""
+        part = self._part
+        mine = json.dumps({"host": part.host, "machine": socket.gethostname(), "process": os.getpid()})
+        seat = _seat(part.node_rank)
+        there = self._store.compare_set(seat, "", mine).decode()
+        if there == mine:
+            return
+        other = json.loads(there)
+        if other["host"] != part.host or _runs_here(other):
+            raise UserError(
+                f"node rank {part.node_rank} of job {part.job} is held by {other['host']} "
+                f"(process {other['process']}) already, and {part.host} comes with it too; "
+                "give each host its own --node-rank, and each job its own --master-port"
+            )
+        self._store.set(seat, mine)
+
+    def _await_others(self) -> None:
+        part = self._part
+        while True:
+            came = [number for number in range(part.most) if self._there(_seat(number))]
+            self._clocks.answer()  # what those who have come have asked
+            heard = self._clocks.listen()
+            if len(came) >= part.fewest:
+                self._store.set(_COMPLETE, "")
+                if heard:
+                    return
+            if self._there(_REFUSED):
+                raise UserError(self._store.get(_REFUSED).decode())
+            if time.monotonic() > self._deadline:
+                missing = [part.name_of(number) for number in range(part.most) if number not in came]
+                raise StartError(
+                    f"only {len(came)} of {part.size} hosts came within {part.start_timeout:.0f} s: "
+                    f"{', '.join(map(part.name_of, came))}; not {', '.join(missing)}"
+                )
+            time.sleep(_LOOK)
+
+    def tell_time(self) -> None:
+        """Tell hosts that have come since what time it is here; to be called again and again."""
+        self._clocks.answer()
+
+    def _there(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Let all hosts know that this one's ranks have failed for good."""
+        with suppress(RuntimeError):
+            number = self._store.add(_FAILED, 1)
+            self._store.set(f"{_FAILED}/{number}", json.dumps(asdict(failure)))
+        self.end(f"a rank on {self._part.host} failed")
+
+    def end(self, reason: str) -> None:
+        """Let all hosts know that the job is over."""
+        with suppress(RuntimeError):
+            self._store.compare_set(_ENDED, "", reason)
+
+    def ended(self) -> str | None:
+        """Why the job is over; None while it isn't. Raises StartError where the store is gone."""
+        try:
+            return self._store.get(_ENDED).decode() if self._there(_ENDED) else None
+        except RuntimeError as error:
+            raise StartError(f"{self._part.host} lost the job's store: {_first_line(error)}") from None
+
+    def tell_success(self) -> None:
+        """Let hosts that come later know that the job has ended as it should."""
+        with suppress(RuntimeError):
+            self._store.set(_SUCCEEDED, "")
+
+    def succeeded(self, seconds: float) -> bool:
+        """Whether a job that is over has ended as it should; it may be so long until that is told."""
+        deadline = time.monotonic() + seconds
+        with suppress(RuntimeError):
+            while not (done := self._there(_SUCCEEDED)) and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+            return done
+        return False
+
+    def failures(self) -> list[Failure] | None:
+        """All that was told; None where the store is gone."""
+        found = []
+        try:
+            for number in range(1, self._store.add(_FAILED, 0) + 1):
+                if self._store.check([f"{_FAILED}/{number}"]):
+                    found.append(Failure(**json.loads(self._store.get(f"{_FAILED}/{number}"))))
+        except RuntimeError:
+            return None
+        return found
+
+    def leave(self, seconds: float) -> None:
+        """Say that this host is done; who serves the store stays so long at most for the others to say it."""
+        with suppress(RuntimeError):
+            left = self._store.add(_LEFT, 1)
+            came = sum(self._there(_seat(number)) for number in range(self._part.most))
+            deadline = time.monotonic() + seconds
+            while self._server is not None and left < came and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+                left = self._store.add(_LEFT, 0)
+
+
+def _seat(node_rank: int) -> str:
+    return f"samestep/node/{node_rank}"
+
+
+def _runs_here(other: Mapping[str, Any]) -> bool:
+    """Whether an agent is another process of this machine that still runs."""
+    if other["machine"] != socket.gethostname() or other["process"] == os.getpid():
+        return False
+    try:
+        os.kill(other["process"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,359 @@
+"""Launcher: from the hosts that were found and the user's options to a NodeSpec a host, and how agents start."""
+
+import re
+import socket
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, chdir, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.launch import ssh
+from samestep.launch.affinity import BindChoice
+from samestep.launch.cluster import Cluster, Host
+from samestep.launch.environments import ray, srun
+from samestep.launch.environments.base import Found
+from samestep.launch.failure import Outcome
+from samestep.launch.forwarded_env import Variables
+from samestep.launch.node_spec import Limits, NodeSpec, Output
+from samestep.launch.starter import Starter
+from samestep.run_folder import RunPlace
+from samestep.visible_devices import DeviceChoice
+
+STARTERS: Mapping[str, Starter] = {
+    "slurm": srun.STARTER,
+    "ray": ray.STARTER,
+}
+
+
+def starter_of(place: str) -> Starter:
+    """How the agents of a place's hosts are brought up: by SSH, unless it has a way of its own."""
+    return STARTERS.get(place, ssh.STARTER)
+
+
+def node_rank_of(found: Found, given: int | None, most: int, *, named: bool) -> int:
+    """This host's number among `most`: as the user has `given` it, or as the place does where the hosts are `named`.
+
+    Raises UserError where neither says it, and for a host that the job leaves out.
+    """
+    if given is not None:
+        if not 0 <= given < most:
+            there = f"{most} hosts have the ranks 0 to {most - 1}; one of them"
+            ranks = "1 host has the rank 0; that" if most == 1 else there
+            raise UserError(f"--node-rank is {given}, and {ranks} would do, or more hosts by --num-nodes")
+        return given
+    this = found.cluster.this
+    if this is not None and this < most and (named or most == 1):
+        return this
+    if found.on_every_host or most == 1 or (this is not None and this >= most):
+        names = ", ".join(host.name for host in found.cluster.hosts[:most])
+        raise UserError(
+            f"this host, {socket.gethostname()}, is none of the job's: {names}; leave it out of the start, "
+            "change --include, --exclude or --num-nodes, or say by --node-rank which it is"
+        )
+    raise UserError(f"which of the {most} hosts is this? --node-rank 0 to {most - 1} would say it")
+
+
+_STARTED_BY = {"open-mpi": "mpirun", "pmi": "mpirun", "slurm": "srun"}
+
+
+def check_one_a_host() -> None:
+    """Raise UserError where a launcher started several of this process on a host: each would start all ranks."""
+    ranks = environment.ranks()
+    # Where the launcher doesn't say how many are on this host, they may be on as many hosts.
+    unsaid = ranks is not None and ranks.local_world_size == ranks.world_size and not ranks.one_host
+    if ranks is None or ranks.local_world_size < 2 or unsaid:
+        return
+    launcher = _STARTED_BY.get(ranks.launcher, ranks.launcher)
+    raise UserError(
+        f"{launcher} started {ranks.local_world_size} processes on this host, and each would start all of its ranks; "
+        "one a host (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, torchrun --nproc-per-node 1), or the "
+        "command without samestep launch, would do"
+    )
+
+
+DEFAULT_PORT = 29500  # PyTorch's
+
+_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_NOT_OF_AN_ID = re.compile(r"[^\w.-]", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What the user wants of a launch, beside the hosts."""
+
+    command: tuple[str, ...]
+    device: DeviceChoice = "auto"
+    engine: str = "torch"
+    bind: BindChoice = "auto"
+    threads: int | None = None
+    nodes: tuple[int, int] | None = None  # fewest and most hosts of a job that may shrink and grow
+    no_ssh: bool = False  # somebody starts this on every host
+    num_nodes: int | None = None
+    node_rank: int | None = None
+    address: str | None = None  # of the job's store
+    port: int | None = None
+    job: str | None = None
+    logs: Path | None = None
+    run: RunPlace | None = None  # what a job of samestep's says of its run's folder
+    output: Output = "terminal"
+    max_restarts: int = 0
+    start_timeout: float = 300.0
+    notice: float = 30.0
+    silence_limit: float = Limits.silence
+    return_limit: float = Limits.come_back
+    gather: float = Limits.first_call
+    ssh: tuple[str, ...] = ("ssh",)
+    remote_python: tuple[str, ...]
+    ray: str | None = None  # the address of a Ray cluster
+    folder: str  # in which the ranks work, on every host
+
+
+def launch(found: Found, wanted: LaunchRequest, variables: Variables) -> Outcome:
+    """Start a job and see it end. `variables` go to every host. Raises UserError before anything is started."""
+    check_one_a_host()
+    found = first_hosts(found, wanted)
+    part = part_here(found, wanted)
+    if part is None:
+        return _from_here(found, wanted, variables)
+    with environment.quiet_import():
+        from samestep.launch import agent
+    with ExitStack() as stack:
+        stack.enter_context(environment.given(variables.values))
+        try:
+            stack.enter_context(chdir(wanted.folder))
+        except OSError as error:
+            raise UserError(f"the folder {wanted.folder}: {error.strerror}; --chdir FOLDER says another") from None
+        return agent.run(part)
+
+
+def first_hosts(found: Found, wanted: LaunchRequest) -> Found:
+    """What is found, without hosts beyond the most that the job takes; this machine may be none of the others.
+
+    Where the same is started on every host, each needs to know of all.
+    """
+    if wanted.nodes is None or wanted.no_ssh or found.on_every_host:
+        return found
+    cluster, most = found.cluster, _nodes(wanted, None)[1]
+    this = cluster.this if cluster.this is not None and cluster.this < most else None
+    return replace(found, cluster=replace(cluster, hosts=cluster.hosts[:most], this=this))
+
+
+def part_here(found: Found, wanted: LaunchRequest) -> NodeSpec | None:
+    """The part of this process in the job; None where it is to bring agents up on other hosts."""
+    cluster = found.cluster
+    if wanted.no_ssh or found.on_every_host:
+        return _one_of_many(found, wanted)
+    if wanted.node_rank is not None:
+        raise UserError("--node-rank goes with --no-ssh, by which each host is started by itself")
+    if len(cluster.hosts) == 1 and cluster.this == 0:
+        if wanted.nodes is not None and wanted.nodes != (1, 1):
+            raise UserError(
+                f"--nodes {wanted.nodes[0]}:{wanted.nodes[1]}, and there is this host alone; "
+                "--hostfile names others, or --no-ssh starts one host after another"
+            )
+        return _part(wanted, _job_of(found, wanted), cluster, 0)
+    return None
+
+
+def world_of(found: Found, wanted: LaunchRequest) -> tuple[int, int]:
+    """The most ranks that a job may have, in all and on its first host."""
+    hosts = found.cluster.hosts
+    if wanted.no_ssh and len(hosts) == 1:  # the others are like this one
+        return hosts[0].slots * _nodes(wanted, None)[1], hosts[0].slots
+    most = _nodes(wanted, len(hosts))[1]
+    return sum(host.slots for host in hosts[:most]), hosts[0].slots
+
+
+def _one_of_many(found: Found, wanted: LaunchRequest) -> NodeSpec:
+    """This host's part, where somebody starts the same command on each."""
+    cluster, named = found.cluster, found.on_every_host or len(found.cluster.hosts) > 1
+    fewest, most = _nodes(wanted, len(cluster.hosts) if named else None)
+    node_rank = node_rank_of(found, wanted.node_rank, most, named=named)
+    address = wanted.address or (found.main_address or cluster.hosts[0].name if named else None)
+    if wanted.address is None and found.no_address is not None and most > 1:
+        raise UserError(found.no_address)
+    if address is None and most > 1:
+        raise UserError(
+            f"{most} hosts must know where they meet: --master-addr and the address of the host with --node-rank 0 "
+            "would do, the same on all"
+        )
+    port = wanted.port or found.main_port or _port_of(found)
+    host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
+    job = _job_of(found, wanted, default=f"{address}-{port}" if most > 1 else None)
+    part = _part(wanted, job, replace(cluster, hosts=(host,)), 0)
+    if most == 1:
+        return part
+    return replace(
+        part,
+        node_rank=node_rank,
+        hosts=tuple(each.name for each in cluster.hosts) if named else (),
+        fewest=fewest,
+        most=most,
+        alike=len({each.slots for each in cluster.hosts}) == 1,
+        address=address,
+        port=port,
+        serves=node_rank == 0,
+    )
+
+
+def _port_of(found: Found) -> int:
+    """Jobs that a place tells apart meet at ports of their own."""
+    if not found.on_every_host or found.cluster.job is None:
+        return DEFAULT_PORT
+    with environment.quiet_import():
+        from samestep.launch.rank_rendezvous import ports_of
+    return ports_of(found.cluster.job)[0]
+
+
+def _from_here(found: Found, wanted: LaunchRequest, variables: Variables) -> Outcome:
+    """Bring the agents of all hosts up, and serve the store where they meet."""
+    with environment.quiet_import():
+        from samestep.launch import store_address
+        from samestep.launch.controller import Controller
+        from samestep.launch.network import address_towards, store_at
+    from samestep.launch.starter import LaunchOptions
+
+    pass  # REGROUP sibling import
+
+    cluster = found.cluster
+    fewest, most = _nodes(wanted, len(cluster.hosts))
+    job = _job_of(found, wanted)
+    ways = LaunchOptions(
+        ssh=wanted.ssh,
+        remote_python=wanted.remote_python,
+        ray=wanted.ray,
+        this=cluster.this,
+        silence=wanted.silence_limit,
+        kept_back=variables.kept_back,
+    )
+    starter = starter_of(cluster.place)
+    others = [host.name for number, host in enumerate(cluster.hosts) if number != cluster.this]
+    try:
+        if wanted.address is not None:
+            address = store_address.to_meet_at(wanted.address, (starter.resolve(host, ways) for host in others))
+        else:
+            address = address_towards(starter.resolve(others[0], ways))
+        store = store_at(address, wanted.port or 0)
+    except OSError as error:
+        raise UserError(_no_store(wanted, others[0], error)) from None
+    parts = [
+        replace(
+            _part(wanted, job, cluster, number),
+            fewest=fewest,
+            most=most,
+            alike=False,
+            address=address,
+            port=store.port,
+            controlled=True,
+        )
+        for number in range(len(cluster.hosts))
+    ]
+    if variables.kept_back:
+        names = ", ".join(variables.kept_back)
+        print(f"samestep: {starter.kept_back}, since it may be secret: {names}; --pass NAME does", file=sys.stderr)
+    brings = starter.bring(parts, ways)
+    controller = Controller(brings, wanted.folder, variables.values, notice=wanted.notice, elastic=fewest != most)
+    return controller.run()
+
+
+def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:
+    from samestep.launch.network import why_not
+
+    if wanted.port is not None and (why := why_not(wanted.port, error)) is not None:
+        return f"--master-port {wanted.port} {why}; without it a free one is taken"
+    if wanted.address is not None:
+        return f"--master-addr {wanted.address} is no address of this machine, where the hosts meet: {error.strerror}"
+    return (
+        f"the address of this machine towards {other} can't be found: {error.strerror}; "
+        "--master-addr and an address of this machine that the hosts reach would do"
+    )
+
+
+def _part(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> NodeSpec:
+    host: Host = cluster.hosts[number]
+    return NodeSpec(
+        job=job,
+        host=host.name,
+        node_rank=number,
+        hosts=tuple(each.name for each in cluster.hosts),
+        num_procs=host.slots,
+        chosen=host.chosen,
+        command=wanted.command,
+        device=wanted.device,
+        engine=wanted.engine,
+        bind=wanted.bind,
+        threads=wanted.threads,
+        logs=_logs(wanted, job),
+        run=wanted.run,
+        output=wanted.output,
+        max_restarts=wanted.max_restarts,
+        start_timeout=wanted.start_timeout,
+        notice=wanted.notice,
+        silence_limit=wanted.silence_limit,
+        return_limit=wanted.return_limit,
+        gather=wanted.gather,
+    )
+
+
+def _logs(wanted: LaunchRequest, job: str) -> str | None:
+    """The folder of the ranks' files; None: one in the run's folder, of which the first host knows."""
+    if wanted.logs is None and wanted.run is not None:
+        return None
+    return str(wanted.logs or Path("runs") / f"launch-{job}")
+
+
+def check_size(wanted: LaunchRequest) -> None:
+    """Raise UserError for a number of hosts that no job can have."""
+    if wanted.nodes is not None and wanted.num_nodes is not None:
+        raise UserError("--nodes and --num-nodes are both given; --nodes 1:4 is for a job that may shrink and grow")
+    if wanted.num_nodes is not None and wanted.num_nodes < 1:
+        raise UserError(f"--num-nodes is {wanted.num_nodes}; it should be 1 or more")
+
+
+def _nodes(wanted: LaunchRequest, there: int | None) -> tuple[int, int]:
+    """Fewest and most hosts; `there`: how many the place offers, where it says so."""
+    check_size(wanted)
+    if wanted.nodes is None and wanted.num_nodes is None and there is None:
+        raise UserError("--no-ssh needs to know how many hosts there are: --num-nodes 2, the same on all, would do")
+    fewest, most = wanted.nodes or ((wanted.num_nodes or there or 1),) * 2
+    if there is not None and most > there:
+        asked = f"--nodes {fewest}:{most}" if wanted.nodes is not None else f"--num-nodes is {most}"
+        raise UserError(
+            f"{asked}, and there {'is 1 host; 1' if there == 1 else f'are {there} hosts; {there} or fewer'} would do"
+        )
+    return fewest, most
+
+
+def _job_of(found: Found, wanted: LaunchRequest, default: str | None = None) -> str:
+    """The id of the job: given, the place's, or made here."""
+    if wanted.job:
+        if not _ID.fullmatch(wanted.job):
+            raise UserError(f'--job-id "{wanted.job}": letters, digits, dots, dashes and underscores would do')
+        return wanted.job
+    job = found.cluster.job or default
+    if job is None:
+        job = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+    return _NOT_OF_AN_ID.sub("-", job)[:128]  # Open MPI 5 calls a job prterun-head-17@1
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """The fewest and most hosts of `--nodes 1:4`. Raises UserError."""
+    first, _, last = text.partition(":")
+    with suppress(ValueError):
+        fewest, most = int(first), int(last or first)
+        if 1 <= fewest <= most:
+            return fewest, most
+    raise UserError(f'--nodes "{text}": the fewest and the most hosts are wanted, such as 1:4')
+
+
+def parse_command(words: Sequence[str]) -> tuple[str, ...]:
+    """The command behind the options of a launch, with or without -- before it. Raises UserError."""
+    command = tuple(words[1:] if words[:1] == ["--"] else words)
+    if not command:
+        raise UserError("there is no command to start; write it after --, such as -- train.py --lr 3e-4")
+    return command

@@ -1,0 +1,179 @@
+"""Logs of ranks: a file a rank and stream, and all of it on the terminal, each line with the rank that wrote it."""
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.run_folder import LOGS
+
+_EVERY = 0.1  # seconds between two looks at the files
+_BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
+
+
+class RankFiles(LogsSpecs):
+    """FOLDER/HOST/round-0/rank-3.out and rank-3.err; every start of this host's ranks is a round."""
+
+    def __init__(self, folder: Path | None, host: str, follower: "Follower | None") -> None:
+        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown."""
+        super().__init__()
+        self._chosen = folder
+        self._host = host
+        self._follower = follower
+        self._round = -1
+
+    def of_run(self, folder: Path) -> None:
+        """The run's folder, which takes the files where no other one was chosen for them."""
+        self._chosen = self._chosen or folder / LOGS
+
+    @property
+    def _folder(self) -> Path:
+        assert self._chosen is not None
+        return self._chosen / self._host
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    @property
+    def here(self) -> Path:
+        """The folder of the round that runs."""
+        return self._folder / f"round-{self._round}"
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called by the elastic agent with the variables of each local rank, before it starts them.
+
+        Raises UserError where the folder can't be.
+        """
+        try:
+            self._make_folder()
+        except OSError as error:
+            raise UserError(
+                f"{self._host}: what the ranks write can't be kept in {self._folder}: {error.strerror}; "
+                "--logs FOLDER says another"
+            ) from None
+        found = LogsDest()
+        followed = []
+        for local_rank, variables in envs.items():
+            rank = environment.ranks(variables)
+            assert rank is not None
+            output, errors, failure = (_file(self.here, rank.rank, kind) for kind in ("out", "err", "error.json"))
+            found.stdouts[local_rank], found.stderrs[local_rank] = str(output), str(errors)
+            found.error_files[local_rank] = str(failure)
+            variables |= environment.error_file_at(failure)
+            prefix = f"[{self._host} {rank.rank}] " if rank.world_size > 1 else ""
+            followed += [_Followed(output, sys.stdout.buffer, prefix), _Followed(errors, sys.stderr.buffer, prefix)]
+        if self._follower is not None:
+            self._follower.follow(followed)
+        return found
+
+    def _make_folder(self) -> None:
+        """A new one for this round."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            self._round += 1
+            with suppress(FileExistsError):  # of an agent that was on this host before, or is there too
+                self.here.mkdir()
+                return
+
+
+def _file(folder: Path, rank: int, kind: str) -> Path:
+    return folder / f"rank-{rank}.{kind}"
+
+
+def output_of(folder: Path, rank: int) -> Path:
+    """The file with a rank's standard output."""
+    return _file(folder, rank, "out")
+
+
+def errors_of(folder: Path, rank: int) -> Path:
+    """The file with a rank's standard error."""
+    return _file(folder, rank, "err")
+
+
+class Follower:
+    """Shows what is written into files, for as long as its `with` block lasts."""
+
+    def __init__(self) -> None:
+        self._files: Sequence[_Followed] = ()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self.follow(())
+
+    def follow(self, files: "Sequence[_Followed]") -> None:
+        """Turn to other files, when those before have been shown to their ends."""
+        with self._lock:
+            for file in self._files:
+                file.show(last=True)
+            self._files = files
+
+    def _run(self) -> None:
+        while not self._over.wait(_EVERY):
+            with self._lock:
+                for file in self._files:
+                    file.show()
+
+
+class _Followed:
+    """A file that grows."""
+
+    def __init__(self, path: Path, stream: BinaryIO, prefix: str) -> None:
+        self._path = path
+        self._stream = stream
+        self._prefix = prefix.encode()
+        self._at = 0  # bytes that were read
+        self._rest = b""  # of a line that has no end yet
+        self._bar_shown = 0.0
+
+    def show(self, *, last: bool = False) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        self._at += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._rest and (last or self._bar_is_due()):
+            lines.append(self._rest)
+            self._rest = b""
+        if lines:
+            write_lines(self._stream, [self._prefix + _last_picture(line) for line in lines])
+
+    def _bar_is_due(self) -> bool:
+        if b"\r" not in self._rest or time.monotonic() - self._bar_shown < _BAR_EVERY:
+            return False
+        self._bar_shown = time.monotonic()
+        return True
+
+
+def _last_picture(line: bytes) -> bytes:
+    """A line as a terminal shows it at its end: a progress bar goes back to its beginning and writes over it."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def write_lines(stream: BinaryIO, lines: Sequence[bytes]) -> None:
+    """Whole lines in one piece, so that other writers' lines stay whole. A reader who has gone is no error."""
+    try:
+        stream.write(b"".join(line + b"\n" for line in lines))
+        stream.flush()
+    except (BrokenPipeError, ValueError):  # ValueError: closed
+        return

@@ -1,0 +1,325 @@
+"""How hosts reach each other: addresses, ports, interfaces, and the stores through which they meet.
+
+A store is bound to the address by which its own hosts reach it, not to every address of this host.
+"""
+
+import errno
+import ipaddress
+import os
+import pwd
+import random
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from samestep import environment
+from samestep.ranks import Ranks
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an address, and not a name that has one."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_ours(address: str) -> bool:
+    """Whether an address is one of this host's: no other can be bound to."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def address_towards(host: str) -> str:
+    """The address of this host from which it reaches another; nothing is sent to find it."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+# Below those that systems give to outgoing connections and to sockets that ask for any port, so that none takes it
+# between the moment it is let go of and the server's start; Linux: net.ipv4.ip_local_port_range, RFC 6335 elsewhere.
+_PORTS = range(10000, 20000)
+
+
+def held_port() -> socket.socket:
+    """A socket that holds a port of every address, and does not listen; closed, it leaves the port to the server.
+
+    Raises OSError where none is free.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        held = socket.socket()
+        try:
+            held.bind(("", port))
+        except OSError:
+            held.close()
+        else:
+            return held
+    raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
+
+
+_PROC = Path("/proc")
+_LISTENING = "0A"
+
+# By whom a port is taken on which nobody listens, as far as can be seen.
+NOBODY_LISTENS = "a socket that does not listen, such as an outgoing connection or one that was closed a moment ago"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A process that holds a socket."""
+
+    pid: int | None  # None: the process is another user's, which only root may look at
+    name: str | None
+    user: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} (process {self.pid} of {self.user})"
+            if self.pid is not None
+            else f"a process of {self.user}"
+        )
+
+
+def why_not(port: int, error: OSError) -> str | None:
+    """Why nobody could listen on a port, after its number; None where the error is not about the port."""
+    if error.errno == errno.EACCES:
+        return "is one that only root may listen on"
+    if error.errno != errno.EADDRINUSE:
+        return None
+    return f"is taken by {', '.join(map(str, holders(port))) or NOBODY_LISTENS}"
+
+
+def holders(port: int) -> list[Holder]:
+    """The processes that listen on a port; of other users' processes only root sees more than whose they are."""
+    users = dict(_listening(port))
+    if not users:
+        return []
+    wanted = {f"socket:[{inode}]" for inode in users}
+    found = []
+    for process in sorted(_PROC.glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        with suppress(OSError):
+            if any(_target(link) in wanted for link in (process / "fd").iterdir()):
+                found.append(Holder(pid=int(process.name), name=_name(process), user=_user(process.stat().st_uid)))
+    return found or [Holder(pid=None, name=None, user=_user(number)) for number in sorted(set(users.values()))]
+
+
+def _listening(port: int) -> Iterator[tuple[str, int]]:
+    """The inodes and the users of the sockets that listen on a port, at whatever address."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (_PROC / "net" / table).read_text(encoding="ascii").splitlines()[1:]:
+                # Number, local address:port, remote, state, queues, timer, retransmissions, user, timeout, inode.
+                words = line.split()
+                if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
+                    yield words[9], int(words[7])
+
+
+def _target(link: Path) -> str:
+    with suppress(OSError):  # closed meanwhile
+        return str(link.readlink())
+    return ""
+
+
+def _name(process: Path) -> str:
+    return (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # such as in a container
+        return f"user {number}"
+
+
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of linux/sockios.h
+
+
+def loopback_interface() -> str | None:
+    """The interface that no other host reaches; None where the system doesn't name it."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address; None where this system doesn't say."""
+    if sys.platform != "linux":
+        return None
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        return _interface_of_6(wanted.packed.hex())
+    from fcntl import ioctl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = ioctl(asked, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if answer[20:24] == wanted.packed:  # after its name, and the kind and port of a socket's address
+                return name
+    return None
+
+
+def _interface_of_6(digits: str) -> str | None:
+    table = Path("/proc/net/if_inet6")
+    lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
+    return next((line.split()[5] for line in lines if line.startswith(digits)), None)
+
+
+def own_name_leads_nowhere() -> bool:
+    """Whether this host's name leads to its loopback, as Debian's installer has it in /etc/hosts, or to nothing."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    return all(is_loopback(str(address[0])) for *_, address in found)
+
+
+def for_messages(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
+    """The interface to name for messages between hosts; None where the one that gloo would find by itself does.
+
+    It looks for the address that this host's name leads to. Where that is the loopback, the interface is named by
+    which this host reaches the place where ranks meet.
+    """
+    if ranks.local_world_size == ranks.world_size:
+        return None
+    main = environment.given_address(environ)
+    if (named := environment.place_interface(environ)) or main is None or not own_name_leads_nowhere():
+        return named
+    try:
+        address = address_towards(main)
+    except OSError:  # joining will tell
+        return None
+    return None if is_loopback(address) else interface_of(address)
+
+
+def store_at(address: str, port: int = 0) -> "dist.TCPStore":
+    """A store that serves on one address: on a port, or on a free one; `.port` says which. Raises OSError.
+
+    PyTorch would listen on every address of the host. It gives its store no password, so whoever reaches the port
+    reads and writes.
+    """
+    import torch.distributed as dist
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family, backlog=2048)
+    port = listening.getsockname()[1]
+    # The store closes the socket when it ends.
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def store_client(address: str, port: int, *, answer_within: float) -> "dist.TCPStore":
+    """A connection to a store. Once it has been silent for so many seconds, every call ends with an error.
+
+    Raises RuntimeError where no store answers there.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=answer_within)
+    )
+    _end_when_silent(port, answer_within)
+    return store
+
+
+def reach(address: str, port: int, *, within: float) -> Literal["answers", "refuses", "silent"]:
+    """Whether something listens on a port of a host, or the host says that nothing does, or it says nothing."""
+    try:
+        socket.create_connection((address, port), timeout=within).close()
+    except ConnectionRefusedError:
+        return "refuses"
+    except OSError:
+        return "silent"
+    return "answers"
+
+
+# Linux: what is not acknowledged is sent again at a steady pace first, so that a short break in the network costs
+# no more than it lasts (man 7 tcp, tcp_thin_linear_timeouts).
+_THIN_LINEAR_TIMEOUTS = 16
+
+
+def _end_when_silent(port: int, seconds: float) -> None:
+    """Let this process's connections to a port break when the other side is silent for so long.
+
+    A store has no time limit for the answer to a request that it has sent: without this, a pulled cable would leave
+    the caller waiting for as long as TCP sends again, a quarter of an hour.
+    """
+    options = {
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,  # where nothing is to be sent, ask
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", None)): 1,
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPINTVL", None)): 1,
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPCNT", None)): max(1, round(seconds)),
+        (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", None)): round(seconds * 1000),
+        (socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS if hasattr(socket, "TCP_USER_TIMEOUT") else None): 1,
+    }
+    for descriptor in _sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getpeername()[1] != port:
+                continue
+            for (level, option), value in options.items():
+                if option is not None:
+                    connection.setsockopt(level, option, value)
+
+
+def _sockets() -> list[int]:
+    """The descriptors of this process's sockets: PyTorch does not show those of its stores."""
+    found = []
+    for file in Path("/dev/fd").iterdir() if Path("/dev/fd").is_dir() else ():
+        with suppress(OSError, ValueError):
+            if stat.S_ISSOCK(os.fstat(int(file.name)).st_mode):
+                found.append(int(file.name))
+    return found
+
+
+_KEY = "samestep-address-of-rank-"
+
+
+def agreed_before_group(store: "dist.Store", rank: int, world_size: int, main: str) -> str:
+    """This host's address for the ranks of others, agreed on through the store where all meet, on host `main`."""
+    mine = address_towards(main)
+    store.set(f"{_KEY}{rank}", mine)
+    if not is_loopback(mine):
+        return mine
+    return _outwards(mine, (store.get(f"{_KEY}{other}").decode() for other in range(world_size)))
+
+
+def agreed_in_group(main: str) -> str:
+    """The same, by ranks that are in a process group already; every rank must ask."""
+    import torch.distributed as dist
+
+    mine = address_towards(main)
+    all_ranks: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
+    return _outwards(mine, all_ranks)
+
+
+def _outwards(mine: str, all_ranks: Iterable[str]) -> str:
+    """An address that leads out of this host, where any rank is on another host."""
+    if not is_loopback(mine):
+        return mine
+    other = next((address for address in all_ranks if not is_loopback(address)), None)
+    return mine if other is None else address_towards(other)

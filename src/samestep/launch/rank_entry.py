@@ -1,0 +1,118 @@
+"""A rank's first moments: it takes its cores, its threads and its engine's variables, and becomes the user's script.
+
+`python -m samestep.launch.rank_entry [--engine NAME] [--bind CHOICE] [--threads N] -- script.py ...`, started
+for each rank by a launcher. It keeps its process number, so that whoever started it still watches the right one.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.launch.affinity import bind, bindings, check_choice, this_machine
+from samestep.launch.fork_server import end_with_parent
+from samestep.launch.network import for_messages
+from samestep.launch.script_env import registry, until_rank_ends
+from samestep.launch.worker import check_command
+from samestep.ranks import Ranks
+
+# Ranks of a host make the same mistake together, and the launcher ends all when the first has ended. The others wait
+# so long (seconds) that the mistake is told once.
+_AFTER_YOU = 0.5
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Become the user's command; returns only where that fails."""
+    try:
+        _become(arguments)
+    except UserError as error:
+        tell(error)
+        return 2
+
+
+def tell(error: UserError) -> None:
+    """Say a mistake. Where all ranks of a host make the same one, the first has the time to be the only one."""
+    ranks = _ranks_if_readable()
+    if ranks is not None and ranks.local_rank > 0:
+        time.sleep(_AFTER_YOU)
+    print(f"samestep: {error}", file=sys.stderr, flush=True)
+
+
+def _become(arguments: Sequence[str]) -> NoReturn:
+    end_with_parent()
+    started, environ = prepared(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(started[0], started, environ)
+
+
+def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Take this rank's cores, and return what it is to become, and with which variables."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    options, command = _parser().parse_args(arguments[:end]), arguments[end + 1 :]
+    check_choice(options.bind)
+    if options.threads is not None and options.threads < 1:
+        raise UserError(f"--threads {options.threads}: it must be 1 or more")
+    registry.check(options.engine)
+    program = _program(command)
+    ranks = environment.ranks()
+    if ranks is None:
+        raise UserError(
+            "this process is no rank: neither RANK nor WORLD_SIZE is set; samestep launch and torchrun do so"
+        )
+    if not 0 <= ranks.local_rank < ranks.local_world_size:
+        raise UserError(f"LOCAL_RANK={ranks.local_rank} is no rank of a host with {ranks.local_world_size}")
+    own = bindings(this_machine(), ranks.local_world_size, options.bind)[ranks.local_rank]
+    bind(own)
+    threads = options.threads or environment.asked_threads() or own.threads
+    environ = environment.snapshot()
+    expected = registry.expected(options.engine, ranks, environ, threads)
+    started = [*program, *expected.arguments, *command[_own_words(command) :]]
+    if expected.as_long_as is not None:
+        started = until_rank_ends.wrapped(*expected.as_long_as, started)
+    between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ, gloo_alone=True)
+    return started, {**environ, **between_hosts, **environment.share(threads), **expected.variables}
+
+
+def _own_words(command: Sequence[str]) -> int:
+    """How many words name what is run; its arguments follow."""
+    return 2 if command[0] == "-m" else 1
+
+
+def _program(command: Sequence[str]) -> list[str]:
+    """What is run, without its arguments: Python on a script or a module, or a program of the system's."""
+    if not command:
+        raise UserError("there is no command to start; write it after --, such as -- train.py --lr 3e-4")
+    check_command(command, os.uname().nodename)
+    python = [sys.executable, "-u"]  # what it prints is seen at once, beside other ranks'
+    if command[0] == "-m":
+        return [*python, "-m", command[1]]
+    return [*python, command[0]] if command[0].endswith(".py") else [command[0]]
+
+
+def _ranks_if_readable() -> Ranks | None:
+    try:
+        return environment.ranks()
+    except UserError:
+        return None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"the entry of a rank: {message}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m samestep.launch.rank_entry", allow_abbrev=False)
+    parser.add_argument("--engine", default="torch", help="whose scripts' variables to set")
+    parser.add_argument("--bind", default="auto", help="auto, none, cores or numa")
+    parser.add_argument("--threads", type=int, help="a rank's; the cores shared out where it isn't said")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

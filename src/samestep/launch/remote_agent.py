@@ -1,0 +1,118 @@
+"""The far end of a start from elsewhere, brought up by ssh, srun or Ray: the agent of its host.
+
+All that the user said comes as two lines of JSON on standard input, so that nothing of it stands in a command line:
+the variables, which the first moments of Python set, and what this host does. The input stays open. A line
+"signal 15" on it is that signal, "kill" ends the ranks at once, and its end means that who started this is gone.
+What the ranks print goes to standard output and error as it is; what this process itself has to say are lines of the
+output that begin with a mark.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from io import FileIO
+from typing import Any
+
+from samestep import __version__, environment
+from samestep.launch.failure import Outcome
+from samestep.launch.node_spec import NodeSpec
+
+_MODULE = "samestep.launch.remote_agent"
+MARK = b"\x1esamestep "
+_LEAVE = 5.0  # seconds beyond the ranks' notice, for an agent whose starter is gone
+
+# Variables such as PYTHONPATH are read while a process starts; so one without them makes way for one that has them.
+# It is one line, and in quotes no shell reads more in it than a word.
+_FIRST = (
+    "import json,os,sys; os.environ.update(json.loads(open(0,'rb',0,closefd=False).readline())); "
+    f"os.execv(sys.executable,[sys.executable,'-m','{_MODULE}'])"
+)
+
+
+def far_end(python: Sequence[str]) -> list[str]:
+    """The command of a far end, the same for every job."""
+    return [*python, "-c", _FIRST]
+
+
+def request(parts: Sequence[NodeSpec], folder: str, variables: Mapping[str, str]) -> bytes:
+    """What a far end is told. Of several parts it takes its own host's."""
+    asked = {"version": __version__, "parts": [part.to_json() for part in parts], "folder": folder}
+    lines = dict(variables), asked
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def main() -> int:
+    """Be the agent of this host."""
+    orders = FileIO(0, closefd=False)  # unbuffered: what is not read yet is the next line
+    asked = json.loads(orders.readline())
+    parts = {values["host"]: values for values in asked["parts"]}
+    host = next(iter(parts)) if len(parts) == 1 else environment.slurm_node()
+    _say(host, started=True)
+    outcome = _take_part(host, parts[host], asked, orders)
+    _say(host, outcome=outcome.to_json())
+    return outcome.exit_code
+
+
+def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], orders: FileIO) -> Outcome:
+    theirs = asked.get("version", "an older one")
+    if theirs != __version__:  # what follows may mean something else, or nothing
+        return Outcome(
+            exit_code=2,
+            message=f"the hosts of this job differ in their samestep version: the starting machine has "
+            f'"{theirs}", {host} has "{__version__}"; install the same on both',
+        )
+    try:
+        part = NodeSpec.from_json(values)
+    except TypeError:
+        return Outcome(
+            exit_code=2,
+            message=f"the hosts of this job differ in their samestep sources: {host} and the starting machine have "
+            f"other files of version {__version__}; install the same on both",
+        )
+    try:
+        os.chdir(asked["folder"])
+    except OSError as error:
+        message = f"{host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
+        return Outcome(exit_code=2, message=message)
+    threading.Thread(target=_obey, args=(orders, part.notice), daemon=True).start()
+
+    with environment.quiet_import():
+        from samestep.launch import agent  # it takes seconds, in which an order may come
+
+    return agent.run(part)
+
+
+def _say(host: str, **message: Any) -> None:
+    try:
+        sys.stdout.buffer.write(MARK + json.dumps({"host": host, **message}).encode() + b"\n")
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        return
+
+
+def _obey(orders: FileIO, notice: float) -> None:
+    """Do what comes on standard input, in a thread of its own."""
+    for line in orders:
+        word, _, number = line.decode().strip().partition(" ")
+        if word == "signal":
+            os.kill(os.getpid(), int(number))
+        elif word == "kill":
+            _kill()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(notice + _LEAVE)
+    _kill()
+    os._exit(1)
+
+
+def _kill() -> None:
+    from samestep.launch.agent import end_children
+
+    end_children()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

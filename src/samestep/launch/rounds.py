@@ -1,0 +1,280 @@
+"""HostRounds: what one host's agent does in each round: it looks after its ranks, and tells what ended a round.
+
+Every host that ends a round posts what it knows of the reason. The first host of the next round finds the root cause
+among them, and tells it once its ranks take steps again.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from samestep import environment
+from samestep.environment import ToldRound
+from samestep.fault_tolerance import job_info
+from samestep.fault_tolerance.fault import Fault, cause_of, tell
+from samestep.fault_tolerance.job_info import JobInfo
+from samestep.fault_tolerance.status import Progress
+from samestep.fault_tolerance.watchdog import Elsewhere, Hang, Watchdog
+from samestep.launch.rendezvous import HostRound, SeveralHosts
+from samestep.run_folder import RunPlace
+
+_OTHERS = 2.0  # seconds in which all hosts have told why the last round ended
+_APART = 0.1  # seconds between two looks
+
+_RUN_FOLDER = "run-folder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """Why this host's ranks ended, as far as the host knows."""
+
+    rank: int  # that failed first
+    reason: str  # its traceback, or the signal that ended it
+    at: float  # seconds since 1970
+    follows: bool = False  # whether it says that it lost another rank
+
+
+class NodeRounds:
+    """One host's rounds of a job."""
+
+    def __init__(self, hosts: SeveralHosts, place: Path, memory: Path, run: RunPlace | None) -> None:
+        """`place` and `memory` are folders of this host, the second in memory, that go with its agent.
+
+        `run`: what a job of samestep's says of its run's folder.
+        """
+        self._run = run
+        self.run_folder: Path | None = None  # the same on all hosts, once they have met
+        self._memory = memory
+        self._hosts = hosts
+        self._place = place
+        self._round: HostRound | None = None
+        self._folder = place
+        self._watch: Watchdog | None = None
+        self._about: JobInfo | None = None
+        self._known_folder: str | None = None  # the run's, as it was known when this round began
+        # From this host's monotonic clock to one that other hosts have too. It stays, so that a rank which does not
+        # move on says the same again and again.
+        self._began = time.time() - time.monotonic()
+        self._came: Sequence[str] = ()  # hosts that were not in the round before
+        self._untold: tuple[Fault, float, int] | None = None  # a fault, its moment, and the steps that were done
+        self.hang: Hang | None = None  # of a rank here, in the last round that has ended
+
+    @property
+    def notice(self) -> float:
+        """Seconds that the ranks need to save and end; 0 where they have not said."""
+        return self._about.notice if self._about is not None else 0.0
+
+    def agree(self) -> None:
+        """The hosts have met; they agree on the run's folder. Raises what PyTorch's stores do.
+
+        It is that of the first host, since its first rank is the one that writes; it stays over all rounds.
+        """
+        round_ = self._hosts.round
+        if self._run is None or round_ is None:
+            return
+        if round_.first:
+            known = self._hosts.posted(_RUN_FOLDER) or {"path": str(self._run.chosen())}
+            self._hosts.post(_RUN_FOLDER, known)
+            round_.store.set(_RUN_FOLDER, known["path"])
+        self.run_folder = Path(round_.store.get(_RUN_FOLDER).decode())
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """The hosts have met; these ranks are about to be started here."""
+        round_ = self._round = self._hosts.round
+        assert round_ is not None
+        self._folder = self._place / f"round-{round_.number}"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        told = self._hosts.posted(_RUN_FOLDER) or {}
+        self._known_folder = str(self.run_folder) if self.run_folder is not None else told.get("path")
+        environment.tell_round(
+            ToldRound(
+                number=round_.number,
+                folder=str(self._folder),
+                run_folder=self._known_folder,
+                memory=str(self._memory),
+            )
+        )
+        self._about = None
+        if round_.first and round_.number > 0:
+            self._untold = self._root_cause(round_)
+            self._came = self._new(round_)
+        self._watch = Watchdog(
+            self._folder, ranks, limit=None, goes_on=self._tell_what_it_cost, elsewhere=self._elsewhere
+        )
+        self._watch.__enter__()
+        self._hosts.post(f"ranks/{round_.number}/{self._hosts.node}", {"ranks": list(ranks)})
+        self._hosts.alive.enter(round_.number, self._hosts.peers(), self._word)
+
+    def look(self) -> None:
+        """See what the ranks say of their job; to be called again and again."""
+        said = job_info.read(self._folder)
+        if said is None or said == self._about:
+            return
+        self._about = said
+        if self._watch is not None:
+            self._watch.limit = said.hang_limit
+        # The folder of a script's training is known from now on alone.
+        if self._run is None and said.run_folder is not None and self._round is not None and self._round.first:
+            self._hosts.post(_RUN_FOLDER, {"path": said.run_folder})
+
+    def end(self, why: Ended | None) -> None:
+        """This host's ranks have ended; `why` where one of them failed."""
+        if self._watch is None or self._round is None:
+            return
+        watch, self._watch = self._watch, None
+        watch.__exit__(None, None, None)
+        self.look()
+        self.hang = watch.hang
+        if watch.hang is not None:
+            why = Ended(rank=watch.hang.rank, reason=watch.hang.reason, at=time.time())
+        self._tell_without_cost()
+        mine = next((each for each in watch.last if why is not None and each.rank == why.rank), None)
+        # The rank's last sign of life: at most a step before the fault, and never after it.
+        moment = None if mine is None else self._began + mine.moved_at
+        left = {
+            "why": asdict(why) if why is not None else None,
+            "step": mine.step if mine is not None else -1,
+            "moment": moment,
+            "done": max((each.done for each in watch.last), default=0),
+            "layout": self._about.layout if self._about is not None else None,
+        }
+        self._hosts.post(f"left/{self._round.number}/{self._hosts.node}", left)
+
+    def close(self, *, failed: bool) -> None:
+        """No further round; with `failed` the last one's fault is written down, which is told as the job's end."""
+        self._tell_without_cost()
+        round_ = self._round
+        if failed and round_ is not None and round_.first and self._folder_of_run() is not None:
+            until = time.monotonic() + _OTHERS
+            while time.monotonic() < until and not all(
+                self._hosts.posted(f"left/{round_.number}/{member.node}") for member in round_.members
+            ):
+                time.sleep(_APART)
+            found = self._root_cause(replace(round_, number=round_.number + 1, members=()))
+            if found is not None:
+                self._tell(found[0], aloud=False)
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def _word(self) -> Mapping[str, Any]:
+        """What the other hosts are to know of these ranks, as often as the host gives signs of life."""
+        watch = self._watch
+        if watch is None:
+            return {}
+        ranks = [asdict(each) | {"moved_at": self._began + each.moved_at} for each in watch.last]
+        return {"ranks": ranks, "entered": watch.entered}
+
+    def _elsewhere(self) -> Elsewhere:
+        words = self._hosts.alive.said.values()
+        return Elsewhere(
+            ranks=[Progress(**each) for word in words for each in word.get("ranks", ())],
+            entered={int(rank): mine for word in words for rank, mine in word.get("entered", {}).items()},
+        )
+
+    def _root_cause(self, round_: HostRound) -> tuple[Fault, float, int] | None:
+        """What ended the round before this one; None where nothing failed, as where a host has joined."""
+        before = round_.number - 1
+        known = self._hosts.posted(f"round/{before}")
+        if known is None:
+            return None
+        here = {member.agent for member in round_.members}
+        ranks = {
+            member["node"]: (self._hosts.posted(f"ranks/{before}/{member['node']}") or {}).get("ranks", [])
+            for member in known["members"]
+        }
+        lefts: list[tuple[tuple[bool, bool, float], str, dict[str, Any]]] = []
+        done = 0
+        for member in known["members"]:
+            left = self._hosts.posted(f"left/{before}/{member['node']}")
+            if left is None and member["agent"] not in here and here:
+                left = self._lost(member, ranks[member["node"]])
+            if left is None:
+                continue
+            done = max(done, left["done"])
+            if (why := left["why"]) is not None:
+                # A host that is lost takes its ranks with it; whoever lost a connection has lost it to them.
+                lefts.append(((bool(why["follows"]), not left.get("lost", False), why["at"]), member["name"], left))
+        if not lefts:
+            return None
+        _, host, left = min(lefts, key=lambda each: each[0])
+        why = left["why"]
+        fault = Fault(
+            round=before,
+            rank=why["rank"],
+            host=host,
+            cause=cause_of(why["reason"]),
+            reason=why["reason"],
+            step=left["step"],
+            at=datetime.fromtimestamp(why["at"], UTC).isoformat(timespec="milliseconds"),
+            processes=sum(len(each) for each in ranks.values()),
+            layout=next((each["layout"] for _, _, each in lefts if each["layout"]), ""),
+        )
+        return fault, left["moment"] or why["at"], done
+
+    def _new(self, round_: HostRound) -> Sequence[str]:
+        """The hosts of a round that were not in the one before."""
+        known = self._hosts.posted(f"round/{round_.number - 1}") or {"members": []}
+        before = {member["node"] for member in known["members"]}
+        return [member.name for member in round_.members if member.node not in before]
+
+    def _lost(self, member: Mapping[str, Any], had: Sequence[int]) -> dict[str, Any]:
+        """What a host that is gone, with the ranks that it had, would have said."""
+        word = self._hosts.posted(f"alive/{member['node']}") or {}
+        ranks = [Progress(**each) for each in word.get("ranks", ())] if word.get("agent") == member["agent"] else []
+        moment = max((each.moved_at for each in ranks), default=time.time())
+        why = Ended(rank=min(had, default=-1), reason="its host is gone", at=moment)
+        return {
+            "why": asdict(why),
+            "lost": True,
+            "step": max((each.step for each in ranks), default=-1),
+            "moment": moment,
+            "done": max((each.done for each in ranks), default=0),
+            "layout": None,
+        }
+
+    def _tell_what_it_cost(self, ranks: Sequence[Progress]) -> None:
+        """The training takes steps again."""
+        first = min(each.first_step for each in ranks if each.first_step >= 0)
+        if self._untold is None:
+            if self._came and (said := self._said()) is not None:
+                names = ", ".join(self._came)
+                say(f"{names} joins; goes on at step {first} with layout {said.layout}")
+            return
+        (fault, moment, done), self._untold = self._untold, None
+        said = self._said()
+        fault = replace(
+            fault,
+            goes_on_at=first,
+            steps_lost=max(0, done - first),
+            seconds=self._began + max(each.first_done_at for each in ranks) - moment,
+            next_layout=said.layout if said is not None else None,
+        )
+        self._tell(fault)
+
+    def _tell_without_cost(self) -> None:
+        """The round after a fault has ended before its first step."""
+        if self._untold is not None:
+            (fault, _, _), self._untold = self._untold, None
+            self._tell(fault)
+
+    def _tell(self, fault: Fault, *, aloud: bool = True) -> None:
+        tell(fault, self._folder_of_run() or self._place / "no-run", aloud=aloud)
+
+    def _folder_of_run(self) -> Path | None:
+        said = self._said()
+        folder = said.run_folder if said is not None and said.run_folder is not None else self._known_folder
+        return Path(folder) if folder is not None else None
+
+    def _said(self) -> JobInfo | None:
+        """What the ranks have said by now: short steps are done before the agent looks again."""
+        return job_info.read(self._folder) or self._about
+
+
+def say(text: str) -> None:
+    """A line of this host's agent, on standard error."""
+    print(f"samestep: {text}", file=sys.stderr, flush=True)

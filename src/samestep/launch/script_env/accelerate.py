@@ -1,0 +1,79 @@
+"""accelerate: what `accelerate launch` sets, from the user's `accelerate config` file where there is one."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+from samestep import environment
+from samestep.errors import UserError
+from samestep.launch.script_env import torch
+from samestep.launch.script_env.base import Contract, Expected, Rank
+
+# What `accelerate launch` says to torchrun rather than to the script, and what the rank has its own of.
+_NOT_THE_SCRIPTS = {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+
+
+def _expected(rank: Rank) -> Expected:
+    ranks = torch.variables(rank)
+    asked = rank.options.get("config")
+    file = Path(asked) if asked else environment.accelerate_config(rank.environ)
+    if asked and not file.is_file():
+        raise UserError(f"--engine accelerate:config={asked}: there is no such file in {Path.cwd()}")
+    if not file.is_file():
+        return Expected(variables={**ranks, **_by_default(rank)})
+    return Expected(variables={**_of_file(file, rank), **ranks})
+
+
+def _by_default(rank: Rank) -> dict[str, str]:
+    """As `accelerate launch --cpu` on hosts without accelerators: there each rank would think itself alone."""
+    from samestep.launch.device import accelerators
+
+    return {} if "ACCELERATE_USE_CPU" in rank.environ or accelerators() else {"ACCELERATE_USE_CPU": "true"}
+
+
+def _of_file(file: Path, rank: Rank) -> dict[str, str]:
+    """What Accelerate's own launcher derives from a file. Raises UserError with what it says against it."""
+    # It tells at length what its caller left out, and that a GPU is missing.
+    logging.disable(logging.WARNING)
+    try:
+        with environment.given({}), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            prepared = _prepared(str(file), rank.ranks.world_size)
+    except Exception as error:  # a parser's, or one of many kinds for a key or a value
+        raise UserError(f"{file}: Accelerate can't launch from it: {error}") from None
+    finally:
+        logging.disable(logging.NOTSET)
+    return {
+        name: value
+        for name, value in prepared.items()
+        if rank.environ.get(name) != value and name not in _NOT_THE_SCRIPTS
+    }
+
+
+def _prepared(file: str, ranks: int) -> dict[str, str]:
+    """The environment of a script that `accelerate launch --config_file` starts; the number of ranks is ours."""
+    from accelerate.commands import launch  # pyright: ignore[reportMissingImports]
+    from accelerate.utils import launch as prepare  # pyright: ignore[reportMissingImports]
+
+    words = ["--config_file", file, "--num_processes", str(ranks), "--num_machines", "1", "--main_process_port", "0"]
+    options: Any
+    defaults: Any
+    options, defaults, from_file = launch._validate_launch_command(
+        launch.launch_command_parser().parse_args([*words, "script.py"])
+    )
+    if options.use_deepspeed:
+        given = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
+        options.deepspeed_fields_from_accelerate_config = ",".join(given)
+        return prepare.prepare_deepspeed_cmd_env(options)[1]
+    if options.use_fsdp or options.use_megatron_lm or options.multi_gpu:
+        return prepare.prepare_multi_gpu_env(options)
+    return prepare.prepare_simple_launcher_cmd_env(options)[1]
+
+
+CONTRACT = Contract(
+    expected=_expected,
+    options={"config": "a file of `accelerate config`; its default one where that exists"},
+    package="accelerate",
+    installs='pip install "samestep[accelerate]" would do',
+)

@@ -1,0 +1,32 @@
+"""torch: what torchrun sets for a script that calls `torch.distributed.init_process_group`."""
+
+from samestep.errors import UserError
+from samestep.launch.script_env.base import Contract, Expected, Rank
+
+
+def _expected(rank: Rank) -> Expected:
+    return Expected(variables=variables(rank))
+
+
+def variables(rank: Rank) -> dict[str, str]:
+    """The ranks under PyTorch's names. Raises UserError where nobody said where ranks meet."""
+    ranks, environ = rank.ranks, rank.environ
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing and ranks.world_size > 1:
+        raise UserError(
+            f"rank {ranks.rank} of {ranks.world_size} has no {' and no '.join(missing)} in its environment: where "
+            "ranks meet; samestep launch and torchrun set it"
+        )
+    return {
+        "RANK": str(ranks.rank),
+        "WORLD_SIZE": str(ranks.world_size),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "GROUP_RANK": str(rank.node),
+        "GROUP_WORLD_SIZE": str(rank.nodes),
+        "MASTER_ADDR": environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": environ.get("MASTER_PORT", "29500"),
+    }
+
+
+CONTRACT = Contract(expected=_expected)

@@ -1,0 +1,183 @@
+"""World: who this rank is, on which device it computes, and the process group that it has joined."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from samestep import environment
+from samestep.comm.leave import leave_process_group
+from samestep.comm.shared_memory import backend as shared_memory
+from samestep.environment import HorovodRun
+from samestep.errors import UserError
+from samestep.launch import rank_rendezvous
+from samestep.launch.affinity import threads_of
+from samestep.launch.device import DeviceChoice, backend_of, check_devices, device_of
+from samestep.launch.heap import give_back_freed_memory, keep_freed_memory
+from samestep.launch.network import (
+    LOOPBACK,
+    address_towards,
+    agreed_before_group,
+    interface_of,
+    loopback_interface,
+    store_at,
+)
+from samestep.launch.rank_rendezvous import Met
+from samestep.ranks import Ranks
+
+_SCOPE, _KEY = "samestep", "store"
+
+
+def join_process_group(
+    run: HorovodRun, ranks: Ranks, backend: str, *, timeout: float = 300.0, **options: object
+) -> None:
+    """Join torch.distributed on a free port of rank 0's host. Raises TimeoutError where it isn't told in time.
+
+    Ranks of several hosts meet at the address from which rank 0 reaches horovodrun's server, as all of them do.
+    """
+    from horovod.runner.http.http_client import put_data_into_kvstore  # pyright: ignore[reportMissingImports]
+
+    if ranks.rank == 0:
+        host = LOOPBACK if ranks.one_host else address_towards(run.address)
+        store = store_at(host)
+        put_data_into_kvstore(run.address, run.port, _SCOPE, _KEY, (host, store.port))
+    else:
+        host, port = _meeting_place(run, timeout)
+        store = dist.TCPStore(host, port, ranks.world_size, is_master=False, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, **options)  # pyright: ignore
+    dist.barrier()
+    if ranks.rank == 0:
+        put_data_into_kvstore(run.address, run.port, _SCOPE, _KEY, None)  # a later group meets at another port
+
+
+def _meeting_place(run: HorovodRun, timeout: float) -> tuple[str, int]:
+    """The host and the port that rank 0 wrote down, as soon as it has."""
+    from horovod.runner.http.http_client import read_data_from_kvstore  # pyright: ignore[reportMissingImports]
+
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        with suppress(RuntimeError):  # nothing is written yet
+            place = read_data_from_kvstore(run.address, run.port, _SCOPE, _KEY)
+            if place is not None:
+                return place
+        time.sleep(0.05)
+    raise TimeoutError(f"rank 0 did not say within {timeout:.0f} s where to meet")
+
+
+# auto: shared memory between the ranks of a host, gloo between hosts.
+Transport = Literal["auto", "gloo", "shared-memory"]
+
+_ALONE = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, one_host=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This rank among all. A process that works alone is rank 0 of 1, with a process group like any other."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    threads: int
+
+
+@contextmanager
+def join(
+    *,
+    alone: bool = False,
+    device: DeviceChoice = "auto",
+    threads: int | None = None,
+    transport: Transport = "gloo",
+) -> Iterator[World]:
+    """Take this process's place among the ranks that a launcher started; alone where none did.
+
+    With `alone` the process works by itself, even as one of many. A process group that is there already is used
+    and left as it is. Ranks that share one host listen on its loopback alone, those of several hosts on the interface
+    that leads to the others. `transport` is that of messages between ranks on CPUs; shared memory is used by every
+    group whose ranks share a host.
+    """
+    ranks = (None if alone else environment.ranks()) or _ALONE
+    if transport == "shared-memory" and ranks.local_world_size < ranks.world_size:
+        raise UserError(
+            "run.transport is shared-memory, and the ranks are on several hosts, which share none; use auto, by "
+            "which the ranks of each host share memory"
+        )
+    check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE)
+    world = World(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=device_of(ranks.local_rank, device),
+        threads=threads_of(ranks.local_world_size, threads),
+    )
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(world.threads)
+    kept = world.device.type == "cpu" and keep_freed_memory(environment.snapshot())
+    if world.device.type != "cpu":
+        torch.accelerator.set_device_index(world.device.index)
+    ours = not dist.is_initialized()
+    met = _met(ranks) if ours else None
+    interface = _interface(ranks, met) if ours else None
+    try:
+        # For as long as the group is there: groups of a mesh's dimensions are made later.
+        with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
+            if ours:
+                _join_process_group(world, ranks, met, while_here, transport)
+            yield world
+    except BaseException:
+        # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
+        ours = ours and world.world_size == 1 and dist.is_initialized()
+        raise
+    finally:
+        if ours:
+            leave_process_group()
+        torch.set_num_threads(threads_before)
+        if kept:
+            give_back_freed_memory()
+
+
+def _met(ranks: Ranks) -> Met | None:
+    """Where ranks have met that torch.distributed doesn't bring together by itself, or that are on several hosts."""
+    if ranks.world_size == 1 or environment.horovodrun() is not None:
+        return None
+    if rank_rendezvous.tells_no_address(ranks):
+        return rank_rendezvous.meet(ranks)
+    if ranks.local_world_size == ranks.world_size:
+        return None
+    store, _, _ = next(dist.rendezvous("env://"))
+    return Met(store=store, address=environment.main_address())
+
+
+def _interface(ranks: Ranks, met: Met | None) -> str | None:
+    """The interface for messages between ranks; None where the back end finds it as well."""
+    if ranks.one_host:
+        return loopback_interface()
+    if (named := environment.place_interface()) is not None:
+        return named
+    if met is None:
+        return None
+    return interface_of(agreed_before_group(met.store, ranks.rank, ranks.world_size, met.address))
+
+
+def _join_process_group(
+    world: World, ranks: Ranks, met: Met | None, while_here: ExitStack, transport: Transport
+) -> None:
+    backend = backend_of(world.device)
+    if backend == "gloo" and transport != "gloo":
+        backend = shared_memory.register(environment.snapshot())
+    bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
+    if world.world_size == 1:
+        alone = dist.HashStore()  # no port, nobody to meet
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
+    elif (run := environment.horovodrun()) is not None:
+        join_process_group(run, ranks, backend, device_id=bound)
+    elif met is not None:
+        store = dist.PrefixStore("default_pg", met.store)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, device_id=bound)
+        if met.port is not None:
+            while_here.enter_context(environment.as_torchrun(ranks, met.address, met.port))
+    else:
+        dist.init_process_group(backend, device_id=bound)

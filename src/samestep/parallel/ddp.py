@@ -1,0 +1,130 @@
+"""Replicas: every data rank holds the whole model, and gradients are averaged over the data ranks.
+
+By DistributedDataParallel while backward runs, or in a few large buckets after it.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.parallel.sharding import ShardTable, sum_gradients_over
+from samestep.parallel.unused_parameters import Used, UsedAlone
+from samestep.parallel.zero1 import Owners, to_owners
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientExchange:
+    """What replicas do with their gradients where that is not to average them as they are."""
+
+    # A communication hook of DistributedDataParallel, with its first argument.
+    hook: tuple[Any, Callable[..., Any]] | None = None
+    # Without a hook gradients stay each rank's own; this then notes which parameters a step used.
+    used: Callable[[nn.Module], Used] = lambda model: UsedAlone()
+
+
+def replicate(
+    module: nn.Module,
+    group: ProcessGroup,
+    device: torch.device,
+    owners: Owners | None = None,
+    exchange: GradientExchange | None = None,
+    apart: Collection[nn.Parameter] = (),
+    bucket_mb: float | None = None,
+) -> DistributedDataParallel:
+    """Wrap a module so that backward averages its gradients over `group`, or on the ranks that own them.
+
+    `apart`: parameters whose gradients it leaves alone. `bucket_mb`: megabytes (1,048,576 bytes) of gradients that
+    are sent together; None: as PyTorch has it.
+    """
+    every_name = module.named_parameters(remove_duplicate=False)
+    alone = {id(parameter) for parameter in apart}
+    ignored = [name for name, parameter in every_name if id(parameter) in alone]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    try:
+        replicated = DistributedDataParallel(
+            module,
+            device_ids=None if device.type == "cpu" else [device.index],
+            process_group=group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_mb,  # pyright: ignore[reportArgumentType]  # a fraction is taken as well
+            **_no_buffer_messages(),
+        )
+    finally:  # it is looked at only here, and the module may be wrapped again
+        del module._ddp_params_and_buffers_to_ignore
+    if owners is not None:
+        replicated.register_comm_hook(owners, to_owners)
+    elif exchange is not None and exchange.hook is not None:
+        replicated.register_comm_hook(*exchange.hook)
+    return replicated
+
+
+def _no_buffer_messages() -> dict[str, Any]:
+    """Every rank computes the same buffers, so none is sent before a forward. PyTorch 2.13 renamed the option."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device_type: str) -> None:
+    """Average gradients over a group in place; a parameter that no rank used keeps none."""
+    ranks = dist.get_world_size(group)
+    for bucket in buckets(parameters):
+        sum_gradients_over(group, bucket, device_type)
+        for parameter in bucket:
+            if parameter.grad is not None:
+                parameter.grad.div_(ranks)
+
+
+def average_what_is_whole(model: nn.Module, parts: ShardTable) -> None:
+    """Average the gradients of what a sharded model keeps whole on every rank, such as scalars."""
+    average_gradients(
+        (p for p in parts.not_of_experts(model) if not isinstance(p, DTensor)),
+        parts.mesh.data_group,
+        parts.mesh.grid.device_type,
+    )
+
+
+def average_experts(model: nn.Module, parts: ShardTable) -> None:
+    """Average the gradients of experts over the data ranks, after backward is done.
+
+    A rank's experts have worked on the tokens of all ranks along the expert axis, so their gradients are sums over
+    these already; what is left is the sum over the ranks that hold the same experts.
+    """
+    mesh = parts.mesh
+    if mesh.size("expert") == 1:
+        return
+    experts = [p for name, p in model.named_parameters() if parts.part(name).of_experts]
+    whole = [p for p in experts if not isinstance(p, DTensor)]
+    for bucket in buckets(whole):
+        if mesh.size("replicate") * mesh.size("shard") > 1:
+            sum_gradients_over(mesh.group("replicate", "shard"), bucket, mesh.grid.device_type)
+    for parameter in experts:
+        if parameter.grad is not None:
+            sharded = isinstance(parameter, DTensor)  # and averaged over the ranks with the same experts by that
+            parameter.grad.div_(mesh.size("expert") if sharded else mesh.data_place.of)
+
+
+_BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
+
+
+def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters that are trained, in lots of about as many bytes as make a good message."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        bucket.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

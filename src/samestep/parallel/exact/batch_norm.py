@@ -1,0 +1,267 @@
+"""Batch norm over the global batch: statistics of the samples of all data ranks, as one process would take them.
+
+(Ioffe & Szegedy 2015, algorithm 1.)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from samestep.data.loader import Moment
+from samestep.errors import UserError
+from samestep.parallel.exact.forward_context import ForwardContext
+
+BatchNorm = nn.modules.batchnorm._BatchNorm  # BatchNorm1d, 2d, 3d and SyncBatchNorm
+
+
+def global_batch_norm(model: nn.Module, group: dist.ProcessGroup, now: ForwardContext) -> None:
+    """Make every batch norm of a model take its statistics over the ranks of `group`, in training steps."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = _OfAnyDimensions  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(module, BatchNorm):
+            run = _forward if type(module).forward is BatchNorm.forward else _own_forward
+            vars(module)["forward"] = partial(run, module, name, module.forward, group, now)
+
+
+@contextmanager
+def by_running_statistics(model: nn.Module) -> Iterator[None]:
+    """Batch norm in training by its running statistics, or by none: its samples are not coupled then."""
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    before = {module: module.forward for module in norms}
+
+    def uncoupled(forward: Callable[..., Tensor], *arguments: Any, **keywords: Any) -> Tensor:
+        with _ByRunningStatistics():
+            return forward(*arguments, **keywords)
+
+    for module in norms:
+        vars(module)["forward"] = partial(uncoupled, module.forward)
+    try:
+        yield
+    finally:
+        for module in norms:
+            vars(module)["forward"] = before[module]
+
+
+def _forward(
+    module: Any,
+    name: str,
+    forward: Callable[[Tensor], Tensor],
+    group: dist.ProcessGroup,
+    now: ForwardContext,
+    given: Tensor,
+) -> Tensor:
+    moment = now.moment
+    if not module.training or moment is None:
+        return forward(given)
+    _check_whole(moment, f"{name or 'the model'} ({type(module).__name__})")
+    if dist.get_world_size(group) == 1:
+        return _untracked(module, given) if now.recomputing else forward(given)
+    normed, mean, variance, count = _normed(given, module.weight, module.bias, module.eps, group, moment)
+    if module.track_running_stats and not now.recomputing:
+        module.num_batches_tracked.add_(1)
+        momentum = 1 / int(module.num_batches_tracked) if module.momentum is None else module.momentum
+        _track(module.running_mean, module.running_var, mean, variance, count, momentum)
+    return normed
+
+
+def _own_forward(
+    module: Any,
+    name: str,
+    forward: Callable[..., Tensor],
+    group: dist.ProcessGroup,
+    now: ForwardContext,
+    *arguments: Any,
+    **keywords: Any,
+) -> Tensor:
+    """A batch norm whose class has a forward of its own, which casts its input, say, or goes on with a ReLU."""
+    moment = now.moment
+    if not module.training or moment is None:
+        return forward(*arguments, **keywords)
+    tracked: Tensor | None = module.num_batches_tracked
+    before = None if tracked is None else tracked.clone()
+    try:
+        with _ByGlobalStatistics(f"{name or 'the model'} ({type(module).__name__})", group, now, moment):
+            return forward(*arguments, **keywords)
+    finally:  # checkpoint ends a recomputation by an exception, once it has all that backward needs
+        if now.recomputing and tracked is not None and before is not None:
+            tracked.copy_(before)
+
+
+def _check_whole(moment: Moment, what: str) -> None:
+    if moment.micro_batches > 1:
+        raise UserError(
+            f"{what} takes its statistics from the whole batch, and a step "
+            f"of {moment.micro_batches} micro-batches a rank never has it at once; run.micro_batch: null would do, "
+            "and so would group norm or layer norm"
+        )
+
+
+class _BatchNormCalls(TorchFunctionMode):
+    """Answers the calls of F.batch_norm in training."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        return self.norm(*args, **keywords) if func is F.batch_norm else func(*args, **keywords)
+
+    def norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """What F.batch_norm gives."""
+        raise NotImplementedError
+
+
+class _ByGlobalStatistics(_BatchNormCalls):
+    """Takes the statistics over the ranks of a group, as one process would."""
+
+    def __init__(self, what: str, group: dist.ProcessGroup, now: ForwardContext, moment: Moment) -> None:
+        super().__init__()
+        self._what = what
+        self._group = group
+        self._recomputing = now.recomputing
+        self._moment = moment
+        self._calls = 0
+
+    def norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        _check_whole(self._moment, self._what)
+        self._calls += 1
+        if self._calls > 1:
+            raise UserError(
+                f"{self._what} takes batch norm more than once in a forward, such as of parts of the batch, of which "
+                "every layout would have others; use one of the whole batch, group norm or layer norm"
+            )
+        if self._recomputing:
+            # Copies to throw away, as many tensors for backward as at first.
+            running_mean = None if running_mean is None else running_mean.clone()
+            running_var = None if running_var is None else running_var.clone()
+        if dist.get_world_size(self._group) == 1:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+        normed, mean, variance, count = _normed(input, weight, bias, eps, self._group, self._moment)
+        if running_mean is not None and running_var is not None:
+            _track(running_mean, running_var, mean, variance, count, momentum)
+        return normed
+
+
+class _ByRunningStatistics(_BatchNormCalls):
+    """Takes running statistics in place of the batch's; a mean of 0 and a variance of 1 where there are none."""
+
+    def norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        mean = input.new_zeros(input.shape[1]) if running_mean is None else running_mean
+        variance = input.new_ones(input.shape[1]) if running_var is None else running_var
+        return F.batch_norm(input, mean, variance, weight, bias, False, momentum, eps)
+
+
+def _normed(
+    given: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup, moment: Moment
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch norm of [samples, features, ...]; the mean, the biased variance and the count that it was taken by."""
+    centred, mean, variance, count = _statistics(given, group, moment)
+    shape = [1, -1, *(1 for _ in given.shape[2:])]
+    normed = centred * (variance + eps).rsqrt().view(shape)
+    if weight is not None:
+        normed = normed * weight.view(shape)
+    if bias is not None:
+        normed = normed + bias.view(shape)
+    return normed.to(given.dtype), mean, variance, count
+
+
+def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is left of [samples, features, ...] after the mean; the mean, the biased variance and the count.
+
+    These three are of each feature over all ranks' samples; the count is of numbers, not of samples.
+    """
+    weight = 0.0 if moment.lent else 1.0
+    numbers = given.to(torch.promote_types(given.dtype, torch.float32))
+    others = [dim for dim in range(given.ndim) if dim != 1]
+    shape = [1, -1, *(1 for _ in given.shape[2:])]
+    count = numbers.new_full((1,), weight * given.numel() / given.size(1))
+    sums = _SumOverRanks.apply(torch.cat([numbers.sum(others) * weight, count]), group)
+    count = sums[-1].detach()
+    if count <= 1:
+        raise UserError(
+            f"batch norm: a global batch of one number for each of {given.size(1)} features has no variance; "
+            "a recipe.batch that doesn't leave one sample for the last step would do"
+        )
+    mean = sums[:-1] / count
+    # Squares of what is left after the mean: a difference of two large sums would lose digits.
+    centred = numbers - mean.view(shape)
+    squares = centred.square().sum(others) * weight
+    return centred, mean, _SumOverRanks.apply(squares, group) / count, count
+
+
+def _track(
+    running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, count: Tensor, momentum: float
+) -> None:
+    """Move the running statistics as PyTorch does: the mean, and the unbiased variance."""
+    with torch.no_grad():
+        running_mean.lerp_(mean.detach().to(running_mean), momentum)
+        running_var.lerp_((variance.detach() * count / (count - 1)).to(running_var), momentum)
+
+
+def _untracked(module: Any, given: Tensor) -> Tensor:
+    """Batch norm by this process's samples, which leaves the running statistics as they are."""
+    # Copies to throw away: a recomputed layer must keep as many tensors for backward as it kept at first.
+    known = [None if each is None else each.clone() for each in (module.running_mean, module.running_var)]
+    mean, variance = known
+    return F.batch_norm(given, mean, variance, module.weight, module.bias, training=True, eps=module.eps)
+
+
+class _OfAnyDimensions(BatchNorm):
+    """What a SyncBatchNorm is here: PyTorch's own refuses to work on a CPU, and does as much by other messages."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks, whose gradient is the sum of what every rank's loss asks of it, and so is that one's."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore
+        ctx.group = group
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        return _SumOverRanks.apply(gradient, ctx.group), None  # pyright: ignore[reportReturnType]

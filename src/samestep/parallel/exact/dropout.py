@@ -1,0 +1,404 @@
+"""Dropout, and every other random draw of a forward, the same however a step is cut.
+
+Whether a number is dropped is a function of the sample and the place alone (see counter_rng.py), so every rank
+decides it for the samples and the part of the model that it has. Attention with dropout writes its probabilities out.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, update_wrapper, wraps
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from samestep.data.loader import Moment
+from samestep.errors import UserError, place_here
+from samestep.parallel.exact.counter_rng import columns, draw, key_of, split, threshold
+from samestep.parallel.exact.draws import Draw, body_of, draw_of
+from samestep.parallel.exact.forward_context import ForwardContext, Positions
+
+
+def without_override(function: Any) -> Callable[..., Any]:
+    """A copy of a function of `torch.nn.functional` that a mode doesn't see, while it sees what the copy calls.
+
+    Such a function first asks whether a mode wants it. A mode that runs its body under itself would be asked
+    again, without an end.
+    """
+    names = {name: _nobody for name in function.__code__.co_names if name.startswith("has_torch_function")}
+    copy = FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return update_wrapper(copy, function)
+
+
+def _nobody(*tensors: Any) -> bool:
+    return False
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    drop: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """What `F.scaled_dot_product_attention` gives, with `drop` applied to the probabilities.
+
+    Shapes: query [..., heads, queries, head_dim], key and value [..., heads, keys, head_dim]; with `enable_gqa`
+    keys may have fewer heads, each for as many consecutive ones of the queries. Memory grows with queries x keys.
+    (Vaswani et al. 2017, section 3.2.1; grouped queries: Ainslie et al. 2023.)
+    """
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    if is_causal:
+        attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+    if attn_mask is None:
+        return drop(scores.softmax(-1)) @ value  # [..., heads, queries, head_dim]
+    if attn_mask.dtype == torch.bool:
+        nothing = ~attn_mask.any(-1, keepdim=True)  # a query that may see no key
+        scores = scores.masked_fill(~(attn_mask | nothing), -math.inf)
+    else:
+        nothing = (attn_mask == -math.inf).all(-1, keepdim=True)
+        scores = scores + attn_mask.masked_fill(nothing, 0.0)
+    # A softmax over nothing is not a number; PyTorch's attention has zeros there.
+    return drop(scores.softmax(-1).masked_fill(nothing, 0.0)) @ value
+
+
+_SWITCH_OFF = "recipe.dropout: false would do"
+
+
+def same_dropout(model: nn.Module, now: ForwardContext) -> "Dropout":
+    """Make every dropout and draw of a model that is still whole the same for every layout, in training steps.
+
+    Raises UserError for a module whose masks are drawn where nobody can reach them.
+    """
+    _check(model)
+    dropout = Dropout(now)
+    for name, module in model.named_modules():
+        if _may_drop(module):
+            module.forward = dropout.within(name, module.forward)
+    return dropout
+
+
+def _may_drop(module: nn.Module) -> bool:
+    """Whether a module's own forward may drop something. PyTorch's layers without parts of their own don't."""
+    plain_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return not plain_layer or isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def _check(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            raise UserError(
+                f"{name or 'the model'} ({type(module).__name__}) draws its dropout inside PyTorch's kernel, where "
+                "it can't be the same for every layout; layers of one level with dropout between them, or "
+                f"{_SWITCH_OFF}"
+            )
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            attention = module.self_attn
+            if module.dropout.p and isinstance(attention, nn.MultiheadAttention) and not attention.batch_first:
+                raise UserError(
+                    f"{name or 'the model'} ({type(module).__name__}) drops elements of [tokens, batch, features], "
+                    f"in which a sample is hard to find; batch_first=True, or {_SWITCH_OFF}"
+                )
+
+
+class Dropout(TorchFunctionMode):
+    """Answers every call of a dropout function, and of one that draws, in a training forward."""
+
+    def __init__(self, now: ForwardContext) -> None:
+        super().__init__()
+        self.now = now
+        self.answered: list[tuple[str, str]] = []  # module and function of each draw, if `notes`
+        self.notes = False
+        self._name = ""  # of the innermost module whose forward runs
+        self._active = False
+        self._samples_lead = False  # PyTorch's own code runs, which keeps samples first
+        self._sites: dict[tuple[str, int], int] = {}
+        self._tables: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._keys: tuple[Moment, Tensor] | None = None
+
+    def within(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's forward in which dropout is ours, if it runs in a training step."""
+
+        @wraps(forward)
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if not self.now.watches or (self.now.moment is None and not _in_backward()):
+                return forward(*arguments, **keywords)
+            before, self._name = self._name, name
+            try:
+                if self._active:
+                    return forward(*arguments, **keywords)
+                self._active = True
+                try:
+                    with self:
+                        return forward(*arguments, **keywords)
+                finally:
+                    self._active = False
+            finally:
+                self._name = before
+
+        return run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(func, *args, **keywords)
+        if func is F.multi_head_attention_forward:
+            self._samples_lead = True
+            try:
+                with self:
+                    return _MULTI_HEAD_ATTENTION(*args, **keywords)
+            finally:
+                self._samples_lead = False
+        kind = _KINDS.get(func)
+        if kind is None:
+            return self._answer(func, args, keywords)
+        call = kind.signature.bind(*args, **keywords)
+        call.apply_defaults()
+        given, probability, training, *rest = call.arguments.values()
+        if not training or not 0 < probability <= 1 or given.numel() == 0:
+            return func(*args, **keywords)  # nothing to drop, or an error of its own
+        return self._drop(given, probability, kind, in_place=kind.in_place or any(rest))
+
+    def _answer(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Call a function that is no dropout; what it draws, if anything, is drawn by sample number."""
+        body = body_of(func)
+        if body is not None:
+            with self:
+                return body(*args, **keywords)
+        drawn = draw_of(func, args, keywords)
+        if drawn is None or 0 in drawn.shape:
+            return func(*args, **keywords)
+        what = getattr(func, "__name__", str(func))
+        parts = self.now.part.activations
+        values = drawn.make(
+            *(self._bits(drawn, what, parts) for _ in range(drawn.streams)),
+        )
+        if drawn.into is None:
+            return values.requires_grad_(bool(keywords.get("requires_grad", False)))
+        with torch.no_grad():
+            return drawn.into.copy_(values)
+
+    def _bits(self, drawn: Draw, what: str, parts: Mapping[int, Positions]) -> Tensor:
+        """Uniform int32 numbers of a draw's shape: of each sample, or of the step for a number of no dimension."""
+        moment = self._moment("draw")
+        shape, samples = drawn.shape, len(moment.samples)
+        of_step = len(shape) == 0
+        of_samples = not of_step and shape[0] % samples == 0 and (shape[0] == samples or shape[0] > 1)
+        if not of_step and not of_samples:
+            place = place_here()
+            raise UserError(
+                f"{self._name or 'the model'}: {what} of shape {list(shape)}{f' at {place}' if place else ''}, in "
+                f"which the {samples} samples of a "
+                "micro-batch are not the first dimension: nobody knows which number is whose; draw numbers of shape "
+                "[samples, ...], or torch.rand(()) for one number that is the whole step's"
+            )
+        # A dimension of one element is broadcast over what another rank holds as well.
+        spread = {dim: at for dim, at in parts.items() if shape and shape[dim] > 1} if _within(parts, shape) else {}
+        numbers = self._numbers(shape, spread, drawn.device, moment, what, of_step=of_step)
+        return numbers.reshape(shape)
+
+    def _attention(
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,  # scale, enable_gqa
+    ) -> Tensor:
+        nothing_to_drop = not 0 < dropout_p <= 1
+        if nothing_to_drop or (is_causal and attn_mask is not None):  # an error of PyTorch's
+            return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        drop = partial(self._drop_weights, probability=dropout_p)
+        return explicit_attention(query, key, value, attn_mask, is_causal, **options, drop=drop)
+
+    def _drop_weights(self, weights: Tensor, probability: float) -> Tensor:
+        parts = self.now.part.attention if weights.ndim == 4 else {}
+        return weights * self._noise(weights, weights.shape, probability, parts).mul_(_scale(probability))
+
+    def _drop(self, given: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
+        shape = given.shape
+        if kind.features:  # a channel is dropped as a whole
+            shape = (*shape[:2], *(1 for _ in shape[2:]))
+        noise = self._noise(given, shape, probability, self.now.part.activations)
+        if kind.alpha:
+            factor, shift = _alpha(noise, probability)
+            return given.mul_(factor).add_(shift) if in_place else given * factor + shift
+        noise.mul_(_scale(probability))
+        return given.mul_(noise) if in_place else given * noise
+
+    def _noise(
+        self, like: Tensor, shape: Sequence[int], probability: float, parts: Mapping[int, Positions]
+    ) -> Tensor:
+        """Ones where elements are kept and zeros where they are dropped: [*shape], of the dtype of `like`."""
+        numbers = self._numbers(shape, parts, like.device, self._moment("dropout"), "dropout")
+        noise = torch.empty(numbers.shape, dtype=like.dtype, device=like.device)
+        return torch.ge(numbers, threshold(probability), out=noise).view(shape)
+
+    def _moment(self, what: str) -> Moment:
+        if self.now.moment is None:
+            raise UserError(
+                f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where nobody "
+                'knows its sample; the layout option "recompute=full" in place of its own checkpointing would do'
+            )
+        return self.now.moment
+
+    def _numbers(
+        self,
+        shape: Sequence[int],
+        parts: Mapping[int, Positions],
+        device: torch.device,
+        moment: Moment,
+        what: str,
+        *,
+        of_step: bool = False,
+    ) -> Tensor:
+        """Uniform int32 numbers, [samples, ...]: each a function of its sample, its place and its position.
+
+        `of_step`: one number [1], of the step and the place alone.
+        """
+        self.now.drew = True
+        if self.notes:
+            self.answered.append((self._name, what))
+        site = (self._name, self.now.count(self._name))
+        if site not in self._sites:
+            self._sites[site] = key_of(*site)
+        place = torch.tensor(self._sites[site], device=device)
+        if of_step:
+            step = torch.tensor([key_of("step", moment.seed, moment.step)], device=device)
+            return draw(split(step, place), [], self._table(0, 1, device)[1])
+        cut = self._by_sample(shape, len(moment.samples))
+        keys = split(self._sample_keys(moment, device), place)
+        rest = [
+            self._table(parts.get(dim, parts.get(dim - len(cut), 0)), size, device)
+            for dim, size in enumerate(cut)
+            if dim
+        ]
+        *outer, (_, row) = rest or [self._table(0, 1, device)]
+        return draw(keys, [positions for positions, _ in outer], row)
+
+    def _by_sample(self, shape: Sequence[int], samples: int) -> Sequence[int]:
+        """A shape with samples as its first dimension; [samples x tokens, ...] is [samples, tokens, ...]."""
+        if len(shape) and shape[0] == samples:
+            return shape
+        doubtful = len(shape) > 2 and shape[1] == samples and not self._samples_lead
+        if len(shape) and shape[0] % samples == 0 and not doubtful:
+            return samples, shape[0] // samples, *shape[1:]
+        raise UserError(
+            f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
+            f"samples of a micro-batch are not the first dimension: nobody knows which element is whose; "
+            f"{_SWITCH_OFF}"
+        )
+
+    def _sample_keys(self, moment: Moment, device: torch.device) -> Tensor:
+        """A key for each sample of a micro-batch: [samples], int64."""
+        if self._keys is None or self._keys[0] is not moment or self._keys[1].device != device:
+            step = torch.tensor(key_of("dropout", moment.seed, moment.step), device=device)
+            self._keys = moment, split(step, moment.samples.to(device))
+        return self._keys[1]
+
+    def _table(self, positions: Positions, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The positions of a dimension's elements in the whole, and what rows are drawn with."""
+        if isinstance(positions, Tensor):
+            positions = positions.to(device)
+            return positions, columns(positions)
+        key = (positions, size, device)
+        if key not in self._tables:
+            known = torch.arange(positions, positions + size, device=device)
+            self._tables[key] = known, columns(known)
+        return self._tables[key]
+
+
+def draws_in(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> int:
+    """How many random tensors, counted one by one in their module, `Dropout` answers a call of a function with."""
+    if func is F.multi_head_attention_forward:
+        given = _MULTI_HEAD.bind(*args, **keywords)
+        given.apply_defaults()
+        return int(bool(given.arguments["training"]) and given.arguments["dropout_p"] > 0)
+    if func is F.scaled_dot_product_attention:
+        probability = args[4] if len(args) > 4 else keywords.get("dropout_p", 0.0)
+        return int(0 < probability <= 1)
+    kind = _KINDS.get(func)
+    if kind is not None:
+        call = kind.signature.bind(*args, **keywords)
+        call.apply_defaults()
+        given, probability, training, *_ = call.arguments.values()
+        return int(bool(training) and 0 < probability <= 1 and given.numel() > 0)
+    if body_of(func) is not None:
+        return 1  # of the function's own body
+    drawn = draw_of(func, args, keywords)
+    return 0 if drawn is None or 0 in drawn.shape else drawn.streams
+
+
+def _within(parts: Mapping[int, Positions], shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape has every dimension that is in parts."""
+    return all(-len(shape) <= dim < len(shape) for dim in parts)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _scale(probability: float) -> float:
+    return 1 / (1 - probability) if probability < 1 else 0.0
+
+
+def _alpha(kept: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """Factor and shift of alpha dropout, which keeps mean and variance (Klambauer et al. 2017, section 3)."""
+    if probability == 1:
+        return kept * 0, kept * 0
+    saturation = -1.7580993408473766  # of SELU: -lambda * alpha
+    slope = ((1 - probability) * (1 + probability * saturation**2)) ** -0.5
+    return kept * slope, (1 - kept).mul_(slope * saturation).sub_(slope * saturation * probability)
+
+
+class _Kind(NamedTuple):
+    """What a dropout function does; its first arguments are input, p and training."""
+
+    signature: inspect.Signature
+    features: bool = False
+    alpha: bool = False
+    in_place: bool = False
+
+
+def _bare(input: Tensor, p: float, train: bool) -> None:
+    """The arguments of PyTorch's builtin dropout functions, which show none."""
+
+
+_BARE = inspect.signature(_bare)
+_KINDS: dict[Any, _Kind] = {
+    F.dropout: _Kind(inspect.signature(F.dropout)),
+    F.dropout1d: _Kind(inspect.signature(F.dropout1d), features=True),
+    F.dropout2d: _Kind(inspect.signature(F.dropout2d), features=True),
+    F.dropout3d: _Kind(inspect.signature(F.dropout3d), features=True),
+    F.alpha_dropout: _Kind(inspect.signature(F.alpha_dropout), alpha=True),
+    F.feature_alpha_dropout: _Kind(inspect.signature(F.feature_alpha_dropout), features=True, alpha=True),
+    torch.dropout: _Kind(_BARE),
+    torch.dropout_: _Kind(_BARE, in_place=True),
+    torch.feature_dropout: _Kind(_BARE, features=True),
+    torch.feature_dropout_: _Kind(_BARE, features=True, in_place=True),
+    torch.alpha_dropout: _Kind(_BARE, alpha=True),
+    torch.alpha_dropout_: _Kind(_BARE, alpha=True, in_place=True),
+    torch.feature_alpha_dropout: _Kind(_BARE, features=True, alpha=True),
+    torch.feature_alpha_dropout_: _Kind(_BARE, features=True, alpha=True, in_place=True),
+}
+_MULTI_HEAD_ATTENTION = without_override(F.multi_head_attention_forward)
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)

@@ -1,0 +1,283 @@
+"""FSDP2: each data rank keeps a shard of every parameter, gradient and optimizer state.
+
+Parameters of a unit are gathered when the unit's forward is called; `units` says which modules are one. FSDP2 must
+also see the tensors in what a module returns.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils import _pytree as pytree
+
+from samestep.comm.mesh import Mesh
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.blocks import has_forward
+from samestep.parallel.calls import Trace
+from samestep.parallel.exact.forward_context import ForwardContext
+
+
+def shard_units(model: nn.Module, blocks: Sequence[nn.Module], seen: Trace | None) -> list[nn.Module]:
+    """The blocks, or parts of them, that can be gathered by themselves, in the order in which they run.
+
+    What is in none of them is gathered with the model. `seen` is what the model's forward does: a unit must be
+    called, and its parameters must be used in its forward alone. Where the forward was followed to a module that
+    decides by values what it calls, its parts are gathered with it, since another rank's samples may want others.
+    Without a trace every block with a forward is taken.
+    """
+    finder = _Finder(model, seen)
+    units = dict.fromkeys(chain.from_iterable(finder.within(block) for block in blocks))
+    return sorted(units, key=finder.began)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """The units of all ranks that share out one model's parameters."""
+
+    modules: Sequence[nn.Module]
+    may_differ: bool  # whether samples may decide which of them run
+
+
+def agreed_units(
+    model: nn.Module, blocks: Sequence[nn.Module], seen: Trace | None, group: dist.ProcessGroup
+) -> Units:
+    """The units that every rank of a group found; every rank asks."""
+    units = shard_units(model, blocks, seen)
+    names = {module: name for name, module in model.named_modules()}
+    followed = seen is not None and seen.stop is None
+    found: list[tuple[list[str], bool] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, ([names[unit] for unit in units], followed), group=group)
+    everyone = [each for each in found if each is not None]
+    modules = [model.get_submodule(name) for name in everyone[0][0] if all(name in theirs for theirs, _ in everyone)]
+    return Units(modules=modules, may_differ=not all(whole for _, whole in everyone))
+
+
+def kept_whole(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that FSDP2 can't shard: scalars, empty ones, and trained ones of another dtype than most."""
+    numbers: dict[object, int] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim:
+            numbers[parameter.dtype] = numbers.get(parameter.dtype, 0) + parameter.numel()
+    usual = max(numbers, key=lambda dtype: numbers[dtype], default=None)
+    return {p for p in model.parameters() if not p.ndim or not p.numel() or (p.requires_grad and p.dtype != usual)}
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, seen: Trace | None) -> None:
+        self._model = model
+        self._seen = seen
+        self._followed = seen is not None and seen.stop is None
+        self._names = {module: name for name, module in model.named_modules()}
+        self._parameters = {parameter: name for name, parameter in model.named_parameters()}
+        self._began: dict[str, int] = {}
+        for call in seen.calls if seen is not None else ():
+            self._began.setdefault(call.name, call.began)
+
+    def began(self, unit: nn.Module) -> int:
+        """The position of a unit's first call; those that were not followed come last."""
+        return self._began.get(self._names[unit], len(self._began) * 2)
+
+    def within(self, module: nn.Module) -> Iterator[nn.Module]:
+        """The module where it can be a unit, or else the largest parts of it that can."""
+        if self._fits(module):
+            yield module
+        elif self._followed or not has_forward(module):  # else nobody knows whether every rank calls its parts
+            for child in module.children():
+                yield from self.within(child)
+
+    def _fits(self, module: nn.Module) -> bool:
+        if not has_forward(module) or not any(True for _ in module.parameters()) or _shares(self._model, module):
+            return False
+        if self._seen is None:
+            return True
+        name, stop = self._names[module], self._seen.stop
+        if stop is not None:
+            if not stop.module or name.startswith(f"{stop.module}."):
+                return False
+            if name not in self._began and name not in stop.modules:
+                return self._is_like_a_followed_one(module)
+        elif name not in self._began:
+            return False
+        return all(
+            name in running
+            for parameter in module.parameters()
+            for running in self._seen.uses.get(self._parameters[parameter], ())
+        )
+
+    def _is_like_a_followed_one(self, module: nn.Module) -> bool:
+        return any(
+            type(other) is type(module) and name in self._began and self._fits(other)
+            for other, name in self._names.items()
+        )
+
+
+def _shares(model: nn.Module, block: nn.Module) -> bool:
+    """Whether a block has a parameter that also stands elsewhere; tied ones are sharded together, with the rest."""
+    mine = {id(parameter) for parameter in block.parameters()}
+    inside = {id(module) for module in block.modules()}
+    return any(
+        id(parameter) in mine
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What a module gave, behind the tensors that were found in it."""
+
+    value: Any
+
+
+class _Alias(torch.autograd.Function):
+    """Forward and backward: identity. The same memory, and no view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0]
+
+
+def no_view(tensor: Tensor) -> Tensor:
+    """A tensor that may be changed in place by what takes it, such as `hidden += positions`.
+
+    A change of a view goes round the hook by which FSDP2 gathers a module's parameters for its backward.
+    """
+    return _Alias.apply(tensor) if tensor.requires_grad and tensor._is_view() else tensor
+
+
+def show_tensors(module: nn.Module) -> None:
+    """Let a module give the tensors of an object of the model's own class, and with them the object."""
+    forward: Callable[..., Any] = module.forward
+
+    @wraps(forward)
+    def shown(*arguments: Any, **keywords: Any) -> Any:
+        output = forward(*arguments, **keywords)
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
+            return pytree.tree_map_only(Tensor, no_view, output)
+        inside = [leaf for leaf in pytree.tree_leaves(getattr(output, "__dict__", None)) if isinstance(leaf, Tensor)]
+        return (*inside, _Output(output)) if inside else output
+
+    module.forward = shown
+
+
+def hide_tensors(module: nn.Module, arguments: Any, output: Any) -> Any:
+    """A forward hook after FSDP2's: the object alone, as the model's own code knows it."""
+    hidden = type(output) is tuple and bool(output) and isinstance(output[-1], _Output)
+    return output[-1].value if hidden else output
+
+
+def refuse_gradients_in_forward(module: nn.Module, described: str, layout: Layout, now: ForwardContext) -> None:
+    """Have a module's outputs raise LayoutError where the forward itself takes gradients through the module.
+
+    FSDP2 frees the gathered parameters once backward has passed the module. A second backward, through these
+    gradients, would read memory that is freed by then.
+    """
+
+    def refuse(gradient: Tensor) -> None:
+        if now.moment is not None and not now.recomputing:
+            raise LayoutError(
+                f'layout "{layout}": the forward takes gradients through {described}, whose '
+                "parameters are sharded and freed after one backward, while a gradient of these gradients needs them "
+                f"again; use dp{layout.size}, or zero1x{layout.size}"
+            )
+
+    def watch(module: nn.Module, arguments: Any, output: Any) -> None:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and now.moment is not None:
+                tensor.register_hook(refuse)
+
+    module.register_forward_hook(watch)
+
+
+def shard(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    layout: Layout,
+    mesh: Mesh,
+    precision: str,
+    now: ForwardContext,
+    *,
+    experts: Sequence[nn.Module] = (),
+) -> None:
+    """Shard a model in place, unit by unit and then what is left.
+
+    `experts`: units of which the ranks of the expert axis hold different parts, each sharded over the ranks that hold
+    the same. Replicas have the same shards. What can't be sharded stays whole on every rank; its gradients are to be
+    averaged by `average_gradients`.
+    """
+    units = [unit for unit in units if unit not in experts]
+    for part in [*experts, *units, model]:
+        show_tensors(part)
+    # Before FSDP2 changes their classes.
+    described = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
+    whole = kept_whole(model)
+    mixed = MixedPrecisionPolicy()
+    if precision == "bf16":
+        # Half the bytes to gather; gradients are summed over ranks in float32, where bf16 would lose digits.
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if layout.offloads_parameters:
+        pinned = mesh.grid.device_type != "cpu" and not layout.offloads("parameters-disk")
+        offload = CPUOffloadPolicy(pin_memory=pinned)
+    of_experts = mesh.shards(of_experts=True) if mesh.size("expert") > 1 else None
+    grid = mesh.shards(of_experts=False)
+    for part in [*experts, *units, model]:
+        fully_shard(
+            part,
+            mesh=of_experts if part in experts else grid,
+            reshard_after_forward=layout.zero == 3,
+            mp_policy=mixed,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
+    for part in [*experts, *units, model]:
+        part.register_forward_hook(hide_tensors)
+    for unit in units:
+        refuse_gradients_in_forward(unit, described[id(unit)], layout, now)
+    _prefetch([unit for unit in units if isinstance(unit, FSDPModule)])
+
+
+def put_back(root: nn.Module) -> None:
+    """Let a model's parameters be shards again, after a forward without a backward, which would do it.
+
+    Else gradients would be cleared, measured and saved of the whole parameters that a forward may leave in place.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _prefetch(blocks: Sequence[FSDPModule]) -> None:
+    """Gather the next block's parameters while this one computes, in forward and in backward."""
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+@contextmanager
+def without_messages(model: FSDPModule) -> Iterator[None]:
+    """Forward and backward that keep their gradients on this rank."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

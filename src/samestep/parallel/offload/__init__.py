@@ -1,0 +1,1 @@
+"""Offload: activations, optimizer state or parameters wait in the memory of the host or on its disk."""

@@ -1,0 +1,71 @@
+"""Offload of activations: what a block keeps for its backward waits in the host's memory (Rhu et al. 2016)."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from samestep.parallel.offload.memory import HostMemory
+from samestep.parallel.sharding import local
+
+_SMALLEST = 1024  # bytes; for less a copy isn't worth its start
+
+
+def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None:
+    """Make each block copy what it keeps for backward to `memory`, and back when backward asks for it.
+
+    On an accelerator the copies are asynchronous: in the order of the device's work, while the CPU goes on. On a CPU
+    they are copies within its memory, so that the same code runs there. Parameters stay where they are.
+    """
+    for block in blocks:
+        # The forward is replaced rather than the module, so that every parameter keeps its name.
+        block.forward = partial(_offloading, block, block.forward, memory)
+
+
+def _offloading(block: nn.Module, forward: Any, memory: HostMemory, *args: Any, **kwargs: Any) -> Any:
+    parameters = {_address(local(parameter.detach())) for parameter in block.parameters()}
+
+    def pack(tensor: Tensor) -> Any:
+        if _stays(tensor) or _address(tensor) in parameters:
+            return tensor
+        return _Away(tensor, memory)
+
+    with saved_tensors_hooks(pack, _unpack):
+        return forward(*args, **kwargs)
+
+
+def _stays(tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    return (
+        isinstance(base, nn.Parameter)  # also one that FSDP2 gathered
+        or isinstance(tensor, DTensor)
+        or tensor.layout is not torch.strided
+        or tensor.nbytes < _SMALLEST
+        or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: the copy would be larger
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Away:
+    """A tensor that waits in the host's memory for as long as autograd keeps this."""
+
+    def __init__(self, tensor: Tensor, memory: HostMemory) -> None:
+        self._device = tensor.device
+        self._pinned = memory.pinned
+        self._copy = memory.lend(tensor.detach(), until_gone=self)
+        self._copy.copy_(tensor.detach(), non_blocking=self._pinned)
+
+    def back(self) -> Tensor:
+        # Always a copy: the memory is lent again while the result may still be used.
+        return self._copy.to(self._device, non_blocking=self._pinned, copy=True)
+
+
+def _unpack(packed: Any) -> Tensor:
+    return packed.back() if isinstance(packed, _Away) else packed

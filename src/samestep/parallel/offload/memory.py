@@ -1,0 +1,122 @@
+"""Memory for what is offloaded: pinned buffers in the host's memory, and tensors whose memory is a mapped file.
+
+Pinned buffers let an accelerator copy while the CPU does other work; pages of a file that isn't used need no memory.
+"""
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from samestep.errors import UserError
+
+
+class HostMemory:
+    """Tensors in the host's memory, pinned where the device is an accelerator; used again once they are free."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type != "cpu"
+        self._free: dict[int, list[Tensor]] = {}  # by their bytes
+        self._buffers: list[Tensor] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor to keep."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=self.pinned)
+
+    def lend(self, like: Tensor, until_gone: object) -> Tensor:
+        """A contiguous tensor of that shape and dtype, whose memory is used again when `until_gone` is gone."""
+        size = _rounded(like.nbytes)
+        free = self._free.setdefault(size, [])
+        if free:
+            buffer = free.pop()
+        else:
+            buffer = self.empty([size], torch.uint8)
+            self._buffers.append(buffer)
+        weakref.finalize(until_gone, free.append, buffer)
+        return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def lent(self) -> Iterator[Tensor]:
+        """All memory that was lent at one time or another, and is kept for the next."""
+        yield from self._buffers
+
+
+def _rounded(size: int) -> int:
+    """A size of which there are eight between a power of two and the next, so that batches of many lengths share."""
+    step = 1 << max(0, size.bit_length() - 4)
+    return -(-size // step) * step
+
+
+_CHUNK = 1 << 30  # bytes of the file in one mapping; an untouched part of the file takes no room on disk
+
+
+class MappedFile:
+    """Tensors in a file without a name in a folder: it is gone with this process, however that ends."""
+
+    def __init__(self, folder: Path | None) -> None:
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, prefix="samestep-")  # noqa: SIM115 - lives with the job
+        except OSError as error:
+            raise UserError(f"offload to {folder or 'the temporary folder'}: {error.strerror}") from None
+        weakref.finalize(self, self._file.close)
+        self._folder = folder or Path(tempfile.gettempdir())
+        self._chunks: list[mmap.mmap] = []
+        self._end = self._chunk_end = 0  # in the file
+        self._given: set[int] = set()  # addresses
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in the file. Raises UserError where the disk is full."""
+        count = torch.Size(shape).numel()
+        size = -(-count * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        if self._end + size > self._chunk_end:
+            self._map(max(size, _CHUNK))
+        try:
+            # A write into a mapping of a full disk would end the process without a word.
+            os.posix_fallocate(self._file.fileno(), self._end, size)
+        except OSError as error:
+            raise UserError(
+                f"offload to {self._folder}: {error.strerror} after {self._end / 1e9:.1f} GB; "
+                "set run.offload_folder to a folder with more room"
+            ) from None
+        offset = self._end - (self._chunk_end - len(self._chunks[-1]))
+        self._end += size
+        tensor = torch.frombuffer(self._chunks[-1], dtype=dtype, count=count, offset=offset).view(tuple(shape))
+        self._given.add(tensor.data_ptr())
+        return tensor
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is in the file."""
+        return tensor.data_ptr() in self._given
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """What the file takes of its disk, as the file system counts it."""
+        return os.fstat(self._file.fileno()).st_blocks * 512
+
+    def let_go(self) -> None:
+        """Give the memory of all pages back to the system, which writes them to the file when it wants to."""
+        for chunk in self._chunks:
+            chunk.madvise(mmap.MADV_DONTNEED)
+
+    def _map(self, size: int) -> None:
+        self._end = self._chunk_end
+        self._chunk_end += size
+        os.ftruncate(self._file.fileno(), self._chunk_end)
+        self._chunks.append(mmap.mmap(self._file.fileno(), size, offset=self._end))
+
+
+def check_offload_folder(folder: Path | None) -> None:
+    """Raise UserError where a folder can't take files."""
+    if folder is None:
+        return
+    if not folder.is_dir():
+        what = "this is a file" if folder.exists() else "there is no such folder"
+        raise UserError(f"run.offload_folder is {folder}: {what}; a folder that is there would do")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"run.offload_folder is {folder}: it can't be written to; one that can would do")

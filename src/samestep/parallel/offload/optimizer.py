@@ -1,0 +1,216 @@
+"""Offload of the optimizer: its state and its step are on the CPU, parameters and gradients stay on the device.
+
+State and copies of the parameters lie in the host's memory, or in a mapped file of which a parameter at a time is
+in use. (Ren et al. 2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity.)
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.joined_optimizer import follow
+from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.sharding import local
+
+# Optimizers that treat every number of a parameter by itself, so that a shard can be stepped like a whole.
+BY_NUMBER = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+
+
+class OffloadedOptimizer(Optimizer):
+    """Steps copies of the parameters on the CPU, with an optimizer of the given kind.
+
+    Its groups hold the device's parameters, so gradients are zeroed, unscaled and clipped, and learning rates set, as
+    with any optimizer. `state` is that of the copies.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        kind: Callable[..., Optimizer],
+        memory: HostMemory | MappedFile,
+        by_number: bool = False,
+        **settings: Any,
+    ) -> None:
+        """`by_number`: the kind is known to treat every number of a parameter by itself."""
+        super().__init__(params, settings)
+        self._memory = memory
+        for group in self.param_groups:
+            if not by_number:
+                _check_shards(group["params"], kind)
+        copies = [[_Copy(p, memory) for p in group["params"]] for group in self.param_groups]
+        if isinstance(memory, MappedFile):  # one parameter at a time is in memory
+            lots = [{number: [copy]} for number, mine in enumerate(copies) for copy in mine]
+        else:
+            lots = [dict(enumerate(copies))]
+        self._lots = [_Lot(kind, settings, self.param_groups, lot) for lot in lots]
+        for lot in self._lots:
+            lot.complete(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for lot in self._lots:
+            lot.step(self.param_groups)
+            for copy in lot.copies:
+                if copy.host in lot.optimizer.state:
+                    self.state[copy.parameter] = lot.optimizer.state[copy.host]
+                    self._move(lot.optimizer.state[copy.host])
+            if isinstance(self._memory, MappedFile):
+                self._memory.let_go()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for lot in self._lots:
+            for copy in lot.copies:
+                if copy.parameter in self.state:
+                    state = lot.optimizer.state[copy.host] = dict(self.state[copy.parameter])
+                    for name, value in state.items():
+                        state[name] = value.cpu() if isinstance(value, Tensor) else value
+                    self.state[copy.parameter] = state
+                    self._move(state)
+
+    def stepping(self) -> Iterator[Optimizer]:
+        """The optimizers that step the copies."""
+        for lot in self._lots:
+            yield lot.optimizer
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """What it holds in the host's memory, besides the counts of steps."""
+        if isinstance(self._memory, HostMemory):
+            yield from self._tensors()
+
+    def disk_tensors(self) -> Iterator[Tensor]:
+        """What it holds in its file."""
+        if isinstance(self._memory, MappedFile):
+            yield from self._tensors()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for lot in self._lots:
+            for copy in lot.copies:
+                yield copy.host.detach()
+                if copy.gradient is not None:
+                    yield copy.gradient
+                for value in lot.optimizer.state.get(copy.host, {}).values():
+                    if isinstance(value, Tensor) and value.ndim:
+                        yield value
+
+    def _move(self, state: dict[str, Any]) -> None:
+        """Put state that an optimizer made for itself where it belongs."""
+        if not isinstance(self._memory, MappedFile):
+            return
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim and value.numel() and not self._memory.holds(value):
+                mapped = self._memory.empty(value.shape, value.dtype)
+                mapped.copy_(value)
+                state[name] = mapped
+
+
+def offloaded_kind(
+    kind: type[Optimizer], layout: Layout, device: torch.device, folder: Path | None
+) -> Callable[..., Optimizer]:
+    """What makes a layout's optimizers of a kind: itself, or one that is offloaded as the layout says."""
+    if layout.offloads("optimizer"):
+        return partial(OffloadedOptimizer, kind=kind, memory=HostMemory(device))
+    if layout.offloads("optimizer-disk"):
+        return partial(OffloadedOptimizer, kind=kind, memory=MappedFile(folder))
+    return kind
+
+
+class _Copy:
+    """A parameter of the device, or this rank's shard of one, and what the CPU holds of it."""
+
+    def __init__(self, parameter: nn.Parameter, memory: HostMemory | MappedFile) -> None:
+        value = local(parameter.detach())
+        self.parameter = parameter
+        self.host = nn.Parameter(memory.empty(value.shape, value.dtype))
+        self.gradient: Tensor | None = None  # kept, since pinned memory is dear to ask for
+        if isinstance(memory, HostMemory):
+            self.gradient = memory.empty(value.shape, value.dtype)
+        self._asynchronous = isinstance(memory, HostMemory) and memory.pinned
+        self._seen: tuple[int, int] | None = None  # address and version of the device's value
+
+    def fetch(self) -> None:
+        """Bring the gradient to the CPU, and the value where something else than `put` has written it."""
+        value = local(self.parameter.detach())
+        if self._seen != (value.data_ptr(), value._version):
+            self.host.copy_(value, non_blocking=self._asynchronous)
+        if self.parameter.grad is None:
+            self.host.grad = None
+        elif self.gradient is None:
+            self.host.grad = local(self.parameter.grad).to(self.host.device)
+        else:
+            self.host.grad = self.gradient.copy_(local(self.parameter.grad), non_blocking=self._asynchronous)
+
+    def put(self) -> None:
+        """Bring the stepped value to the device."""
+        value = local(self.parameter.detach())
+        value.copy_(self.host, non_blocking=self._asynchronous)
+        self._seen = (value.data_ptr(), value._version)
+        self.host.grad = None
+
+
+class _Lot:
+    """Copies that are stepped together."""
+
+    def __init__(
+        self,
+        kind: Callable[..., Optimizer],
+        settings: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]],
+        copies: Mapping[int, Sequence[_Copy]],  # by the number of their group
+    ) -> None:
+        self.copies = [copy for mine in copies.values() for copy in mine]
+        self._numbers = list(copies)
+        self.optimizer = kind(
+            [{**groups[number], "params": [copy.host for copy in mine]} for number, mine in copies.items()],
+            **settings,
+        )
+
+    def complete(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Write into the groups what was not said, so that their state dict is that of the kind of optimizer."""
+        for number, mine in zip(self._numbers, self.optimizer.param_groups, strict=True):
+            for name, value in mine.items():
+                groups[number].setdefault(name, value)
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        follow(self.optimizer, groups, self._numbers)
+        for copy in self.copies:
+            copy.fetch()
+        device = self.copies[0].parameter.device
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # the CPU reads what was copied
+        self.optimizer.step()
+        for copy in self.copies:
+            copy.put()
+
+
+def _check_shards(parameters: Sequence[Tensor], kind: Any) -> None:
+    """Raise LayoutError where a shard can't be stepped by itself."""
+    if kind not in BY_NUMBER and any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise LayoutError(
+            f"offload of optimizer {getattr(kind, '__name__', kind)}: of shards of parameters only "
+            f"{', '.join(each.__name__ for each in BY_NUMBER)} can be offloaded; dp or zero1 would do"
+        )

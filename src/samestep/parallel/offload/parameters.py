@@ -1,0 +1,65 @@
+"""Offload of parameters to disk: a rank's shards, and the optimizer's state of them, lie in a file.
+
+The file is mapped into memory: its pages come in where a block is gathered or stepped, and may go when the step is
+over. (Rajbhandari et al. 2021, ZeRO-Infinity.)
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from samestep.parallel.offload.memory import MappedFile
+from samestep.parallel.sharding import local
+
+
+def empty_in(file: MappedFile, tensor: Tensor) -> Tensor:
+    """Memory in the file for a tensor; of a DTensor for this rank's shard."""
+    shard = local(tensor)
+    memory = file.empty(shard.shape, shard.dtype)
+    if not isinstance(tensor, DTensor):
+        return memory
+    return DTensor.from_local(
+        memory,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+@torch.no_grad()
+def move_parameters(model: nn.Module, file: MappedFile) -> None:
+    """Move what a rank holds of a model's parameters into the file, one after another; tied ones stay tied."""
+    moved: dict[int, nn.Parameter] = {}
+    for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():
+        if id(parameter) not in moved:
+            there = _moved(file, parameter)
+            moved[id(parameter)] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, moved[id(parameter)])
+    # FSDP2 looks for its parameters anew when a function is applied to all. A shard that it fills up, since the rows
+    # don't divide by the ranks, it copies back into memory.
+    model._apply(lambda tensor: tensor)
+
+
+def keep_state(optimizer: Optimizer, file: MappedFile) -> None:
+    """After every step, move what the optimizer has made for itself into the file, and let go of the file's pages."""
+
+    def move(stepped: Optimizer, *_: Any) -> None:
+        for state in stepped.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim and local(value).numel() and not file.holds(local(value)):
+                    state[name] = _moved(file, value)
+        file.let_go()
+
+    optimizer.register_step_post_hook(move)
+
+
+def _moved(file: MappedFile, tensor: Tensor) -> Tensor:
+    there = empty_in(file, tensor.detach())
+    local(there).copy_(local(tensor.detach()))
+    return there

@@ -1,0 +1,228 @@
+"""ParallelModel: a model spread over ranks. How it takes micro-batches, and where its parameters are."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.loader import MicroBatch
+from samestep.layout import Layout
+from samestep.parallel.ddp import average_experts, average_what_is_whole
+from samestep.parallel.deferred_init import InitialValues
+from samestep.parallel.exact import generators
+from samestep.parallel.exact.batch_buffers import BatchBuffers
+from samestep.parallel.exact.buffers import RepeatedForwards, check_buffers, versions
+from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.fsdp import put_back
+from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.pipeline.timeline import Timeline
+from samestep.parallel.sharding import ShardTable
+from samestep.parallel.sparse_rows import Choice, RowExchange
+from samestep.parallel.tensor.vocab_parallel import Backward, Loss, Vocabulary
+from samestep.parallel.unused_parameters import Used
+from samestep.profiling.clock import StepClock
+from samestep.tasks.base import call
+
+# From the model's output for a micro-batch to what backward starts from.
+Term = Callable[[Any, MicroBatch], Tensor]
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What spreading a model wants to know beyond the layout; all of it may be missing."""
+
+    # What the model may be called with: a batch's inputs, a few samples. Layouts that cut the model itself look
+    # with it at what its forward does.
+    example: Any = None
+    # The values of the parameters that are on the meta device.
+    initial: InitialValues | None = None
+    # Which layers a tensor parallel layout slices how (name or pattern -> role), where that is not to be found.
+    tensor_plan: Mapping[str, str] | None = None
+    # Which modules are experts that ranks share out (name or pattern -> role), where that is not to be found.
+    expert_plan: Mapping[str, str] | None = None
+    # The layers with which pipeline stages begin, but the first; without it they are found.
+    cut_at: Sequence[str] = ()
+    # Whether each block is compiled by torch.compile.
+    compile: bool = False
+    # Megabytes of gradients that replicas send together; None: as many as PyTorch's DistributedDataParallel sends.
+    bucket_mb: float | None = None
+    # Buffers that are a mean or a sum over the batch (name or pattern -> which).
+    batch_buffers: Mapping[str, str] = field(default_factory=dict)
+    # For layouts that move something to disk; None: the system's folder for temporary files.
+    offload_folder: Path | None = None
+    # The engine's own configuration file, which is taken as it is.
+    engine_config: Path | None = None
+    # Whether replicas send gradients of embeddings as the rows that were touched.
+    sparse_rows: Choice = "auto"
+    # Whether the replicas of a host share one copy of parameters and optimizer state.
+    share_replicas: bool = False
+    # Samples of one step over all ranks, and most samples of one forward on one rank, as the job says them.
+    batch: int | None = None
+    micro_batch: int | None = None
+
+
+class ParallelModel(ABC):
+    """A model spread over ranks."""
+
+    timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
+    clock: StepClock | None = None  # what is told of a step's phases, where steps are profiled
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        parts: ShardTable,
+        now: ForwardContext,
+        autocast: Context,
+        host: HostMemory,
+        vocabulary: Vocabulary | None = None,
+        disk: MappedFile | None = None,
+        buffers: BatchBuffers | None = None,
+    ) -> None:
+        self.model = model  # with the parameters that this rank holds, by their names in the whole model
+        self.parts = parts
+        self.now = now
+        self.autocast = autocast
+        self.buffers = buffers or BatchBuffers(model, {}, parts.mesh.data_group, now)
+        self.repeated = RepeatedForwards(model, joined=self.buffers.joins)
+        self._vocabulary = vocabulary  # where the output layer may be sliced
+        self.host = host  # where offloaded activations wait
+        self.disk = disk  # where offloaded parameters lie
+
+    @abstractmethod
+    def take(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        term: Term,
+        backward: Backward,
+        forwards_done: Callable[[], None],
+    ) -> None:
+        """Forward and backward of every micro-batch; leave the gradients averaged over the data ranks.
+
+        `term` is called where the model's output is. `forwards_done` is called once, when it won't be called again.
+        """
+
+    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
+        """The loss and the backward of a step, as what this spread gives for an output wants them."""
+        return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
+
+    def give_whole_outputs(self) -> None:
+        """From here on, training forwards give no output in slices."""
+        if self._vocabulary is not None:
+            self._vocabulary.slices = False
+
+    def rehearse(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        """The outputs of a step's training forwards, without graphs and without a trace in the model.
+
+        Random numbers are drawn by sample, so the forwards of `take` draw the same. None in place of an output on a
+        rank that has no part in the model's last layer.
+        """
+        outputs: list[Any] = []
+        for micro_batch in micro_batches:
+            with torch.no_grad(), self.now.at(micro_batch.moment), self.now.rehearsing(), self.autocast():
+                outputs.append(self.predict(micro_batch.batch.inputs))
+        return outputs
+
+    @abstractmethod
+    def predict(self, inputs: Any) -> Any:
+        """The model's output, or None on a rank that has no part in its last layer."""
+
+
+class WholeModel(ParallelModel):
+    """Every rank runs all of the model's layers, each on its own samples or its own part of every layer."""
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        accumulating: Context,
+        used: Used,
+        rows: RowExchange | None = None,
+        repeatable: bool = False,
+        **common: Any,
+    ) -> None:
+        """`rows`: averages the gradients that `module` leaves alone.
+
+        `repeatable`: a forward may be run once more in place of the one before. It must send no messages, and
+        backward must not run any of it again.
+        """
+        super().__init__(**common)
+        self._used = used
+        self._rows = rows
+        self._repeatable = repeatable
+        self._watches_draws = True
+        self._buffers_checked = False
+        self.module = module  # what forward calls
+        self._accumulating = accumulating  # forward and backward without messages
+
+    def take(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        term: Term,
+        backward: Backward,
+        forwards_done: Callable[[], None],
+    ) -> None:
+        before = {} if self._buffers_checked else versions(self.model)
+        *first, last = micro_batches
+        for number, micro_batch in enumerate(first):
+            with self._accumulating(), self.repeated.watched() if number else nullcontext():
+                backward(self._forward(micro_batch, term))
+        with self.repeated.watched() if first else nullcontext():
+            loss = self._forward(last, term)
+        forwards_done()
+        with self.repeated.watched():  # a block may be computed again
+            backward(self._used.reach(loss))
+        self.repeated.check(_times(len(micro_batches), self.parts.layout))
+        if self.parts.owners is not None:
+            self.parts.owners.settle()
+        if self._rows is not None:
+            self._rows.exchange()
+        average_experts(self.model, self.parts)  # while it is not taken away yet where only others used them
+        self._used.settle()
+        if self.parts.owners is not None:
+            self.parts.owners.sum_replicas(self.model.parameters())
+        self.buffers.settle()
+        if not self._buffers_checked:
+            self._buffers_checked = True
+            check_buffers(self.model, before, self.parts.mesh.data_group)
+            self._watches_draws = not self._repeatable or self.now.drew or before != versions(self.model)
+        if self.parts.layout.zero >= 2:
+            average_what_is_whole(self.model, self.parts)
+        self.parts.sum_gradients(self.model)
+
+    def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
+        with self.now.at(micro_batch.moment), self.autocast():
+            return term(self._output(micro_batch.batch.inputs), micro_batch)
+
+    def _output(self, inputs: Any) -> Any:
+        """The model's output. Watching a forward for draws costs time, and few models draw that have never drawn."""
+        if self._watches_draws:
+            return call(self.module, inputs)
+        device = torch.device(self.parts.mesh.grid.device_type)
+        before = generators.state_of_torch(device)
+        with self.now.unwatched():
+            output = call(self.module, inputs)
+        if generators.moved(before, generators.state_of_torch(device)) is None:
+            return output
+        self._watches_draws = True
+        generators.restore_torch(before, device)
+        return call(self.module, inputs)
+
+    def predict(self, inputs: Any) -> Any:
+        with torch.no_grad(), self.autocast():
+            output = call(self.model, inputs)
+        put_back(self.model)
+        return output
+
+
+def _times(micro_batches: int, layout: Layout) -> str:
+    again = f", and recompute={layout.recompute} another in backward" * (layout.recompute != "none")
+    return f"a step of this rank runs {micro_batches} forward{'s' * (micro_batches > 1)}{again}"

@@ -1,0 +1,196 @@
+"""Point-to-point messages: activations and their gradients between ranks that hold neighbouring stages."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.comm.mesh import Mesh, new_group
+from samestep.parallel.pipeline.stage import pipelines
+
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+_MOST_DIMS = 8
+_AHEAD = 2  # messages that are waited for while one is used
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageId:
+    """Which tensors: what stage `to` needs for the forward or the backward of a micro-batch."""
+
+    to: int
+    kind: str  # F: activations; B: the gradients of those that have one
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A tensor's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Form":
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+Forms = tuple[Form, ...]
+
+
+def has_gradient(tensor: Tensor | Form) -> bool:
+    """Whether a gradient of it is sent back: not of masks and indices."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+@dataclass(kw_only=True)
+class _Line:
+    """What comes from one rank, in the order in which it sends."""
+
+    group: dist.ProcessGroup
+    source: int
+    expected: list[MessageId] = field(default_factory=list)
+    posted: dict[MessageId, list[tuple[Tensor, Any]]] = field(default_factory=dict)
+
+
+class Messages:
+    """Sends and receives without waiting for the other side.
+
+    Every ordered pair of ranks has a process group of its own, so that each carries messages one way in one order,
+    whatever the back end does with tags. The forms of activations are sent ahead the first time that a
+    micro-batch's inputs have their shapes; a gradient has the form of what it is the gradient of.
+    """
+
+    def __init__(self, mesh: Mesh, rank_of: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
+        """`rank_of`: the pipeline rank of each stage; `counts`: how many tensors each stage hands to the next."""
+        self._counts = counts
+        self._rank_of = rank_of
+        self._device = device
+        self._me = mesh.coordinate("pipeline")
+        self._ranks = mesh.ranks("pipeline")
+        self._to: dict[int, dist.ProcessGroup] = {}
+        self._from: dict[int, _Line] = {}
+        self._turn = 0  # the step or chunk that runs
+        self._sent: list[tuple[int, Any, Tensor]] = []  # in which turn, and what must stay until it has left
+        self._here: dict[MessageId, list[Tensor]] = {}
+        self._forms: dict[Any, Forms] = {}  # of activations, by stage and shapes of inputs
+        self._key: Callable[[MessageId], Any] = lambda letter: letter
+        self._gradient_forms: dict[MessageId, Forms] = {}
+        self._connect(mesh)
+
+    def _connect(self, mesh: Mesh) -> None:
+        neighbours = {(a, b) for a, b in zip(self._rank_of, self._rank_of[1:], strict=False) if a != b}
+        for a, b in sorted(neighbours | {(b, a) for a, b in neighbours}):
+            for line in pipelines(mesh):
+                group = new_group([line[a], line[b]])
+                if line != self._ranks:
+                    continue
+                if a == self._me:
+                    self._to[b] = group
+                if b == self._me:
+                    self._from[a] = _Line(group=group, source=line[a])
+
+    def begin(self, sends: Sequence[Sequence[MessageId]], key: Callable[[MessageId], Any]) -> None:
+        """Begin a step or a chunk: what every rank is going to send, in its order.
+
+        `key` gives what the forms of activations depend on: the same key, the same forms.
+        """
+        self._key = key
+        self._turn += 1
+        self._gradient_forms.clear()
+        for rank, line in self._from.items():
+            line.expected += [letter for letter in sends[rank] if self._rank_of[letter.to] == self._me]
+
+    def send(self, letter: MessageId, tensors: Sequence[Tensor]) -> None:
+        target = self._rank_of[letter.to]
+        sent = [tensor.detach().contiguous() for tensor in tensors]
+        forms = tuple(Form.of(tensor) for tensor in sent)
+        if letter.kind == "F":
+            back = MessageId(to=letter.to - 1, kind="B", micro_batch=letter.micro_batch)
+            self._gradient_forms[back] = tuple(form for form in forms if has_gradient(form))
+        if target == self._me:
+            self._here[letter] = sent
+            return
+        if letter.kind == "F" and sent and self._announced(letter, forms) is None:
+            self._post(target, _header(forms))
+            self._forms[letter.to, self._key(letter)] = forms
+        for tensor in sent:
+            self._post(target, tensor)
+
+    def _announced(self, letter: MessageId, forms: Forms) -> Forms | None:
+        known = self._forms.get((letter.to, self._key(letter)))
+        if known is not None and known != forms:
+            now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
+            raise RuntimeError(
+                f"stage {letter.to - 1} hands on {now.shape} of {now.dtype}, and before, for inputs of "
+                f"the same shapes, {before.shape} of {before.dtype}: a pipeline needs a shape that no value decides"
+            )
+        return known
+
+    def _post(self, target: int, tensor: Tensor) -> None:
+        self._sent = [each for each in self._sent if not each[1].is_completed()]
+        work = dist.isend(tensor, dst=self._ranks[target], group=self._to[target])
+        self._sent.append((self._turn, work, tensor))
+
+    def receive(self, letter: MessageId) -> list[Tensor]:
+        """Wait for tensors, and ask for those that their sender sends before them, which may be used after them."""
+        source = self._rank_of[letter.to + (-1 if letter.kind == "F" else 1)]
+        if source == self._me:
+            self._gradient_forms.pop(letter, None)
+            return self._here.pop(letter)
+        line = self._from[source]
+        while letter not in line.posted:
+            self._ask(line)
+        posted = line.posted.pop(letter)
+        while len(line.posted) < _AHEAD and line.expected and self._forms_of(line.expected[0]) is not None:
+            self._ask(line)
+        for _, work in posted:
+            work.wait()
+        return [tensor for tensor, _ in posted]
+
+    def _forms_of(self, letter: MessageId) -> Forms | None:
+        if letter.kind == "B":
+            return self._gradient_forms.get(letter)
+        if not self._counts[letter.to - 1]:
+            return ()
+        return self._forms.get((letter.to, self._key(letter)))
+
+    def _ask(self, line: _Line) -> None:
+        letter = line.expected.pop(0)
+        forms = self._forms_of(letter)
+        if forms is None:
+            # On the CPU, so that no accelerator waits.
+            header = torch.empty(self._counts[letter.to - 1], _MOST_DIMS + 2, dtype=torch.int64)
+            dist.recv(header, src=line.source, group=line.group)
+            forms = self._forms[letter.to, self._key(letter)] = _read(header)
+        if letter.kind == "B":
+            del self._gradient_forms[letter]
+        posted = line.posted[letter] = []
+        for form in forms:
+            tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
+            posted.append((tensor, dist.irecv(tensor, src=line.source, group=line.group)))
+
+    def finish(self, turns_ago: int = 0) -> None:
+        """Wait until everything has left that was sent in this turn or, with `turns_ago`, in older ones."""
+        for turn, work, _ in self._sent:
+            if turn <= self._turn - turns_ago:
+                work.wait()
+        self._sent = [each for each in self._sent if each[0] > self._turn - turns_ago]
+
+
+def _header(forms: Forms) -> Tensor:
+    """Of every tensor its dtype, number of dimensions, and sizes: [tensors, 2 + most dimensions]."""
+    rows = [
+        [_DTYPES.index(form.dtype), len(form.shape), *form.shape, *([0] * (_MOST_DIMS - len(form.shape)))]
+        for form in forms
+    ]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _read(header: Tensor) -> Forms:
+    return tuple(Form(shape=tuple(sizes[:dims]), dtype=_DTYPES[dtype]) for dtype, dims, *sizes in header.tolist())

@@ -1,0 +1,341 @@
+"""Partition: which calls and parameters of a model each pipeline stage has, found from a trace of its forward."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+
+from torch import nn
+
+from samestep.errors import LayoutError, UserError, closest
+from samestep.layout import Layout
+from samestep.parallel.blocks import find_blocks, with_forward
+from samestep.parallel.calls import Call, Trace
+from samestep.parallel.pipeline.units import Given, Needs, UnitCall, find_layers, unit_calls, units_of
+
+Stages = frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A model cut into stages: intervals of its units' calls, each of which ends with a call of a layer."""
+
+    blocks: Sequence[Call]  # calls of layers, in their order
+    starts: Sequence[int]  # the first of each stage
+    calls: Sequence[UnitCall]  # of layers, and of the largest modules that contain none, in their order
+    ends: Sequence[int]  # of each stage, one more than the number of its last call; the model ends the last stage
+    used: Sequence[frozenset[Given]]  # what each stage takes of what stages before it have computed
+    handed_on: Sequence[Sequence[Given]]  # what each stage but the last hands to the next: its own, or carried along
+    modules: Mapping[str, Stages]  # stages that hold a unit, by each of its names
+    parameters: Mapping[str, Stages]  # stages that hold a parameter, by each of its names
+    computed_with: Mapping[str, Stages]  # stages whose forward uses a parameter, by its first name
+    draws: Mapping[int, Mapping[str, int]]  # of calls of units that several stages call: random draws, by module
+
+    @property
+    def stages(self) -> int:
+        return len(self.starts)
+
+    def stage_of_call(self, number: int) -> int:
+        """The stage of one of `calls`."""
+        return bisect_right(self.ends, number)
+
+    def stages_of(self, unit: str) -> Stages:
+        """The stages that call a unit."""
+        return frozenset(self.stage_of_call(number) for number in self.calls_of(unit))
+
+    def calls_of(self, unit: str) -> Sequence[int]:
+        """The numbers of a unit's calls."""
+        return self._by_unit.get(unit, ())
+
+    def given(self, caller: int, number: int) -> Given | None:
+        """What is handed on of a call's output as the tensor of this number; None where nothing is."""
+        return self._by_place.get((caller, number))
+
+    def is_handed_on(self, unit: str) -> bool:
+        """Whether later stages take something that a unit gives."""
+        return any(self.calls[caller].unit == unit for caller, _ in self._by_place)
+
+    def taken(self, stage: int) -> Sequence[Given]:
+        """What a stage takes of those before it, in order."""
+        return sorted(self.used[stage], key=Given.place)
+
+    def computed_in(self, stage: int) -> Mapping[int, Sequence[Given]]:
+        """What a stage hands on that it has computed itself, by the call that gives it."""
+        found: dict[int, list[Given]] = {}
+        for given in self.handed_on[stage] if stage < self.stages - 1 else ():
+            if self.stage_of_call(given.caller) == stage:
+                found.setdefault(given.caller, []).append(given)
+        return found
+
+    @cached_property
+    def _by_unit(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for number, each in enumerate(self.calls):
+            found.setdefault(each.unit, []).append(number)
+        return found
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[int, int], Given]:
+        return {(given.caller, given.number): given for stage in self.handed_on for given in stage}
+
+
+def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[str] = ()) -> Plan:
+    """Cut a model's forward into the layout's stages, and find what each stage needs of the others.
+
+    A stage has the calls of units between two cuts. What it takes of earlier ones is looked up in the dataflow of
+    the traced forward, so that skip connections, an encoder's output that every layer of the decoder takes, masks
+    and position biases are found as they are, and tied weights and parameters that stand between the layers too.
+
+    Raises LayoutError where the model has too few layers, or can't be cut between them.
+    """
+    stages = layout.pipeline * layout.stages_a_rank
+    layers = find_layers(model, trace, stages)
+    units = units_of(model, trace, layers)
+    calls = unit_calls(model, trace, units)
+    needs = Needs(trace, calls)
+    blocks = [each.call for each in calls if each.unit in layers]
+    at = [number for number, each in enumerate(calls) if each.unit in layers]
+    allowed, why_not = _allowed_starts(needs, calls, at)
+    if len(allowed) < stages:
+        names = [name for name, module in model.named_modules() if module in with_forward(find_blocks(model))]
+        raise LayoutError(f'layout "{layout}": {_too_few(layout, stages, len(allowed), names, why_not)}')
+    if cut_at:
+        starts = _starts_at(cut_at, [block.name for block in blocks], stages)
+        _check_starts(layout, starts, allowed, blocks, why_not)
+    else:
+        if layout.balance == "memory":
+            found = [model.get_submodule(block.name) for block in blocks]
+            cost = memory_cost(trace, blocks, found, model, layout)
+        else:
+            cost = time_cost(trace, blocks)
+        edges = [*allowed, len(blocks)]
+        chosen = best_starts(len(allowed), stages, lambda stage, a, b: cost(stage, edges[a], edges[b]))
+        starts = [allowed[number] for number in chosen]
+    ends = [*(at[start - 1] + 1 for start in starts[1:]), len(calls)]
+    used, parameters = _of_stages(model, trace, needs, calls, ends)
+    by_module, by_parameter = _hold_alike(model, units, calls, ends, parameters)
+    return Plan(
+        blocks=blocks,
+        starts=starts,
+        calls=calls,
+        ends=ends,
+        used=used,
+        handed_on=_handed_on(used, ends),
+        modules=by_module,
+        parameters=by_parameter,
+        computed_with=parameters,
+        draws=_draws_of_shared(trace, calls, ends),
+    )
+
+
+def _too_few(layout: Layout, stages: int, possible: int, layers: Sequence[str], why_not: Mapping[int, str]) -> str:
+    if possible > 1:
+        but = f", since {next(iter(why_not.values()))}" if why_not else ""
+        return f"{stages} pipeline stages for {possible} layers{but}; {possible} stages or fewer would do"
+    given = f"{layers[0]} and the like are not called, so there is" if layers and not possible else "it has"
+    if why_not:
+        return (
+            f"the model can't be cut, since {next(iter(why_not.values()))}; use dp{layout.size} or fsdp{layout.size}"
+        )
+    return (
+        f"{stages} pipeline stages want as many layers that the model's forward calls one after the other, and "
+        f"{given} {possible or 'none'}; use dp{layout.size} or fsdp{layout.size}"
+    )
+
+
+def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) -> tuple[list[int], dict[int, str]]:
+    """The layers' calls that may begin a stage, and why others may not.
+
+    `at`: the number of each layer's call among those of all units. A stage gets what earlier calls gave, and nothing
+    that they kept to themselves, such as in an attribute.
+    """
+    refused: dict[int, str] = {}
+    of_output = (len(calls), needs.of_output)
+    for reader, need in [*enumerate(needs.of_calls), of_output]:
+        for writer in need.hidden:
+            taker = calls[reader].unit if reader < len(calls) else "the model's output"
+            reason = f"{taker} takes a tensor that {calls[writer].unit} computes and does not return"
+            for start in range(1, len(at)):
+                if writer <= at[start - 1] < reader:
+                    refused.setdefault(start, reason)
+    return [start for start in range(len(at)) if start not in refused], refused
+
+
+def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
+    for name in cut_at:
+        if name not in blocks:
+            raise UserError(f'run.cut_at: no layer "{name}"; {closest(name, list(dict.fromkeys(blocks)))}')
+    starts = [0, *(blocks.index(name) for name in cut_at)]
+    if starts != sorted(set(starts)):
+        raise UserError(
+            f"run.cut_at is {', '.join(cut_at)}; each names the first layer of a stage but the first, in order"
+        )
+    if len(starts) != stages:
+        raise UserError(
+            f"run.cut_at has {len(cut_at)} name{'' if len(cut_at) == 1 else 's'}, which makes {len(starts)} stages; "
+            f"the layout has {stages}, so {stages - 1} would do"
+        )
+    return starts
+
+
+def _check_starts(
+    layout: Layout, starts: Sequence[int], allowed: Sequence[int], blocks: Sequence[Call], why_not: Mapping[int, str]
+) -> None:
+    for start in starts:
+        if start not in allowed:
+            names = ", ".join(blocks[other].name for other in allowed[1:4])
+            raise LayoutError(
+                f'layout "{layout}": run.cut_at can\'t name {blocks[start].name}, since {why_not[start]}; '
+                f"use {names}, or leave run.cut_at out"
+            )
+
+
+def _of_stages(
+    model: nn.Module, trace: Trace, needs: Needs, calls: Sequence[UnitCall], ends: Sequence[int]
+) -> tuple[list[frozenset[Given]], dict[str, Stages]]:
+    """What each stage takes of earlier ones, and the stages that compute with each parameter, by its first name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    used: list[frozenset[Given]] = []
+    parameters: dict[str, Stages] = {}
+    for stage, (began, ended) in enumerate(pairwise([0, *ends])):
+        wanted = list(needs.of_calls[began:ended])
+        if stage == len(ends) - 1:
+            wanted.append(needs.of_output)
+        of_stage = {name for need in wanted for name in need.parameters}
+        for each in calls[began:ended]:
+            of_stage |= {names[parameter] for parameter in model.get_submodule(each.unit).parameters()}
+        for name in of_stage:
+            parameters[name] = parameters.get(name, frozenset()) | {stage}
+        used.append(frozenset(given for need in wanted for given in need.given if given.caller < began))
+    return used, parameters
+
+
+def _draws_of_shared(trace: Trace, calls: Sequence[UnitCall], ends: Sequence[int]) -> dict[int, dict[str, int]]:
+    """The random draws of each call of a unit that several stages call, by the module that draws.
+
+    A mask depends on how often its module has drawn in this forward, in all stages before.
+    """
+    stages: dict[str, set[int]] = {}
+    for number, each in enumerate(calls):
+        stages.setdefault(each.unit, set()).add(bisect_right(ends, number))
+    found: dict[int, dict[str, int]] = {}
+    for number, each in enumerate(calls):
+        if len(stages[each.unit]) == 1:
+            continue
+        of_call = found[number] = {}
+        for time, name, draws in trace.draws:
+            if each.call.began <= time < each.call.ended:
+                of_call[name] = of_call.get(name, 0) + draws
+    return found
+
+
+def _handed_on(used: Sequence[frozenset[Given]], ends: Sequence[int]) -> list[list[Given]]:
+    """What each stage but the last hands on: what any later one takes of what is computed up to there."""
+    found = []
+    for stage, end in enumerate(ends[:-1]):
+        later = {given for of_stage in used[stage + 1 :] for given in of_stage if given.caller < end}
+        found.append(sorted(later, key=Given.place))
+    return found
+
+
+def _hold_alike(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    calls: Sequence[UnitCall],
+    ends: Sequence[int],
+    needed: Mapping[str, Stages],
+) -> tuple[dict[str, Stages], dict[str, Stages]]:
+    """The stages of each unit and of each parameter name. A unit is held as a whole, and by all who share it."""
+    objects = dict(model.named_parameters(remove_duplicate=False))
+    last = frozenset({len(ends) - 1})
+    by_object: dict[int, Stages] = {}
+    for name, parameter in objects.items():
+        by_object[id(parameter)] = by_object.get(id(parameter), frozenset()) | needed.get(name, frozenset())
+    by_unit: dict[str, Stages] = {name: frozenset() for name in units}
+    changed = True
+    while changed:
+        changed = False
+        for name, unit in units.items():
+            stages = by_unit[name].union(*(by_object[id(p)] for p in unit.parameters()))
+            changed = changed or stages != by_unit[name]
+            by_unit[name] = stages
+            for parameter in unit.parameters():
+                by_object[id(parameter)] |= stages
+    # What no output is computed from stays with the last stage.
+    return (
+        {name: stages or last for name, stages in by_unit.items()},
+        {name: by_object[id(parameter)] or last for name, parameter in objects.items()},
+    )
+
+
+# What blocks `first` to `last - 1` cost as stage number `stage`.
+Cost = Callable[[int, int, int], float]
+
+
+def best_starts(blocks: int, stages: int, cost: Cost) -> list[int]:
+    """The first block of each stage: consecutive blocks, at least one each, the dearest stage as cheap as can be.
+
+    Of equally good cuts the one whose stages before the last are best is taken (dynamic programming over the
+    stages from the last to the first; blocks^2 x stages costs).
+    """
+
+    @cache
+    def best(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
+        if stage == stages - 1:
+            return cost(stage, first, blocks), ()
+        options = []
+        for following in range(first + 1, blocks - (stages - 1 - stage) + 1):
+            rest, starts = best(stage + 1, following)
+            options.append((max(cost(stage, first, following), rest), (following, *starts)))
+        return min(options)
+
+    return [0, *best(0, 0)[1]]
+
+
+def time_cost(trace: Trace, blocks: Sequence[Call]) -> Cost:
+    """Multiplications of a forward, with those of what stands before, between and after the blocks."""
+    ends = [0, *(block.flops_after for block in blocks[:-1]), trace.flops]
+    # A block of no product takes a little time too.
+    each = [max(after - before, 1) for before, after in pairwise(ends)]
+    return lambda stage, first, last: sum(each[first:last])
+
+
+def memory_cost(
+    trace: Trace, blocks: Sequence[Call], modules: Sequence[nn.Module], model: nn.Module, layout: Layout
+) -> Cost:
+    """Bytes of parameters, gradients and Adam's two states, and of what forwards keep for their backward.
+
+    Stage s of n keeps the activations of n - s micro-batches in 1F1B; of the example's samples here.
+    """
+    copies = _COPIES[layout.zero](layout.shard)
+    stages = layout.pipeline * layout.stages_a_rank
+    held = [sum(p.numel() * p.element_size() for p in module.parameters()) for module in modules]
+    inside = {id(p) for module in modules for p in module.parameters()}
+    outside = [(name, p) for name, p in model.named_parameters() if id(p) not in inside]
+    # Those before the blocks are in the first stage, all others in the last.
+    early = trace.behind(blocks[0].outputs())
+    for name, parameter in outside:
+        held[0 if name in early else -1] += parameter.numel() * parameter.element_size()
+    kept = [0] * len(blocks)
+    for call in trace.calls:
+        here = next((i for i, block in enumerate(blocks) if call.began <= block.ended), len(blocks) - 1)
+        if call.ended == call.began + 1:  # nothing was called in between
+            kept[here] += sum(_bytes(tensor.shape, tensor.dtype.itemsize) for tensor in call.outputs())
+    return lambda stage, first, last: copies * sum(held[first:last]) + (stages - stage) * sum(kept[first:last])
+
+
+# Copies of a parameter that a rank holds by what is sharded over n ranks: itself, its gradient, Adam's two states.
+_COPIES: dict[int, Callable[[int], float]] = {
+    0: lambda n: 4,
+    1: lambda n: 2 + 2 / n,
+    2: lambda n: 1 + 3 / n,
+    3: lambda n: 4 / n,
+}
+
+
+def _bytes(shape: Sequence[int], each: int) -> int:
+    count = each
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,285 @@
+"""Pipeline: a model whose layers are on several ranks, which work on different micro-batches at the same time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+
+from samestep.comm.mesh import Mesh
+from samestep.data.loader import MicroBatch
+from samestep.layout import Layout
+from samestep.parallel.ddp import average_experts, average_gradients, average_what_is_whole
+from samestep.parallel.fsdp import put_back
+from samestep.parallel.parallel_model import ParallelModel, Term
+from samestep.parallel.pipeline.p2p import MessageId, Messages, has_gradient
+from samestep.parallel.pipeline.schedule import Action, Orders, backward_in_two, orders_of, owners
+from samestep.parallel.pipeline.stage import Cut
+from samestep.parallel.pipeline.timeline import Timeline
+from samestep.parallel.pipeline.units import Given
+from samestep.profiling.clock import Phase
+
+
+class Pipeline(ParallelModel):
+    """Each rank runs its stages' forwards and backwards in the order of a schedule."""
+
+    def __init__(
+        self,
+        *,
+        cut: Cut,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        self.timeline = self.times = Timeline(layout, mesh.group("pipeline"), device)
+        self.cut = cut
+        self._layout = layout
+        self._mesh = mesh
+        self._last_stage = cut.plan.stages - 1
+        counts = [len(of_stage) for of_stage in cut.plan.handed_on]
+        self._messages = Messages(mesh, owners(layout), counts, device)
+        self._chunk_orders = _forwards_alone(owners(layout), layout.pipeline)
+
+    def take(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        term: Term,
+        backward: Callable[[Tensor], None],
+        forwards_done: Callable[[], None],
+    ) -> None:
+        orders = orders_of(
+            self._layout.schedule,
+            ranks=self._layout.pipeline,
+            stages_a_rank=self._layout.stages_a_rank,
+            micro_batches=len(micro_batches),
+        )
+        step = _Step(self, micro_batches, term, backward)
+        mine = orders[self._mesh.coordinate("pipeline")]
+        last_term = _last(mine, lambda action: action.kind == "F" and action.stage == self._last_stage)
+        last_backward = _last(mine, lambda action: action.kind == "B")
+        keys = [_shapes(micro_batch.batch.inputs) for micro_batch in micro_batches]
+        self._messages.begin(_sends(orders, self._last_stage), lambda letter: keys[letter.micro_batch])
+        with self.times.of_step(micro_batches[0].moment.step, orders):
+            for number, action in enumerate(mine):
+                if isinstance(self.cut, FSDPModule):
+                    # Shards add gradients up on this rank, and exchange them once.
+                    self.cut.set_requires_gradient_sync(number == last_backward)
+                # The second micro-batch's forward, or its recomputation, runs what has run before in this step.
+                phase: Phase = "forward" if action.kind == "F" else "backward"
+                timed = nullcontext() if self.clock is None else self.clock.of(phase)
+                with self.repeated.watched() if action.micro_batch == 1 else nullcontext(), timed:
+                    step.run(action)
+                if number == last_term:
+                    forwards_done()
+        if last_term is None:
+            forwards_done()
+        self._messages.finish()
+        self.buffers.settle()
+        self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")
+        self.parts.sum_gradients(self.model)
+        if self.parts.owners is not None:
+            self.parts.owners.average(self.parts.not_of_experts(self.model))
+        elif isinstance(self.cut, FSDPModule):
+            average_what_is_whole(self.model, self.parts)
+        elif self._mesh.data_place.of > 1:
+            shared = self.parts.not_of_experts(self.model)
+            average_gradients(shared, self._mesh.data_group, self._mesh.grid.device_type)
+        average_experts(self.model, self.parts)
+
+    def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
+        """What a stage computes and hands on, or of the last the model's output, with this rank's part of it.
+
+        `received`: all that the stage before handed on.
+        """
+        plan = self.cut.plan
+        before = plan.handed_on[stage - 1] if stage else ()
+        tensors = dict(zip(before, received, strict=True))
+        with self.autocast():
+            return self.cut(stage, inputs, [tensors[given] for given in plan.taken(stage)])
+
+    def passed_on(self, stage: int, computed: Sequence[Any], received: Sequence[Any]) -> list[Any]:
+        """What a stage hands to the next, in the plan's order: what it has computed, and what it carries along."""
+        plan = self.cut.plan
+        own = [given for given in plan.handed_on[stage] if plan.stage_of_call(given.caller) == stage]
+        known = dict(zip(own, computed, strict=True))
+        known |= zip(plan.handed_on[stage - 1] if stage else (), received, strict=True)
+        return [known[given] for given in plan.handed_on[stage]]
+
+    def receive(self, letter: MessageId) -> list[Tensor]:
+        return self._messages.receive(letter)
+
+    def send(self, letter: MessageId, tensors: Sequence[Tensor]) -> None:
+        self._messages.send(letter, tensors)
+
+    def predict(self, inputs: Any) -> Any:
+        output = None
+        shapes = _shapes(inputs)
+        self._messages.begin(_sends(self._chunk_orders, self._last_stage), lambda letter: shapes)
+        with torch.no_grad():
+            for stage in self.cut.mine:
+                received = self.receive(MessageId(to=stage, kind="F", micro_batch=0)) if stage else []
+                result = self.forward(stage, inputs, received)
+                if stage < self._last_stage:
+                    letter = MessageId(to=stage + 1, kind="F", micro_batch=0)
+                    self.send(letter, self.passed_on(stage, result, received))
+                else:
+                    output = result
+        self._messages.finish(turns_ago=1)  # what was sent for this chunk may take its time
+        put_back(self.cut)
+        return output
+
+
+@dataclass(kw_only=True)
+class _Alive:
+    """A forward whose backward is to come: where its graph begins and ends."""
+
+    received: list[Tensor]
+    roots: list[Tensor]  # what the stage has computed and handed on; of the last stage the loss
+
+
+class _Step:
+    """The forwards and backwards of one step on one rank, and what lies between them."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        micro_batches: Sequence[MicroBatch],
+        term: Term,
+        backward: Callable[[Tensor], None],
+    ) -> None:
+        self._pipeline = pipeline
+        self._micro_batches = micro_batches
+        self._term = term
+        self._backward = backward
+        self._last_stage = pipeline.cut.plan.stages - 1
+        self._alive: dict[tuple[int, int], _Alive] = {}
+        self._of_weights: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def run(self, action: Action) -> None:
+        {"F": self._forward, "B": self._whole_backward, "I": self._input_backward, "W": self._weight_backward}[
+            action.kind
+        ](action)
+
+    def _forward(self, action: Action) -> None:
+        pipeline, stage = self._pipeline, action.stage
+        received = self._received("F", action) if stage else []
+        for tensor in received:
+            tensor.requires_grad_(has_gradient(tensor))
+        micro_batch = self._micro_batches[action.micro_batch]
+        with pipeline.times.of(action), pipeline.now.at(micro_batch.moment):
+            roots = pipeline.forward(stage, micro_batch.batch.inputs, received)
+            if stage == self._last_stage:
+                with pipeline.autocast():
+                    roots = [self._term(roots, micro_batch)]
+        if stage < self._last_stage:
+            letter = MessageId(to=stage + 1, kind="F", micro_batch=action.micro_batch)
+            pipeline.send(letter, pipeline.passed_on(stage, roots, received))
+        self._alive[stage, action.micro_batch] = _Alive(received=received, roots=roots)
+
+    def _whole_backward(self, action: Action) -> None:
+        alive, gradients, carried = self._ends(action)
+        with self._pipeline.times.of(action):
+            self._all_gradients(action, alive.roots, gradients)
+        self._hand_back(action, alive.received, carried)
+
+    def _all_gradients(self, action: Action, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        if action.stage == self._last_stage:
+            self._backward(roots[0])
+            return
+        known = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
+        if known:
+            torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
+
+    def _input_backward(self, action: Action) -> None:
+        alive, gradients, carried = self._ends(action)
+        last = action.stage == self._last_stage
+        weights = self._pipeline.cut.weights_of(action.stage)
+        with self._pipeline.times.of(action):
+            later = backward_in_two(alive.roots, None if last else gradients, alive.received, weights)
+        self._of_weights[action.stage, action.micro_batch] = later
+        self._hand_back(action, alive.received, carried)
+
+    def _weight_backward(self, action: Action) -> None:
+        with self._pipeline.times.of(action):
+            self._of_weights.pop((action.stage, action.micro_batch))()
+
+    def _ends(self, action: Action) -> tuple[_Alive, list[Tensor], dict[Given, Tensor]]:
+        """A forward's graph, the gradients of what it ends with, and those of what the stage carried along."""
+        alive, stage = self._alive.pop((action.stage, action.micro_batch)), action.stage
+        if stage == self._last_stage:
+            return alive, [], {}
+        plan = self._pipeline.cut.plan
+        handed_on = plan.handed_on[stage]
+        forms = iter(self._received("B", action))
+        own = iter(alive.roots)
+        carried_along = dict(zip(plan.handed_on[stage - 1] if stage else (), alive.received, strict=True))
+        gradients: list[Tensor] = []
+        carried: dict[Given, Tensor] = {}
+        ends: list[Tensor] = []
+        for given in handed_on:
+            computed_here = plan.stage_of_call(given.caller) == stage
+            tensor = next(own) if computed_here else carried_along[given]
+            if not has_gradient(tensor):
+                continue
+            if computed_here:
+                ends.append(tensor)
+                gradients.append(next(forms))
+            else:
+                carried[given] = next(forms)
+        alive.roots = ends
+        return alive, gradients, carried
+
+    def _received(self, kind: str, action: Action) -> list[Tensor]:
+        return self._pipeline.receive(MessageId(to=action.stage, kind=kind, micro_batch=action.micro_batch))
+
+    def _hand_back(self, action: Action, received: Sequence[Tensor], carried: Mapping[Given, Tensor]) -> None:
+        """Send the gradients of what was received back: from this stage, and from those that it was carried to."""
+        if not action.stage:
+            return
+        gradients = []
+        for given, tensor in zip(self._pipeline.cut.plan.handed_on[action.stage - 1], received, strict=True):
+            if not has_gradient(tensor):
+                continue
+            parts = [part for part in (tensor.grad, carried.get(given)) if part is not None]
+            gradients.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(tensor))
+        letter = MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch)
+        self._pipeline.send(letter, gradients)
+
+
+def _sends(orders: Orders, last_stage: int) -> list[list[MessageId]]:
+    """What each rank sends, or hands to itself, in its order."""
+    found: list[list[MessageId]] = []
+    for actions in orders:
+        letters = []
+        for action in actions:
+            if action.kind == "F" and action.stage < last_stage:
+                letters.append(MessageId(to=action.stage + 1, kind="F", micro_batch=action.micro_batch))
+            if action.kind in ("B", "I") and action.stage:
+                letters.append(MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch))
+        found.append(letters)
+    return found
+
+
+def _forwards_alone(rank_of: Sequence[int], ranks: int) -> Orders:
+    """The order of a chunk without gradients: each stage once."""
+    return [
+        [Action(stage=stage, kind="F", micro_batch=0) for stage, owner in enumerate(rank_of) if owner == rank]
+        for rank in range(ranks)
+    ]
+
+
+def _last(actions: Sequence[Action], wanted: Callable[[Action], bool]) -> int | None:
+    return max((number for number, action in enumerate(actions) if wanted(action)), default=None)
+
+
+def _shapes(inputs: Any) -> Any:
+    """What the forms of activations depend on."""
+    leaves = pytree.tree_leaves(dict(inputs) if hasattr(inputs, "keys") else inputs)
+    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves)

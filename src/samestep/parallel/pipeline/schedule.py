@@ -1,0 +1,224 @@
+"""Schedules: which rank holds which stage, how many micro-batches a step has, and the order of a rank's actions.
+
+The one file that touches PyTorch's own pipelining.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a schedule asks for."""
+
+    most_stages: int | None = None  # a rank; None: any number
+    in_rounds: bool = False  # the micro-batches are a multiple of the pipeline ranks
+    turns: bool = False  # the second half of the stages goes back over the ranks, like a V
+    splits_backward: bool = False  # gradients of inputs first, those of weights when a rank would be idle
+
+
+SCHEDULES: Mapping[str, Rules] = {
+    "gpipe": Rules(most_stages=1),
+    "1f1b": Rules(most_stages=1),
+    "interleaved-1f1b": Rules(in_rounds=True),
+    "interleaved-zero-bubble": Rules(in_rounds=True, splits_backward=True),
+    "zbv-zero-bubble": Rules(most_stages=2, turns=True, splits_backward=True),
+}
+
+
+def owners(layout: Layout) -> list[int]:
+    """The pipeline rank of each stage."""
+    ranks = list(range(layout.pipeline))
+    if SCHEDULES[layout.schedule].turns:
+        return ranks + ranks[::-1]
+    return ranks * layout.stages_a_rank
+
+
+def micro_batches(layout: Layout, batch: int, micro_batch: int | None) -> int | None:
+    """Into how many micro-batches every step is cut, the same on every rank; None: as the samples say.
+
+    A pipeline's order of work is made for one number of them. Where a step has fewer samples, some are lent.
+    """
+    if layout.pipeline == 1:
+        return None
+    samples = -(-batch // layout.data_ranks)
+    # With 2 p micro-batches, p - 1 of 3 p - 1 slots are idle: a third at most.
+    wanted = -(-samples // micro_batch) if micro_batch else min(2 * layout.pipeline, samples)
+    wanted = max(wanted, layout.pipeline)
+    if SCHEDULES[layout.schedule].in_rounds:
+        wanted = -(-wanted // layout.pipeline) * layout.pipeline
+    return wanted
+
+
+def check(layout: Layout, precision: str) -> None:
+    """Raise LayoutError for what pipelines can't do. For layouts without one nothing is wrong."""
+    if layout.pipeline == 1:
+        return
+    rules = SCHEDULES[layout.schedule]
+    if rules.most_stages is not None and layout.stages_a_rank > rules.most_stages:
+        fix = (
+            "schedule=interleaved-1f1b would do"
+            if rules.most_stages == 1
+            else f"{rules.most_stages * layout.pipeline} stages over {layout.pipeline} ranks are what it is made for"
+        )
+        raise LayoutError(
+            f'layout "{layout}": schedule {layout.schedule} runs {rules.most_stages} '
+            f"stage{'s' if rules.most_stages > 1 else ''} a rank, not {layout.stages}; {fix}"
+        )
+    if precision == "fp16":
+        # Whether a gradient overflowed is seen by the rank that holds that stage, and not by the others.
+        raise LayoutError(f'layout "{layout}": recipe.precision is fp16, which pipelines do not have; bf16 would do')
+    if layout.context > 1 or (layout.tensor > 1 and layout.sequence == "split"):
+        what = "context parallel" if layout.context > 1 else "sequence=split"
+        raise LayoutError(
+            f'layout "{layout}": a stage learns how many tokens there are where they are split, at the first block, '
+            f"so pipelines do not have {what} yet; fsdp2 cp2, or pp2 tp2, would do"
+        )
+    if rules.splits_backward:
+        _check_split(layout)
+
+
+def _check_split(layout: Layout) -> None:
+    """A backward in two goes: what watches for the end of a backward sees the first go alone."""
+    if layout.zero >= 2:
+        raise LayoutError(
+            f'layout "{layout}": schedule {layout.schedule} computes gradients of inputs and of weights apart, and '
+            "shards of parameters would be put away in between; zero1, or schedule=1f1b, would do"
+        )
+    if layout.recompute != "none":
+        raise LayoutError(
+            f'layout "{layout}": schedule {layout.schedule} computes gradients of inputs and of weights apart, and '
+            f"recompute={layout.recompute} would compute every block again for each; schedule=1f1b would do"
+        )
+
+
+Kind = Literal["F", "B", "I", "W"]  # forward, backward, and backward's two halves: of inputs, of weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One forward or backward of one micro-batch in one stage."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+
+Orders = Sequence[Sequence[Action]]  # of each pipeline rank
+
+
+@lru_cache(maxsize=8)
+def orders_of(schedule: str, *, ranks: int, stages_a_rank: int, micro_batches: int) -> Orders:
+    """The actions of every rank. The number of micro-batches must be one that the schedule is made for."""
+    if schedule == "1f1b":
+        return [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
+    from torch.distributed import pipelining
+
+    name, one_stage = _SCHEDULES[schedule]
+    stages = [
+        # All that a schedule looks at before it runs.
+        SimpleNamespace(
+            stage_index=index * ranks,
+            num_stages=ranks * stages_a_rank,
+            group_size=ranks,
+            group_rank=0,
+            is_first=index == 0,
+            submod=None,
+            has_backward=True,
+        )
+        for index in range(stages_a_rank)
+    ]
+    made: Any = getattr(pipelining, name)(stages[0] if one_stage else stages, micro_batches)
+    return [_plain(made.pipeline_order[rank]) for rank in range(ranks)]
+
+
+_SCHEDULES = {
+    "gpipe": ("ScheduleGPipe", True),
+    "interleaved-1f1b": ("ScheduleInterleaved1F1B", False),
+    "interleaved-zero-bubble": ("ScheduleInterleavedZeroBubble", False),
+    "zbv-zero-bubble": ("ScheduleZBVZeroBubble", False),
+}
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """1F1B (Narayanan et al. 2021, section 2.2). PyTorch's own table of it counts the last rank's forwards from 1."""
+    ahead = min(ranks - 1 - rank, micro_batches)  # forwards before the first backward
+    found = [Action(stage=rank, kind="F", micro_batch=number) for number in range(ahead)]
+    for number in range(micro_batches):
+        if ahead + number < micro_batches:
+            found.append(Action(stage=rank, kind="F", micro_batch=ahead + number))
+        found.append(Action(stage=rank, kind="B", micro_batch=number))
+    return found
+
+
+def _plain(actions: Sequence[Any]) -> list[Action]:
+    """Without idle slots and messages, which follow from the order."""
+    found: list[Action] = []
+    for action in actions:
+        if action is None or action.computation_type.value not in ("F", "B", "I", "W"):
+            continue
+        kind, stage, micro_batch = action.computation_type.value, action.stage_index, action.microbatch_index
+        if stage == 0 and kind in ("I", "W"):
+            if kind == "I":
+                continue  # nobody waits for a gradient of the first stage's input
+            kind = "B"
+        found.append(Action(stage=stage, kind=kind, micro_batch=micro_batch))
+    return found
+
+
+def backward_in_two(
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
+    received: Sequence[Tensor],
+    weights: Sequence[nn.Parameter],
+) -> Callable[[], None]:
+    """Compute the gradients of `received` now, and return what adds those of the weights later.
+
+    `roots` is a loss alone where there are no `gradients` of them. What no received tensor leads to is computed
+    from weights alone, and has its whole backward now: nothing of it could wait.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    given = [root.new_ones(()) for root in roots] if gradients is None else list(gradients)
+    known = [(root, gradient) for root, gradient in zip(roots, given, strict=True) if root.requires_grad]
+    beginnings = {get_gradient_edge(tensor).node for tensor in received if tensor.requires_grad}
+    split = [(root, gradient) for root, gradient in known if _leads_to(root, beginnings)]
+    whole = [pair for pair in known if not any(pair[0] is root for root, _ in split)]
+    if whole:
+        torch.autograd.backward([root for root, _ in whole], [gradient for _, gradient in whole], retain_graph=True)
+    if not split:
+        return lambda: None
+    # Roots are cut from their graph in place, which no view allows, nor a root that another one is computed from.
+    ends = [root.clone() if root._is_view() or len(split) > 1 else root for root, _ in split]
+    taken = [tensor for tensor in received if tensor.requires_grad]
+    _, groups = stage_backward_input(ends, [gradient for _, gradient in split], taken, iter(weights))
+
+    def of_weights() -> None:
+        # Retained, since groups of weights may share nodes: a tensor that all layers take beside the hidden state
+        # ties them together. All of it goes with the groups.
+        stage_backward_weight(iter(weights), groups, retain_graph=True)
+
+    return of_weights
+
+
+def _leads_to(root: Tensor, beginnings: Collection[Node]) -> bool:
+    """Whether a tensor is computed from one of those that begin a stage's graph."""
+    waiting, seen = [get_gradient_edge(root).node], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in beginnings:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return False

@@ -1,0 +1,121 @@
+"""Run: a stage's forward while it runs. Which calls of units are its own, and what stands in place of the others."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.nests import map_tensors, tensors_in
+from samestep.parallel.pipeline.partition import Plan
+from samestep.parallel.pipeline.stage import BlankOutput
+from samestep.parallel.pipeline.units import Given
+
+
+class StageDone(BaseException):
+    """Ends the model's forward after the last call of a stage. No Exception, which a model may catch."""
+
+
+class StageRun:
+    """One forward of one stage.
+
+    Units call it in place of themselves: a call of the stage itself runs, one of an earlier stage gives what was
+    received of it and blanks for the rest, and after the stage's last call the forward ends.
+    """
+
+    def __init__(self, plan: Plan, stage: int, received: Mapping[Given, Tensor], now: ForwardContext) -> None:
+        self._plan = plan
+        self._stage = stage
+        self._received = received
+        self._now = now
+        self._counts: dict[str, int] = {}
+        self._inside = False  # a unit of this stage runs, and what it calls of others is a part of it
+        self._wanted = plan.computed_in(stage)
+        self.captured: dict[Given, Tensor] = {}
+
+    def call(
+        self, unit: str, module: nn.Module | None, blanks: BlankOutput | None, arguments: Any, keywords: Any
+    ) -> Any:
+        """What a unit gives in this stage's forward. `module`: the unit itself, where this rank has it."""
+        if self._inside and module is not None:
+            return module(*arguments, **keywords)
+        number = self._next(unit)
+        stage = self._plan.stage_of_call(number)
+        if stage < self._stage:
+            assert blanks is not None
+            return self._from_before(number, blanks(arguments, keywords))
+        if stage > self._stage:
+            raise RuntimeError(
+                f"{unit} of pipeline stage {stage} is called before stage {self._stage} is done: the forward calls "
+                "its layers in another order, or fewer of them, than with the samples that it was followed with; "
+                "a layout without pp would do"
+            )
+        assert module is not None
+        self._inside = True
+        try:
+            output = module(*arguments, **keywords)
+        finally:
+            self._inside = False
+        self._capture(number, output)
+        if number == self._plan.ends[self._stage] - 1 and self._stage < self._plan.stages - 1:
+            raise StageDone
+        return output
+
+    def _next(self, unit: str) -> int:
+        """The number of a unit's call among those of all units."""
+        numbers = self._plan.calls_of(unit)
+        if not numbers:
+            raise RuntimeError(
+                f"{unit} is called, and was not with the samples that the forward was followed with, so no pipeline "
+                "stage has it; a layout without pp would do"
+            )
+        count = self._counts.get(unit, 0)
+        self._counts[unit] = count + 1
+        if count < len(numbers):
+            return numbers[count]
+        if len({self._plan.stage_of_call(number) for number in numbers}) == 1 and not self._plan.is_handed_on(unit):
+            return numbers[-1]
+        raise RuntimeError(
+            f"{unit} is called more often than with the samples that the forward was followed with ({len(numbers)} "
+            "times), so no pipeline stage knows which call is whose; a layout without pp would do"
+        )
+
+    def _from_before(self, number: int, output: Any) -> Any:
+        for name, draws in self._plan.draws.get(number, {}).items():
+            self._now.skip(name, draws)
+        places = iter(range(len(tensors_in(output))))
+        return map_tensors(partial(self._filled, number, places), output)
+
+    def _filled(self, number: int, places: Iterator[int], tensor: Tensor) -> Tensor:
+        given = self._plan.given(number, next(places))
+        if given is None or given not in self._received:
+            return tensor
+        received = self._received[given]
+        return received.clone() if given.changed else received  # autograd lets nobody write to a leaf
+
+    def _capture(self, number: int, output: Any) -> None:
+        wanted = self._wanted.get(number, ())
+        tensors = tensors_in(output) if wanted else []
+        for given in wanted:
+            if given.number >= len(tensors):
+                raise RuntimeError(
+                    f"{self._plan.calls[number].unit} gives {len(tensors)} tensors, and later pipeline stages take "
+                    f"one more: it gave more with the samples that the forward was followed with"
+                )
+            tensor = tensors[given.number]
+            self.captured[given] = tensor.clone() if given.changed else tensor
+
+    def handed_on(self) -> list[Tensor]:
+        """What this stage has computed that it hands on, in the plan's order."""
+        own = [given for some in self._wanted.values() for given in some]
+        return [self.captured[given] for given in sorted(own, key=Given.place)]
+
+    def never_ended(self) -> RuntimeError:
+        """What to raise where the forward came to its end before the stage did."""
+        last = self._plan.calls[self._plan.ends[self._stage] - 1].unit
+        return RuntimeError(
+            f"the forward does not call {last}, the last of pipeline stage {self._stage}, as it did with the samples "
+            "that it was followed with (layer drop and the like decide by chance what is called); "
+            "a layout without pp would do"
+        )

@@ -1,0 +1,248 @@
+"""ShardTable: what of the whole model's parameters a rank holds, and how the ranks' parts belong together."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.mesh import Mesh
+from samestep.layout import Layout
+from samestep.parallel.zero1 import Owners
+
+Range = tuple[int, int]  # first, and one past the last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A parameter cut along one dimension over a group of ranks: each holds some ranges of its rows or columns."""
+
+    group: dist.ProcessGroup
+    dim: int
+    ranges: Sequence[Sequence[Range]]  # of each rank of the group; together they are the whole dimension
+    axis: str = "tensor"  # the mesh axis of the group
+
+    @property
+    def mine(self) -> Sequence[Range]:
+        """The ranges that this rank holds."""
+        return self.ranges[dist.get_rank(self.group)]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole."""
+        return torch.cat([whole.narrow(self.dim, first, last - first) for first, last in self.mine], self.dim)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole from every rank's part; every rank of the group must ask."""
+        lengths = [sum(last - first for first, last in ranges) for ranges in self.ranges]
+        # Padded to the longest: gathering takes parts of one size.
+        padded = part.new_zeros(*part.shape[: self.dim], max(lengths), *part.shape[self.dim + 1 :])
+        padded.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded, group=self.group)
+        whole = part.new_empty(*part.shape[: self.dim], sum(lengths), *part.shape[self.dim + 1 :])
+        for theirs, ranges in zip(gathered, self.ranges, strict=True):
+            start = 0
+            for first, last in ranges:
+                whole.narrow(self.dim, first, last - first).copy_(theirs.narrow(self.dim, start, last - first))
+                start += last - first
+        return whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """How this rank's tensor of a name relates to the whole model's."""
+
+    slice: Slice | None = None  # None: all of it
+    sum_over: tuple[dist.ProcessGroup, ...] = ()  # groups over which backward leaves its gradient in parts
+    stages: tuple[int, ...] | None = None  # pipeline ranks that hold it; None: all
+    holder: int | None = None  # the one position along the expert axis that holds it; None: all
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether the ranks of the expert axis hold different numbers under this name."""
+        return self.holder is not None or (self.slice is not None and self.slice.axis == "expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A parameter or buffer of the whole model."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(kw_only=True)
+class ShardTable:
+    """The table of a model's parts. Layouts that cut a parameter write down here how they did."""
+
+    layout: Layout
+    mesh: Mesh
+    parameters: Mapping[str, Entry]  # of the whole model, in its order
+    state: Mapping[str, Entry]  # of its state dict
+    frozen: frozenset[str] = frozenset()  # those of `parameters` that need no gradient
+    tied: Mapping[str, str] = field(default_factory=dict)  # a parameter's further names -> its name in `parameters`
+    table: dict[str, Part] = field(default_factory=dict)
+    owners: Owners | None = None  # where gradients end on one rank of the shard group alone
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: Layout, mesh: Mesh) -> "ShardTable":
+        """The parts of a model that is still whole."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        every_name = model.named_parameters(remove_duplicate=False)
+        return cls(
+            layout=layout,
+            mesh=mesh,
+            parameters={name: Entry(shape=p.shape, dtype=p.dtype) for name, p in model.named_parameters()},
+            tied={name: names[parameter] for name, parameter in every_name if names[parameter] != name},
+            frozen=frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
+            state={name: Entry(shape=value.shape, dtype=value.dtype) for name, value in model.state_dict().items()},
+        )
+
+    def part(self, name: str) -> Part:
+        return self.table.get(name, _WHOLE)
+
+    def buffers(self) -> dict[str, Entry]:
+        """What of the model's state dict is no parameter."""
+        known = {**self.parameters, **self.tied}
+        return {name: entry for name, entry in self.state.items() if name not in known}
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank holds anything of a parameter or buffer: its pipeline stages or its experts may not."""
+        part = self.part(name)
+        of_stage = part.stages is None or self.mesh.coordinate("pipeline") in part.stages
+        return of_stage and part.holder in (None, self.mesh.coordinate("expert"))
+
+    def add_sum(self, name: str, group: dist.ProcessGroup) -> None:
+        """Write down that backward leaves a parameter's gradient in parts over a group."""
+        part = self.part(name)
+        self.table[name] = replace(part, sum_over=(*part.sum_over, group))
+
+    def whole_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the whole model, on every rank; every rank must ask."""
+        mine = dict(model.named_parameters())
+        for name, entry in self.parameters.items():
+            yield name, self._whole(name, entry, mine.get(name)).contiguous()
+
+    def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """The whole model's state dict, on the CPU of every rank; every rank must ask."""
+        mine = model.state_dict()
+        return {
+            name: self._whole(name, entry, mine.get(name)).cpu().contiguous() for name, entry in self.state.items()
+        }
+
+    def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
+        part = self.part(name)
+        stages = part.stages
+        if self.holds(name):
+            assert mine is not None, name
+            value = whole(mine.detach())
+            if part.slice is not None:
+                value = part.slice.gather(value)
+        else:
+            value = torch.empty(entry.shape, dtype=entry.dtype, device=self.mesh.grid.device_type)
+        if part.holder is not None:  # first to the ranks of its stage, of which a pipeline asks one
+            value = self._from("expert", part.holder, value)
+        if stages is not None and self.mesh.size("pipeline") > 1:
+            value = self._from("pipeline", stages[0], value)
+        return value
+
+    def _from(self, axis: str, position: int, value: Tensor) -> Tensor:
+        """What the rank at a position of an axis holds; every rank along the axis must ask."""
+        value = value.contiguous()
+        dist.broadcast(value, src=self.mesh.ranks(axis)[position], group=self.mesh.group(axis))
+        return value
+
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Add up the gradients that backward left in parts; a parameter that no rank used keeps none."""
+        for group, parameters in self._sums(model).items():
+            sum_gradients_over(group, parameters, self.mesh.grid.device_type)
+
+    def find_owners(self, model: nn.Module, stepped: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """Note which rank steps which parameter, where gradients go to that rank alone; every rank must ask.
+
+        `stepped` gives the parameters that this rank's position on the shard axis steps.
+        """
+        if self.owners is not None:
+            mine = stepped()
+            shared = self.not_of_experts(model)
+            kept = set(shared)
+            sums = {group: [p for p in parameters if p in kept] for group, parameters in self._sums(model).items()}
+            self.owners.learn(shared, mine, sums)
+
+    def not_of_experts(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters that all ranks of the expert axis hold alike, or shards of them."""
+        return [p for name, p in model.named_parameters() if not self.part(name).of_experts]
+
+    def _sums(self, model: nn.Module) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
+        """The parameters whose gradient backward leaves in parts, by the groups that hold these."""
+        groups: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        if not any(part.sum_over for part in self.table.values()):
+            return groups
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                for group in self.part(name).sum_over:
+                    groups.setdefault(group, []).append(parameter)
+        return groups
+
+    def norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold different parts of a gradient; None where every rank holds all of it."""
+        split = [name for name in self._splitting() if self.mesh.size(name) > 1]
+        return self.mesh.group(*split) if split else None
+
+    def copies(self, name: str, parameter: Tensor) -> int:
+        """How many ranks of `norm_group` hold the same numbers of a parameter as this one."""
+        part = self.part(name)
+        count = 1
+        if part.slice is None or part.slice.axis != "tensor":
+            count *= self.mesh.size("tensor")
+        if part.stages is None:
+            count *= self.mesh.size("pipeline")
+        else:
+            count *= len(part.stages)
+        one_alone = isinstance(parameter, DTensor) or (self.owners is not None and self.owners.has(parameter))
+        if "shard" in self._splitting() and not one_alone:
+            count *= self.mesh.size("shard")
+        # Shards of what is no expert lie on the ranks of both axes.
+        if not part.of_experts and not isinstance(parameter, DTensor):
+            count *= self.mesh.size("expert")
+        return count
+
+    def _splitting(self) -> tuple[str, ...]:
+        """The dimensions along which ranks hold different parts of gradients."""
+        shard = ("shard",) if self.layout.zero >= 2 or self.owners is not None else ()
+        return ("pipeline", *shard, "expert", "tensor")
+
+
+_WHOLE = Part()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered from the ranks that hold its shards; every one of them must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sum_gradients_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], device_type: str) -> None:
+    """Add up gradients over a group in one message a dtype, and with them whether any rank has one."""
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        some = [parameter for parameter in parameters if parameter.dtype == dtype]
+        # Offloaded gradients are on the CPU, and an accelerator's group sends what is on the accelerator.
+        used = torch.tensor([p.grad is not None for p in some], dtype=dtype, device=device_type)
+        for parameter in some:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local(p.grad) for p in some if p.grad is not None]
+        message = torch.cat([used, *(gradient.reshape(-1).to(used.device) for gradient in gradients)])
+        dist.all_reduce(message, group=group)
+        used, *sums = message.split([len(some), *(gradient.numel() for gradient in gradients)])
+        for parameter, gradient, summed, any_used in zip(some, gradients, sums, used.tolist(), strict=True):
+            if any_used:
+                gradient.copy_(summed.view_as(gradient))
+            else:
+                parameter.grad = None

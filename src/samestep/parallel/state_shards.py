@@ -1,0 +1,289 @@
+"""Shards of a training's state: boxes that know their place in the whole tensor, of parameters and optimizer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from samestep.errors import UserError
+from samestep.parallel.joined_optimizer import Joined, LocalOptimizer
+from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.sharding import Entry, Part, ShardTable, Slice, local
+from samestep.parallel.whole_optimizer import WholeOptimizer
+
+MODEL = "model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A rectangular part of a tensor."""
+
+    offsets: tuple[int, ...]  # where it begins in the whole
+    values: Tensor  # a view of this rank's memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What a rank holds of a tensor."""
+
+    shape: torch.Size  # of the whole
+    dtype: torch.dtype
+    boxes: Sequence[Box]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """Consecutive rows (or columns, ...) that lie together in the whole and in memory alike."""
+
+    whole: int  # the first one's index in the whole
+    memory: int  # and in this rank's memory
+    length: int
+
+    def within(self, start: int, length: int) -> "_Span":
+        """What of it lies between two indices of the memory, where the memory begins at `start`."""
+        first, last = max(self.memory, start), min(self.memory + self.length, start + length)
+        return _Span(whole=self.whole + first - self.memory, memory=first - start, length=max(0, last - first))
+
+
+def whole_piece(tensor: Tensor) -> Piece:
+    """The piece of a tensor that every rank holds whole."""
+    return piece_of(tensor, Part(), tensor.shape)
+
+
+def piece_of(tensor: Tensor, part: Part, shape: torch.Size, memory: Tensor | None = None) -> Piece:
+    """The piece that a rank's tensor is: all of a whole of this shape, a slice of it, or a shard of either.
+
+    `memory`: other numbers of the same place, such as an optimizer's state of a shard.
+    """
+    memory = local(tensor.detach()) if memory is None else memory
+    boxes = [Box(offsets=place.offsets, values=memory[place.memory]) for place in places_of(tensor, part, shape)]
+    return Piece(shape=shape, dtype=memory.dtype, boxes=boxes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where numbers that lie together in the whole are in this rank's memory."""
+
+    offsets: tuple[int, ...]  # where they begin in the whole
+    memory: tuple[slice, ...]
+    sizes: tuple[int, ...]
+
+
+def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
+    """The boxes of the whole that a rank's tensor is, and where it has them."""
+    spans = [[_Span(whole=0, memory=0, length=length)] for length in shape]
+    if part.slice is not None:
+        spans[part.slice.dim] = _spans_of(part.slice)
+    if isinstance(tensor, DTensor):
+        (chunk,) = tensor.__create_chunk_list__()  # where this rank's shard lies in the slice
+        spans = [
+            [span.within(start, length) for span in along]
+            for along, start, length in zip(spans, chunk.offsets, chunk.sizes, strict=True)
+        ]
+    return [
+        Placed(
+            offsets=tuple(span.whole for span in box),
+            memory=tuple(slice(span.memory, span.memory + span.length) for span in box),
+            sizes=tuple(span.length for span in box),
+        )
+        for box in product(*spans)
+        if all(span.length for span in box)
+    ]
+
+
+def _spans_of(part: Slice) -> list[_Span]:
+    spans: list[_Span] = []
+    memory = 0
+    for first, last in part.mine:
+        spans.append(_Span(whole=first, memory=memory, length=last - first))
+        memory += last - first
+    return spans
+
+
+def model_pieces(model: nn.Module, parts: ShardTable) -> dict[str, Piece]:
+    """What this rank holds of the model: `model.<name>` for every parameter once, and every buffer that is state."""
+    return {
+        MODEL + name: piece_of(tensor, parts.part(name), entry.shape) for name, entry, tensor in _held(model, parts)
+    }
+
+
+def model_entries(parts: ShardTable) -> dict[str, Entry]:
+    """The whole model's tensors, by the same names."""
+    return {MODEL + name: entry for name, entry in {**parts.buffers(), **parts.parameters}.items()}
+
+
+def _held(model: nn.Module, parts: ShardTable) -> Iterator[tuple[str, Entry, Tensor]]:
+    mine: Mapping[str, Any] = {**model.state_dict(), **dict(model.named_parameters())}
+    for name, entry in {**parts.parameters, **parts.buffers()}.items():
+        if parts.holds(name):
+            yield name, entry, mine[name]
+
+
+OPTIMIZER = "optimizer."
+
+# Numbers of Python's that an optimizer keeps as state, and the tensors that they are saved as.
+_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "bool": (bool, torch.bool),
+    "int": (int, torch.int64),
+    "float": (float, torch.float64),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stepped:
+    """Parameters that an optimizer steps: by what it steps, their names and this rank's tensors of the model."""
+
+    optimizer: Optimizer
+    names: Mapping[Tensor, str]
+    held: Mapping[Tensor, nn.Parameter]  # nothing for whole parameters, whose state is whole
+
+
+def innermost(optimizer: Any) -> Iterator[Optimizer]:
+    """The optimizers that keep the state of what this rank steps."""
+    if isinstance(optimizer, Joined):
+        for each in optimizer.optimizers():
+            yield from innermost(each)
+    elif isinstance(optimizer, WholeOptimizer):
+        yield from (inner for inner, _ in optimizer.owned())
+    elif isinstance(optimizer, LocalOptimizer):
+        if optimizer.inner is not None:
+            yield optimizer.inner
+    elif hasattr(optimizer, "optim"):  # ZeroRedundancyOptimizer keeps the one of its part there
+        yield from innermost(optimizer.optim)
+    else:
+        yield optimizer
+
+
+def _stepped(optimizer: Any, model: nn.Module) -> Iterator[_Stepped]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    if isinstance(optimizer, Joined):
+        for each in optimizer.optimizers():
+            yield from _stepped(each, model)
+    elif isinstance(optimizer, WholeOptimizer):
+        for inner, owned in optimizer.owned():
+            yield _Stepped(optimizer=inner, names=owned, held={})
+    elif isinstance(optimizer, LocalOptimizer):
+        if optimizer.inner is not None:
+            held = optimizer.stepped()
+            of_shards = {shard: names[parameter] for shard, parameter in held.items()}
+            yield _Stepped(optimizer=optimizer.inner, names=of_shards, held=held)
+    elif hasattr(optimizer, "optim"):
+        yield from _stepped(optimizer.optim, model)
+    else:
+        yield _Stepped(optimizer=optimizer, names=names, held={each: each for each in model.parameters()})
+
+
+def optimizer_pieces(optimizer: Optimizer, model: nn.Module, parts: ShardTable) -> dict[str, Piece]:
+    """What this rank holds of an optimizer's state: `optimizer.<parameter>.<key>`.
+
+    Raises UserError for state that is neither a tensor nor a number.
+    """
+    pieces: dict[str, Piece] = {}
+    for some in _stepped(optimizer, model):
+        for stepped, name in some.names.items():
+            for key, value in some.optimizer.state.get(stepped, {}).items():
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    key, value = _saved_number(some.optimizer, key, value)
+                pieces[f"{OPTIMIZER}{name}.{key}"] = _piece(name, some.held.get(stepped), key, value, parts)
+    return pieces
+
+
+def _saved_number(optimizer: Optimizer, key: str, value: Any) -> tuple[str, Tensor]:
+    """A number of Python's as a tensor, under a key that says what it was."""
+    for kind, (of, dtype) in _NUMBERS.items():
+        if type(value) is of:
+            return f"{key}#{kind}", torch.tensor(value, dtype=dtype)
+    raise UserError(
+        f"a checkpoint can't hold {key} of {type(optimizer).__name__}, which is a {type(value).__name__}; "
+        "an optimizer whose state is tensors and numbers, such as AdamW or SGD, would do"
+    )
+
+
+def _piece(name: str, parameter: nn.Parameter | None, key: str, value: Tensor, parts: ShardTable) -> Piece:
+    """State of a parameter's shape is cut as the parameter is; other state is every rank's, such as a count.
+
+    `parameter`: None where a whole one is stepped.
+    """
+    if parameter is None:
+        return whole_piece(value)
+    whole = parts.parameters[name].shape
+    if value.ndim and value.shape == parameter.shape:
+        return piece_of(value, parts.part(name), whole)
+    if value.ndim and value.shape == local(parameter.detach()).shape:
+        return piece_of(parameter, parts.part(name), whole, memory=local(value.detach()))
+    if value.ndim and parameter.shape != whole:
+        raise UserError(
+            f"a checkpoint can't hold {key} of {name}: it has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(parameter.shape)}, so what it is in the whole model is not known; layout single or dp would do"
+        )
+    return whole_piece(value)
+
+
+class OptimizerToFill:
+    """An optimizer that is to get its state from a checkpoint, read into `pieces` first."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, parts: ShardTable, saved: Mapping[str, Entry]) -> None:
+        self._filled: list[tuple[Optimizer, dict[Tensor, dict[str, Tensor]]]] = []
+        self.pieces: dict[str, Piece] = {}
+        keys = _keys(saved)
+        for some in _stepped(optimizer, model):
+            states: dict[Tensor, dict[str, Tensor]] = {}
+            for parameter in _parameters(some.optimizer):
+                name, held = some.names[parameter], some.held.get(parameter)
+                for key in keys.get(name, ()):
+                    full_name = f"{OPTIMIZER}{name}.{key}"
+                    offloaded = isinstance(some.optimizer, OffloadedOptimizer)  # its state is that of plain copies
+                    like = local(parameter.detach()) if offloaded else parameter.detach()
+                    value = _empty(like, held, saved[full_name], parts.parameters[name])
+                    states.setdefault(parameter, {})[key] = value
+                    self.pieces[full_name] = _piece(name, held, key, value, parts)
+            self._filled.append((some.optimizer, states))
+
+    def fill(self) -> None:
+        """Give the optimizers what was read, and leave their groups' settings as they are."""
+        for optimizer, states in self._filled:
+            numbers: dict[Tensor, int] = {each: number for number, each in enumerate(_parameters(optimizer))}
+            groups: list[dict[str, Any]] = [
+                {**group, "params": [numbers[parameter] for parameter in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            state = {
+                numbers[parameter]: dict(_restored(key, value) for key, value in values.items())
+                for parameter, values in states.items()
+            }
+            kept = optimizer.param_groups  # others, and a schedule, have these very groups
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            optimizer.param_groups = kept
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _restored(key: str, value: Tensor) -> tuple[str, Any]:
+    name, _, kind = key.partition("#")
+    return (name, _NUMBERS[kind][0](value.item())) if kind in _NUMBERS else (key, value)
+
+
+def _keys(saved: Mapping[str, Entry]) -> dict[str, list[str]]:
+    """The keys of the state that was saved, by parameter."""
+    keys: dict[str, list[str]] = {}
+    for full_name in saved:
+        if full_name.startswith(OPTIMIZER):
+            name, _, key = full_name.removeprefix(OPTIMIZER).rpartition(".")
+            keys.setdefault(name, []).append(key)
+    return keys
+
+
+def _empty(stepped: Tensor, held: nn.Parameter | None, saved: Entry, whole: Entry) -> Tensor:
+    """Memory for what was saved of a parameter that is stepped whole (`held` is None) or as this rank holds it."""
+    if held is not None and saved.shape == whole.shape and len(saved.shape):
+        return torch.zeros_like(stepped, dtype=saved.dtype)
+    return torch.zeros(saved.shape, dtype=saved.dtype)

@@ -1,0 +1,398 @@
+"""Tensor parallel applied to a model: parameters cut, layers made to compute with the cuts, output compared."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.comm.mesh import Mesh
+from samestep.data.order import bounds
+from samestep.errors import LayoutError
+from samestep.layout import Layout
+from samestep.parallel.attributes import Attributes
+from samestep.parallel.blocks import are_of_one_kind
+from samestep.parallel.calls import Trace, seen_in
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
+from samestep.parallel.sharding import Part, ShardTable, Slice
+from samestep.parallel.tensor import collectives, layers, sequence_parallel
+from samestep.parallel.tensor.compare import Comparison, Departure, Output, output_of, pattern_of
+from samestep.parallel.tensor.layers import Entry, Message, Region, multihead
+from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of
+from samestep.parallel.tensor.pairs import Unit
+from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
+from samestep.parallel.tensor.sequence_parallel import Stream, find_lists, token_dim
+from samestep.parallel.tensor.vocab_parallel import Vocabulary
+
+
+def slice_tensors(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    seen: Trace,
+    parts: ShardTable,
+    mesh: Mesh,
+    now: ForwardContext,
+    *,
+    example: Any,
+    given: Mapping[str, str] | None,
+) -> Vocabulary:
+    """Slice a model in place over the tensor dimension, and write down in `parts` how.
+
+    `seen` is what its forward of the example does. `given` is a user's plan: name or pattern of modules -> role.
+    The sliced model's output for the example is held against the whole one's. Where a module goes wrong, it is left
+    whole and the rest is sliced anew, which is said on standard error. Raises LayoutError where nothing is left to
+    slice, and where what `given` says goes wrong.
+    """
+    layout = parts.layout
+    slicing = _Slicing(
+        model=model,
+        repeated=_repeated(model, blocks),
+        seen=seen,
+        parts=parts,
+        mesh=mesh,
+        now=now,
+        example=example,
+        given=given,
+    )
+    if layout.sequence != "split":
+        vocabulary, plan = slicing.apply([])
+    else:
+        # Its reasons go before those that there are no tokens to split.
+        make_plan(model, seen, slicing.repeated, layout.tensor, given=given, tokens_split=True)
+        lists = find_lists(model, slicing.repeated, seen, str(layout))
+        try:
+            vocabulary, plan = slicing.apply(lists)
+        except LayoutError:
+            able = [names for names in lists if len(lists) > 1 and slicing.can_have([names])]
+            if not able:
+                raise
+            vocabulary, plan = slicing.apply(able)
+            lists = able
+        _tell_split(model, slicing.repeated, lists, layout)
+    if plan.left_whole and dist.get_rank() == 0:
+        print(f'samestep: layout "{layout}": {_said(plan.left_whole)}', file=sys.stderr, flush=True)
+    return vocabulary
+
+
+def _tell_split(model: nn.Module, repeated: Sequence[str], lists: Sequence[Sequence[str]], layout: Layout) -> None:
+    """Say where tokens are split, where that is not in all of the repeated layers."""
+    split = {name for names in lists for name in names}
+    all_layers = [model.get_submodule(name) for name in repeated]
+    if dist.get_rank() == 0 and any(model.get_submodule(name) not in all_layers for name in split) | (
+        len(split) < len(repeated)
+    ):
+        where = ", ".join(dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in split))
+        print(f'samestep: layout "{layout}": tokens are split in {where} alone', file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slicing:
+    """Slices a model, with the tokens of some lists of its blocks split."""
+
+    model: nn.Module
+    repeated: Sequence[str]
+    seen: Trace
+    parts: ShardTable
+    mesh: Mesh
+    now: ForwardContext
+    example: Any
+    given: Mapping[str, str] | None
+
+    @cached_property
+    def _expected(self) -> Output:
+        with torch.no_grad():
+            return output_of(self.model, self.example)
+
+    def can_have(self, lists: Sequence[Sequence[str]]) -> bool:
+        """Whether the model can be sliced with the tokens of these lists split; it is left as it was."""
+        before, table = Attributes(self.model), dict(self.parts.table)
+        try:
+            self.apply(lists)
+        except LayoutError:
+            return False
+        self._take_back(before, table)
+        return True
+
+    def apply(self, lists: Sequence[Sequence[str]]) -> tuple[Vocabulary, Plan]:
+        """Slice what can be. Raises LayoutError, and leaves the model as it was, where nothing is left to slice."""
+        model, layout, group = self.model, self.parts.layout, self.mesh.group("tensor")
+        everyone = self.mesh.group("context", "tensor")
+        expected, before, table = self._expected, Attributes(self.model), dict(self.parts.table)
+        whole: dict[str, str] = {}
+        departure: Departure | None = None
+        while True:
+            try:
+                plan = make_plan(
+                    model,
+                    self.seen,
+                    self.repeated,
+                    layout.tensor,
+                    given=self.given,
+                    left_whole=whole,
+                    tokens_split=bool(lists),
+                )
+            except LayoutError:
+                if departure is None or not lists:
+                    raise
+                raise LayoutError(f"{departure.sentence.rpartition(';')[0]}; use sequence=whole") from None
+            uneven = plan.uneven(model)
+            streams = [Stream(names, self.seen, group, token_dim(model, names), str(layout)) for names in lists]
+            slices = [name for unit in plan.units if unit.heads is not None for name in unit.members]
+            for stream in streams:
+                stream.find_gathered(self.seen, [*slices, *plan.multiheads])
+                outside = self.seen.used_outside(model, [each.name for each in stream.gathered])
+                if outside is not None:
+                    raise LayoutError(
+                        f'layout "{layout}": {outside} is used by a module that needs all tokens, and outside of it; '
+                        "use sequence=whole"
+                    )
+            vocabulary = Vocabulary(self.mesh.grid["tensor"])
+            failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.now, vocabulary))
+            comparison = Comparison(model, layout, plan, self.seen, streams, group, everyone, self.given)
+            departure = comparison.hold(self.example, expected, vocabulary, failed, rehearse=uneven)
+            if departure is None:
+                return vocabulary, plan
+            self._take_back(before, table)
+            more = {name: departure.why for name in _leave_whole(departure, plan, everyone) if name not in whole}
+            if not more or (self.given and not departure.of_ours):
+                raise LayoutError(departure.sentence)
+            whole |= more
+
+    def _slice(self, slicer: "_Slicer") -> Exception | None:
+        """Slice, and what failed on this rank, whose slice may be another than the other ranks' ones."""
+        try:
+            slicer.slice(self.parts)
+        except LayoutError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _take_back(self, before: Attributes, table: Mapping[str, Part]) -> None:
+        before.restore()
+        self.parts.table.clear()
+        self.parts.table.update(table)
+
+
+def _leave_whole(departure: Departure, plan: Plan, group: dist.ProcessGroup) -> list[str]:
+    """What any rank of the group would leave whole; where none knows, all of the attentions and pairs."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, departure.to_leave_whole, group=group)
+    found = list(dict.fromkeys(name for names in everyone for name in names))
+    return found or [*plan.multiheads, *(name for unit in plan.units for name in unit.members), *plan.gathered]
+
+
+def _said(left_whole: Mapping[str, str]) -> str:
+    """Which modules every rank has whole, those of repeated layers together, and why."""
+    whys: dict[str, list[str]] = {}
+    for name, why in left_whole.items():
+        names = whys.setdefault(why, [])
+        pattern = pattern_of(name)
+        if pattern not in names:
+            names.append(pattern)
+    return "; ".join(f"every rank has all of {', '.join(names)}, since it {why}" for why, names in whys.items())
+
+
+class _Slicer:
+    """Cuts the parameters of a plan and replaces the forwards of its layers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        seen: Trace,
+        streams: Sequence[Stream],
+        group: dist.ProcessGroup,
+        now: ForwardContext,
+        vocabulary: Vocabulary,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._seen = seen
+        self._streams = streams
+        self._group = group
+        self._vocabulary = vocabulary
+        self._now = now
+
+    def slice(self, parts: ShardTable) -> None:
+        for unit in self._plan.units:
+            if unit.heads is not None and unit.owner is not None:
+                rank = dist.get_rank(self._group)
+                divide(self._model.get_submodule(unit.owner), unit.heads, unit.width, rank, self._plan.parts)
+        self._cut(parts)
+        layers.no_fast_path(self._model)
+        for unit in self._plan.units:
+            self._slice_unit(unit)
+        for name in self._plan.multiheads:
+            self._slice_multihead(name)
+        for name in self._plan.tables:
+            self._slice_table(name)
+        for name in self._plan.outputs:
+            rows = parts.state[f"{name}.weight"].shape[0]
+            lengths = [last - first for ((first, last),) in vocabulary_ranges(rows, self._plan.parts)]
+            self._vocabulary.output(self._model.get_submodule(name), lengths)
+        for name in self._plan.gathered:
+            self._gather_outputs(name)
+        for stream in self._streams:
+            stream.attach(self._model, self._now)
+
+    def _cut(self, parts: ShardTable) -> None:
+        """Put this rank's slices in the place of the parameters; tied ones are cut once and stay tied."""
+        cuts = self._plan.cuts(self._model)
+        in_parts = self._plan.in_parts(self._model)
+        by_name = _all_names(self._model)
+        slices = {
+            id(self._model.get_parameter(name)): Slice(group=self._group, dim=dim, ranges=ranges)
+            for name, (dim, ranges) in cuts.items()
+        }
+        held = {
+            id(p): nn.Parameter(slices[id(p)].take(p.detach()).contiguous(), p.requires_grad)
+            for p in self._model.parameters()
+            if id(p) in slices
+        }
+        for name, parameter in by_name:
+            path, _, own = name.rpartition(".")
+            if id(parameter) in slices:
+                parts.table[name] = replace(parts.part(name), slice=slices[id(parameter)])
+                setattr(self._model.get_submodule(path), own, held[id(parameter)])
+            elif path in in_parts or self._stream_of(path) is not None:
+                parts.add_sum(name, self._group)
+
+    def _stream_of(self, name: str) -> Stream | None:
+        return next((stream for stream in self._streams if stream.holds(name)), None)
+
+    def _slice_unit(self, unit: Unit) -> None:
+        region = self._region(unit.row, unit.width, unit.heads.queries if unit.heads is not None else 0)
+        gathered = self._gather_for_owner(unit)
+        identities = [self._input(name) for name in unit.columns]
+        entries: dict[int | None, Entry] = {}
+        for name, identity in zip(unit.columns, identities, strict=True):
+            if identity not in entries:
+                message = _as_it_is if identity in gathered else self._enter(name, identity)
+                entries[identity] = Entry(message, identities.count(identity))
+            first = name == unit.columns[0]
+            linear, entry = self._model.get_submodule(name), entries[identity]
+            if name in unit.shared_columns(self._plan.parts):
+                layers.shared_column(linear, entry, region, self._features(unit, name), begins=first)
+            else:
+                layers.column(linear, entry, region, begins=first)
+        layers.row(self._model.get_submodule(unit.row), region)
+
+    def _features(self, unit: Unit, name: str) -> Tensor:
+        """Which outputs of a column this rank needs, of the queries, keys and values that it fuses. [n]"""
+        assert unit.heads is not None
+        rank, ranks = dist.get_rank(self._group), self._plan.parts
+        queries = range(*bounds(unit.heads.queries, rank, ranks))
+        keys = unit.heads.keys_of(rank, ranks)
+        width = unit.width // unit.heads.queries  # of a head
+        found: list[int] = []
+        start = 0
+        pieces = unit.pieces[unit.columns.index(name)]
+        for number, heads in enumerate(pieces):
+            mine = queries if len(pieces) == 3 and number == 0 else keys
+            found += [start + head * width + feature for head in mine for feature in range(width)]
+            start += heads * width
+        return torch.tensor(found)
+
+    def _gather_outputs(self, name: str) -> None:
+        module, group = self._model.get_submodule(name), self._group
+        ranks = self._plan.parts
+        every = [bounds(outputs_of(module), rank, ranks) for rank in range(ranks)]
+        lengths = [last - first for first, last in every]
+        dim = outputs_dim(module)
+        layers.gathered(
+            module, lambda x: collectives.copy(x, group), lambda x: collectives.gather(x, group, lengths, dim)
+        )
+
+    def _slice_multihead(self, name: str) -> None:
+        attention = self._model.get_submodule(name)
+        assert isinstance(attention, nn.MultiheadAttention)
+        arguments = self._seen.of(name)
+        entries: dict[str, Message] = {}
+        for position, argument in enumerate(("query", "key", "value")):
+            given = None
+            if arguments:
+                call = arguments[0]
+                held = call.arguments[position] if position < len(call.arguments) else call.keywords.get(argument)
+                given = next((seen.identity for seen in seen_in(held)), None)
+            entries[argument] = self._enter(name, given)
+        region = self._region(name, attention.embed_dim, attention.num_heads)
+        multihead(attention, entries, region, self._group)
+
+    def _slice_table(self, name: str) -> None:
+        embedding = self._model.get_submodule(name)
+        assert isinstance(embedding, nn.Embedding)
+        ((first, _),) = vocabulary_ranges(embedding.num_embeddings, self._plan.parts)[dist.get_rank(self._group)]
+        layers.table(embedding, first, lambda x: collectives.reduce(x, self._group))
+
+    def _enter(self, name: str, identity: int | None) -> Message:
+        """The message at the input of a sliced layer."""
+        stream = self._stream_of(name)
+        if stream is not None and not stream.is_outside(name, identity):
+            return stream.gather
+        if stream is not None and stream.is_summed(name, identity):
+            return _as_it_is
+        return lambda x: collectives.copy(x, self._group)
+
+    def _region(self, row: str, width: int, heads: int) -> Region:
+        """What lies between the columns of a unit and its row layer, which takes so many features over all ranks."""
+        stream = self._stream_of(row)
+        rank, ranks = dist.get_rank(self._group), self._plan.parts
+        part = Portion(activations={-1: bounds(width, rank, ranks)[0]}, attention={1: bounds(heads, rank, ranks)[0]})
+        leave = stream.sum_and_split if stream is not None else lambda x: collectives.reduce(x, self._group)
+        return Region(leave, self._now, part, all_tokens=stream is not None)
+
+    def _gather_for_owner(self, unit: Unit) -> set[int | None]:
+        """Let an attention module have all tokens, since it also asks how many there are; which tensors those are."""
+        stream = self._stream_of(unit.row)
+        if stream is None or unit.owner is None:
+            return set()
+        inputs = {self._input(name) for name in unit.columns}
+        split = {identity for identity in inputs if not stream.is_outside(unit.owner, identity)}
+        call = self._seen.of(unit.owner)[0]
+        keys = [(identity, sequence_parallel.keys_of(call, identity)) for identity in split]
+        owner = self._model.get_submodule(unit.owner)
+        inner: Callable[..., Any] = owner.forward
+
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            for _, places in keys:
+                gathered: Tensor | None = None
+                for key in places:
+                    if gathered is None:
+                        gathered = stream.gather(keywords[key] if isinstance(key, str) else arguments[key])
+                    arguments, keywords = sequence_parallel.replaced(arguments, keywords, key, gathered)
+            return inner(*arguments, **keywords)
+
+        owner.forward = forward
+        return {identity for identity, places in keys if places}
+
+    def _input(self, name: str) -> int | None:
+        seen = self._seen.of(name)[0].inputs()
+        return seen[0].identity if seen else None
+
+
+def _repeated(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
+    """The names of the repeated layers. A model without any has its parts as blocks, which are not meant here."""
+    names = {id(module): name for name, module in model.named_modules()}
+    lists: dict[str, list[nn.Module]] = {}
+    for block in blocks:
+        lists.setdefault(names[id(block)].rpartition(".")[0], []).append(block)
+    return [
+        names[id(block)]
+        for like in lists.values()
+        if len(like) > 1 and are_of_one_kind(like) and any(True for _ in like[0].children())
+        for block in like
+    ]
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every name of every parameter; tied ones have several."""
+    return list(model.named_parameters(remove_duplicate=False))

@@ -1,0 +1,291 @@
+"""Sequence parallel: between the sliced layers of the blocks, each rank of the group has a part of the tokens.
+
+What works token by token there (norms, dropout, residuals) is neither computed nor kept p times.
+(Korthikanti et al. 2022, section 4.2.)
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from samestep.data.order import bounds
+from samestep.errors import LayoutError
+from samestep.parallel import tokens
+from samestep.parallel.blocks import repeated_layers, with_forward
+from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
+from samestep.parallel.context.hidden import keeps_tokens, used_between
+from samestep.parallel.context.messages import gradient_shared, gradient_summed
+from samestep.parallel.exact.forward_context import ForwardContext, Portion
+
+Key = int | str  # a position or a keyword
+
+
+class Stream:
+    """The tokens that flow through one list of blocks."""
+
+    def __init__(self, names: Sequence[str], trace: Trace, group: dist.ProcessGroup, dim: int, layout: str) -> None:
+        self.names = names
+        self.dim = dim  # of the tokens in the hidden states
+        self.total = 0  # tokens over all ranks, in the block that runs
+        self.gathered: list[Gathered] = []  # modules of the blocks that get all tokens
+        self._group = group
+        self._calls = [_only_call(name, trace, layout) for name in names]
+        self._key, self._leaf = _find_hidden(self._calls, layout)
+        self._outside = {
+            name: {seen.identity for seen in call.inputs()} - {_given(call, self._key).identity}
+            for name, call in zip(names, self._calls, strict=True)
+        }
+        # Of these, what one block has made and hands on to the next beside the hidden state, such as a bias of heads.
+        self._handed = {seen.identity for call in self._calls for seen in call.outputs()}
+        self._summed = [self._places_summed(call) for call in self._calls]
+        _check_passed_on(self._calls, self._key, layout)
+
+    def holds(self, name: str) -> bool:
+        """Whether a module works on this rank's tokens."""
+        everything = any(f"{name}.".startswith(f"{each.name}.") for each in self.gathered)
+        return self._block_of(name) is not None and not everything
+
+    def find_gathered(self, trace: Trace, slices: Sequence[str]) -> None:
+        """Find the modules in which tokens meet: but attentions that are in slices, which gather them themselves."""
+        if self.dim != 1:
+            return
+        for block in self._calls:
+            hidden = _given(block, self._key)
+            tokens = hidden.shape[self.dim]
+            found = find_gathered(block, trace, tokens, hidden, (), attentions=True, handed=self._handed) or []
+            self.gathered += [each for each in found if not any(f"{s}.".startswith(f"{each.name}.") for s in slices)]
+
+    def is_outside(self, name: str, identity: int | None) -> bool:
+        """Whether what a module in a block is given came into the block whole (a mask, an encoder's output)."""
+        block = self._block_of(name)
+        return block is None or identity in self._outside[block]
+
+    def is_summed(self, name: str, identity: int | None) -> bool:
+        """Whether the gradients of all uses of an input are added up over the ranks where its block begins."""
+        return self._block_of(name) is not None and self.is_outside(name, identity) and identity not in self._handed
+
+    def _places_summed(self, call: Call) -> frozenset[Any]:
+        """Where in a block's arguments stands what came from before the blocks, whole: masks, an encoder's output."""
+        hidden = _given(call, self._key).identity
+        leaves = pytree.tree_leaves_with_path(
+            (call.arguments, dict(call.keywords)), is_leaf=lambda value: isinstance(value, Seen)
+        )
+        return frozenset(
+            path
+            for path, seen in leaves
+            if isinstance(seen, Seen) and seen.identity != hidden and seen.identity not in self._handed
+        )
+
+    def gather(self, x: Tensor) -> Tensor:
+        return tokens.gather_for_parts(x, self._group, self.total, self.dim)
+
+    def sum_and_split(self, x: Tensor) -> Tensor:
+        return tokens.sum_and_split(x, self._group, self.dim)
+
+    def attach(self, model: nn.Module, now: ForwardContext) -> None:
+        """Split the tokens where the first block begins, and put them together where the last one ends."""
+        blocks = [model.get_submodule(name) for name in self.names]
+        blocks[0].register_forward_pre_hook(self._split, with_kwargs=True)
+        for block, summed in zip(blocks, self._summed, strict=True):
+            block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
+            self._wrap(block, summed, now)
+        messages = Messages(
+            own=self._own,
+            gather=lambda part, dim: tokens.gather(part, self._group, self.total, dim),
+            split=lambda whole, dim: tokens.split(whole, self._group, dim),
+            # The gradients of parameters in the block are summed, and those of what came from before the blocks.
+            share=lambda whole, handed: whole if handed else gradient_shared(whole, self._group),
+        )
+        for each in self.gathered:
+            give_all_tokens(model.get_submodule(each.name), each, messages, now)
+        # First of the hooks, as the split is the last: what others split at the first block they gather after it.
+        blocks[-1].register_forward_hook(self._gather_output, prepend=True)
+
+    def _wrap(self, block: nn.Module, summed: frozenset[Any], now: ForwardContext) -> None:
+        inner = block.forward
+        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+
+        # The number comes as an argument, so that a block that is computed again in backward gets its own.
+        def forward(*arguments: Any, samestep_tokens: int, **keywords: Any) -> Any:
+            self.total = samestep_tokens
+            arguments, keywords = self._sum_gradients(arguments, keywords, summed)
+            if not block.training:
+                return inner(*arguments, **keywords)
+            first, _ = bounds(samestep_tokens, rank, ranks)
+            with now.holding(Portion(activations={self.dim: first})):
+                return inner(*arguments, **keywords)
+
+        block.forward = forward
+
+    def _sum_gradients(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], places: frozenset[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What every rank has whole and uses for its own tokens, heads or features: gradients come in parts."""
+        if not torch.is_grad_enabled():
+            return arguments, keywords
+        done: dict[int, Tensor] = {}
+
+        def summed(path: Any, leaf: Any) -> Any:
+            if path not in places or not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                return leaf
+            return done.setdefault(id(leaf), gradient_summed(leaf, self._group))
+
+        return pytree.tree_map_with_path(summed, (arguments, keywords))
+
+    def _own(self) -> int:
+        first, last = bounds(self.total, dist.get_rank(self._group), dist.get_world_size(self._group))
+        return last - first
+
+    def _split(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        given = keywords if isinstance(self._key, str) else arguments
+        hidden = given[self._key]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self.total = hidden.shape[self.dim]
+        return replaced(arguments, keywords, self._key, tokens.split(hidden, self._group, self.dim))
+
+    def _tell_total(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return arguments, {**keywords, "samestep_tokens": self.total}
+
+    def _gather_output(self, block: nn.Module, arguments: Any, output: Any) -> Any:
+        leaves, form = pytree.tree_flatten(output)
+        leaves[self._leaf] = tokens.gather(leaves[self._leaf], self._group, self.total, self.dim)
+        return pytree.tree_unflatten(leaves, form)
+
+    def _block_of(self, name: str) -> str | None:
+        return next((block for block in self.names if f"{name}.".startswith(f"{block}.")), None)
+
+
+def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: str) -> list[list[str]]:
+    """The lists of blocks that hand on hidden states of [batch, tokens, features], by their names.
+
+    Where the blocks of a list hand on something else, lists in its blocks may do so, such as the layers of a stage.
+    Raises LayoutError where there is none.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    callable_blocks = [names[block] for block in with_forward([model.get_submodule(name) for name in blocks])]
+    lists: dict[str, list[str]] = {}
+    for name in callable_blocks:
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    if not lists:
+        raise LayoutError(
+            f'layout "{layout}": {type(model).__name__} has no list of repeated blocks to split tokens in; '
+            "sequence=whole would do"
+        )
+    found: list[list[str]] = []
+    refused: LayoutError | None = None
+    for each in lists.values():
+        try:
+            _check_list(model, each, callable_blocks, trace, layout)
+            found.append(each)
+        except LayoutError as error:
+            refused = refused or error
+            inner = [layer for name in each for layer in repeated_layers(model.get_submodule(name))]
+            if inner:
+                with suppress(LayoutError):
+                    found += find_lists(model, [names[layer] for layer in inner], trace, layout)
+    if not found:
+        assert refused is not None
+        raise refused
+    return found
+
+
+def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], trace: Trace, layout: str) -> None:
+    """Raise LayoutError where the tokens of a list can't be split."""
+    used_outside = trace.used_outside(model, [*names, *blocks])
+    if used_outside is not None:
+        raise LayoutError(
+            f'layout "{layout}": {used_outside} is also used outside of its block, on all tokens, and in it on some; '
+            "use sequence=whole"
+        )
+    if len(names) < 2:
+        raise LayoutError(f'layout "{layout}": {names[0]} is alone in its list; use sequence=whole')
+    calls = [_only_call(name, trace, layout) for name in names]
+    _find_hidden(calls, layout)
+    giving = used_between(calls, trace)
+    if giving is not None:
+        raise LayoutError(
+            f'layout "{layout}": {giving} gives more than a hidden state, which is used outside of the blocks; use '
+            "sequence=whole"
+        )
+    changing = next((name for name in names if not keeps_tokens(trace, name)), None)
+    if changing is not None:
+        raise LayoutError(f'layout "{layout}": {changing} gives other tokens than it takes; use sequence=whole')
+
+
+def replaced(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key, value: Any) -> Any:
+    """A call's arguments with one of them replaced."""
+    if isinstance(key, str):
+        return arguments, {**keywords, key: value}
+    return (*arguments[:key], value, *arguments[key + 1 :]), dict(keywords)
+
+
+def keys_of(call: Call, identity: int | None) -> list[Key]:
+    """The positions and keywords under which a module was given a tensor."""
+    given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
+    return [key for key, value in given if isinstance(value, Seen) and value.identity == identity]
+
+
+def _only_call(name: str, trace: Trace, layout: str) -> Call:
+    calls = trace.of(name)
+    if len(calls) != 1:
+        raise LayoutError(
+            f'layout "{layout}": {name} is called {len(calls)} times in a forward, and sequence=split is for blocks '
+            "that are called once; sequence=whole would do"
+        )
+    return calls[0]
+
+
+def _find_hidden(calls: Sequence[Call], layout: str) -> tuple[Key, int]:
+    """Which argument of a block is the hidden states, and which leaf of what the block before it gave."""
+    before, block = calls[0], calls[1]
+    leaves = pytree.tree_leaves(before.output, is_leaf=lambda value: isinstance(value, Seen))
+    for index, seen in enumerate(leaves):
+        if isinstance(seen, Seen) and len(seen.shape) == 3:
+            for key in keys_of(block, seen.identity):
+                first = _given(before, key)
+                if isinstance(first, Seen) and all(_hands_on(*pair, key, index) for pair in pairwise(calls)):
+                    return key, index
+    raise LayoutError(
+        f'layout "{layout}": {before.name} gives no [batch, tokens, features] that {block.name} takes as it is, '
+        "so there are no tokens to split between them; sequence=whole would do"
+    )
+
+
+def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
+    leaves = pytree.tree_leaves(before.output, is_leaf=lambda value: isinstance(value, Seen))
+    taken = _given(block, key)
+    made = leaves[index] if index < len(leaves) else None
+    return isinstance(taken, Seen) and isinstance(made, Seen) and taken.identity == made.identity
+
+
+def _check_passed_on(calls: Sequence[Call], key: Key, layout: str) -> None:
+    """Raise LayoutError where blocks pass on what has a gradient and came from before them, as it was."""
+    given = {seen.identity for seen in calls[0].inputs() if seen.source is not None} - {
+        _given(calls[0], key).identity
+    }
+    passed = next((call for call in calls[:-1] if given & {seen.identity for seen in call.outputs()}), None)
+    if passed is not None:
+        raise LayoutError(
+            f'layout "{layout}": {passed.name} passes on more than the hidden state that it was given, so gradients '
+            "of that would be added up twice; use sequence=whole"
+        )
+
+
+def _given(call: Call, key: Key) -> Any:
+    if isinstance(key, str):
+        return call.keywords.get(key)
+    return call.arguments[key] if key < len(call.arguments) else None
+
+
+def token_dim(model: nn.Module, names: Sequence[str]) -> int:
+    """0 where PyTorch's attention takes [tokens, batch, features], else 1."""
+    attentions = [
+        m for name in names for m in model.get_submodule(name).modules() if isinstance(m, nn.MultiheadAttention)
+    ]
+    return 0 if attentions and not attentions[0].batch_first else 1

@@ -1,0 +1,150 @@
+"""The output layer sliced by the vocabulary, and the loss computed on slices of the logits."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from samestep.parallel.attributes import replace_forward
+from samestep.parallel.sharding import whole
+from samestep.parallel.tensor import collectives
+from samestep.parallel.tensor.layers import product_of, with_bias
+from samestep.tasks.base import Batch, sum_and_count
+
+Loss = Callable[[Any, Batch], tuple[Tensor, Tensor | int]]
+Backward = Callable[[Tensor], None]
+
+
+class Vocabulary:
+    """How output layers hand on their logits: whole, or in training as slices that know that they are some."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh  # of the tensor dimension
+        self._group = mesh.get_group()
+        self._decided = False
+        self.able = False  # whether the model's own forward can have its logits in slices
+        self.slices = False  # whether training forwards give logits in slices
+
+    def output(self, linear: nn.Module, lengths: list[int]) -> None:
+        """Make an output layer compute its slice of the logits."""
+        product = product_of(linear)
+
+        def forward(x: Tensor) -> Tensor:
+            logits = with_bias(product(collectives.copy(x, self._group)), linear)  # [..., vocabulary / ranks]
+            if self.slices and torch.is_grad_enabled():
+                shape = torch.Size([*logits.shape[:-1], sum(lengths)])
+                stride = torch.empty(shape, device="meta").stride()
+                # Cut as DTensor itself cuts, so it needs no look at the other ranks' slices.
+                return DTensor.from_local(logits, self._mesh, [Shard(-1)], shape=shape, stride=stride)
+            return collectives.gather(logits, self._group, lengths, -1)
+
+        replace_forward(linear, forward)
+
+    def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
+        """A loss and a backward that can take slices of logits; from here on training forwards give some."""
+        self.slices = self.able
+        return partial(self._loss, loss), partial(_in_slices, backward)
+
+    def _loss(self, loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Tensor | int]:
+        if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(output)):
+            return loss(output, batch)
+        if not self._decided:
+            self.able = self.slices = self._can_take_slices(loss, output, batch)
+            self._decided = True
+        if not self.slices:
+            return loss(_whole(output), batch)
+        return _plain(_in_slices(loss, output, batch))
+
+    def _can_take_slices(self, loss: Loss, output: Any, batch: Batch) -> bool:
+        """Whether the loss of slices and its gradient are those of whole logits. Tried, since any loss may come."""
+        apart = pytree.tree_map_only(Tensor, _apart, output)
+        together = pytree.tree_map_only(Tensor, lambda tensor: _apart(whole(tensor.detach())), apart)
+        try:
+            expected, _ = loss(together, batch)
+            expected.backward()
+            found, _ = _plain(_in_slices(loss, apart, batch))
+            _in_slices(found.backward)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+            alike = False  # PyTorch can't compute it on slices; or not at all, which whole logits will show
+        else:
+            gradients = [
+                (mine.grad, other.grad)
+                for mine, other in zip(pytree.tree_leaves(apart), pytree.tree_leaves(together), strict=True)
+                if isinstance(mine, DTensor)
+            ]
+            alike = near(found.detach(), expected.detach()) and all(
+                mine is not None and other is not None and near(whole(mine), other) for mine, other in gradients
+            )
+        return agree(alike, self._group, torch.device(self._mesh.device_type))
+
+
+def near(mine: Tensor, other: Tensor) -> bool:
+    """Whether two computations of one thing differ by rounding alone, in the precision in which they were made."""
+    tolerance = 100 * torch.finfo(mine.dtype).eps ** 0.75
+    apart = torch.where(mine == other, 0.0, mine - other).abs()  # masked logits are infinite in both
+    size = other.abs().masked_fill(other.isinf(), 0.0)
+    return bool(apart.max() <= tolerance * (size.max() + tolerance)) if mine.numel() else True
+
+
+def agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of a group say yes."""
+    votes = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return bool(votes.item())
+
+
+def _in_slices(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call with PyTorch's cross-entropy on slices, in forward and in backward."""
+    context: AbstractContextManager[Any] = loss_parallel()
+    with context, _TargetsInRange():
+        return function(*arguments)
+
+
+class _TargetsInRange(TorchFunctionMode):
+    """Raises IndexError for a class that isn't there, as a cross-entropy of whole logits does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.cross_entropy or func is F.nll_loss:
+            call = inspect.signature(func).bind(*args, **(kwargs or {}))
+            call.apply_defaults()
+            logits, target, *_ = call.arguments.values()
+            _check_targets(logits, target, call.arguments["ignore_index"])
+        return func(*args, **(kwargs or {}))
+
+
+def _check_targets(logits: Tensor, target: Tensor, ignored: int) -> None:
+    classes = logits.shape[1 if logits.ndim > 1 else 0]
+    if target.is_floating_point() or target.device.type != "cpu":  # probabilities; or an accelerator would wait
+        return
+    target = whole(target)
+    wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
+    if len(wrong):
+        raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same values, cut from the graph that made them, with a gradient of their own."""
+    tensor = tensor.detach()
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _whole(output: Any) -> Any:
+    return pytree.tree_map_only(DTensor, whole, output)
+
+
+def _plain(loss: Any) -> tuple[Tensor, Tensor | int]:
+    loss_sum, count = sum_and_count(loss)
+    return _whole(loss_sum), _whole(count)

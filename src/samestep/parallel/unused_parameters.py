@@ -1,0 +1,192 @@
+"""Tracks which parameters received a gradient on any rank, and restores `grad=None` for those that did not.
+
+A sample may decide which branch of a model runs. Then a rank has no gradient for what its samples didn't touch,
+while its peers wait for its part of the average; and what no sample touched would get a gradient of zeros, with
+which AdamW still decays and moves a parameter.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from samestep.errors import UserError
+from samestep.parallel.sharding import local
+
+
+class Used(ABC):
+    """Notes which parameters get a gradient on this rank, and takes the zeros away that nobody asked for."""
+
+    @abstractmethod
+    def reach(self, loss: Tensor) -> Tensor:
+        """The loss of a step's last backward, made such that every gradient is sent."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """After the last backward of a step: a parameter that no rank used has no gradient."""
+
+
+class UsedAlone(Used):
+    """One process: autograd leaves what wasn't used without a gradient by itself."""
+
+    def reach(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def settle(self) -> None:
+        pass
+
+
+class _UsedByRanks(Used):
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
+        """`names`: of the whole model's parameters, where ranks hold different ones of them."""
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._numbers = {name: number for number, name in enumerate(names or self._parameters)}
+        self._group = group
+        self._used = [False] * len(self._numbers)
+
+    def _note(self, name: str, parameter: Tensor) -> Any:
+        """Watch a tensor in which the gradient of a parameter is gathered."""
+        number = self._numbers[name]
+
+        def note(reached: Tensor) -> None:
+            self._used[number] |= reached.grad is not None
+
+        return parameter.register_post_accumulate_grad_hook(note)
+
+    def _by_any(self, *also: int) -> list[int]:
+        """Whether any rank used each parameter, and the largest of what else every rank gives."""
+        device = local(next(iter(self._parameters.values())).detach()).device
+        flags = torch.tensor([*self._used, *also], dtype=torch.int64, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        self._used = [False] * len(self._used)
+        return flags.tolist()
+
+    def _forget(self, used: Sequence[int]) -> None:
+        for name, parameter in self._parameters.items():
+            if not used[self._numbers[name]]:
+                parameter.grad = None
+
+
+class UsedByReplicas(_UsedByRanks):
+    """DistributedDataParallel waits until every parameter's gradient is ready, so every one is reached."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
+        super().__init__(model, group, names)
+        for name, parameter in self._parameters.items():
+            self._note(name, parameter)
+
+    def reach(self, loss: Tensor) -> Tensor:
+        return depending(loss, self._parameters.values())
+
+    def settle(self) -> None:
+        self._forget(self._by_any())
+
+
+class UsedByShards(_UsedByRanks):
+    """FSDP2 gathers and reduces unit by unit: ranks must run the same units, and reduce zeros for what is unused."""
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, *, may_differ: bool, names: Iterable[str] | None = None
+    ) -> None:
+        """`may_differ`: samples may decide which units run, so that the ranks agree before each."""
+        super().__init__(model, group, names)
+        self._watched: dict[int, Tensor] = {}
+        self._calls = 0  # a hash of the units that ran, in their order
+        units = list(_units(model))
+        if may_differ and len(units) > 1:
+            self._agree_before_each(model, [module for module, _ in units])
+        for number, (module, parameters) in enumerate(units):
+            # FSDP's own hook, which gathers the parameters, runs before this one.
+            module.register_forward_pre_hook(self._watch(number, parameters))
+        if isinstance(model, FSDPModule) and hasattr(model, "set_reduce_scatter_unused_params"):  # PyTorch 2.13
+            model.set_reduce_scatter_unused_params(True)
+
+    def _watch(self, number: int, parameters: Sequence[tuple[nn.Module, str, str]]) -> Any:
+        def watch(module: nn.Module, arguments: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            self._calls = hash((self._calls, number)) & 0x7FFFFFFF
+            for owner, attribute, name in parameters:
+                gathered = getattr(owner, attribute)
+                if id(gathered) not in self._watched:
+                    self._watched[id(gathered)] = gathered  # kept, so that no other gets its identity
+                    self._note(name, gathered)
+
+        return watch
+
+    def _agree_before_each(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Let the ranks see that they run the same unit, before any of them waits for the others' shards of it."""
+        names = {module: name for name, module in model.named_modules()}
+        told = [names[unit] or "the end of the forward" for unit in units]
+
+        def agree(number: int) -> None:
+            device = local(next(model.parameters()).detach()).device
+            numbers = torch.tensor([number, -number], device=device)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+            high, low = numbers.tolist()
+            if high != -low:
+                raise UserError(_OTHER_BLOCKS.format(f"at {told[-low]} and at {told[high]}"))
+
+        for number, unit in enumerate(units[1:], start=1):
+            # Before FSDP's own hook, which gathers the parameters.
+            unit.register_forward_pre_hook(lambda *_, number=number: agree(number), prepend=True)
+        model.register_forward_hook(lambda *_: agree(0))
+
+    def reach(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def settle(self) -> None:
+        *used, most, least = self._by_any(self._calls, -self._calls)
+        self._calls = 0
+        if most != -least:
+            raise UserError(_OTHER_BLOCKS.format("in another order"))
+        self._forget(used)
+
+
+_OTHER_BLOCKS = (
+    "the ranks of one step run other blocks of the model, each for its own samples (they are {}), and sharded "
+    "parameters are gathered block by block, which wants the same of all; use dp or zero1x, which need no such order"
+)
+
+
+def _units(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[nn.Module, str, str]]]]:
+    """Each module that is sharded as one, and its parameters: owner, attribute, name in the model."""
+    units: dict[str, tuple[nn.Module, list[tuple[nn.Module, str, str]]]] = {}
+    seen: set[int] = set()
+    sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    for name, module in model.named_modules():
+        if name in sharded:
+            units[name] = module, []
+        unit = max((other for other in units if _inside(name, other)), key=len)
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:  # a tied one is noted by its first name
+                seen.add(id(parameter))
+                units[unit][1].append((module, attribute, f"{name}.{attribute}" if name else attribute))
+    yield from units.values()
+
+
+def _inside(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def depending(tensor: Tensor, on: Iterable[Tensor]) -> Tensor:
+    """The same tensor, which also depends on others, and asks nothing of them.
+
+    Backward comes to each of them once, after all that really depends on it, also where nothing does.
+    """
+    return _Reach.apply(tensor, *on)  # pyright: ignore[reportReturnType]
+
+
+class _Reach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:  # pyright: ignore
+        ctx.parameters = len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return gradient, *(None for _ in range(ctx.parameters))

@@ -1,0 +1,191 @@
+"""ZeRO-1: whole parameters on every data rank; one rank of a group owns a parameter, keeps its state and steps it.
+
+A parameter's gradient is summed on its owner (Rajbhandari et al. 2020, ZeRO, section 5.1).
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from samestep.comm.mesh import Mesh
+from samestep.parallel.ddp import buckets
+from samestep.parallel.joined_optimizer import rebuild
+from samestep.parallel.optimizer_kinds import Make
+
+Sums = Mapping[dist.ProcessGroup, Sequence[nn.Parameter]]
+
+
+class Owners:
+    """Which rank of the shard group steps each parameter. Nobody does until the optimizer is there to be asked."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._device_type = mesh.grid.device_type
+        self._ranks: dict[nn.Parameter, int] = {}
+        # What is on its way: the message, the parameters whose gradients it holds, and to whom it goes.
+        self._sent: list[tuple[dist.Work, Tensor, list[nn.Parameter], int | None]] = []
+
+    @property
+    def data_ranks(self) -> int:
+        return self._mesh.data_place.of
+
+    def has(self, parameter: Any) -> bool:
+        """Whether one rank alone keeps this parameter's gradient; without an owner all of them do."""
+        return parameter in self._ranks
+
+    def learn(self, parameters: Iterable[nn.Parameter], mine: Iterable[nn.Parameter], sums: Sums) -> None:
+        """Ask the ranks of the group which parameters each of them steps. Every rank asks.
+
+        `sums` are the parameters whose gradient backward leaves in parts over further groups. Where ranks of such
+        a group name different owners, as they do after uneven slices, the parameter has none.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        own, rank = set(mine), self._mesh.coordinate("shard")
+        claims = self._largest([rank if p in own else -1 for p in trained], self._mesh.grid.get_group("shard"))
+        found = dict(zip(trained, claims, strict=True))
+        for group, some in sums.items():
+            claims = [found[parameter] for parameter in some]
+            most = self._largest(claims, group)
+            least = self._largest([-claim for claim in claims], group)
+            for parameter, high, low in zip(some, most, least, strict=True):
+                if high != -low:
+                    found[parameter] = -1
+        self._ranks = {parameter: claim for parameter, claim in found.items() if claim >= 0}
+
+    def send(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        """Set out to sum gradients on their owners, in a message an owner; `settle` waits for them.
+
+        A gradient without an owner is summed over all data ranks.
+        """
+        data, shard = self._mesh.data_group, self._mesh.grid.get_group("shard")
+        together: dict[tuple[int | None, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = {}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            together.setdefault((self._ranks.get(parameter), gradient.dtype), []).append((parameter, gradient))
+        for (owner, _), some in together.items():
+            message = _flat([gradient for _, gradient in some])
+            if owner is None:
+                work = dist.all_reduce(message, group=data, async_op=True)
+            else:
+                work = dist.reduce(message, group_dst=owner, group=shard, async_op=True)
+            assert work is not None
+            self._sent.append((work, message, [parameter for parameter, _ in some], owner))
+
+    def settle(self) -> None:
+        """Wait for what was sent, and leave the sum on the owner's gradient and zeros on the other ranks'."""
+        for work, message, parameters, owner in self._sent:
+            work.wait()
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if owner in (None, self._mesh.coordinate("shard")):
+                _put_back(message, gradients)
+            else:
+                torch._foreach_zero_(gradients)
+        self._sent = []
+
+    def sum_replicas(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum what this rank owns with the replicas of its group, where there are any. After `settle`."""
+        others = ("replicate", "expert")  # those who own the same
+        if all(self._mesh.size(axis) == 1 for axis in others):
+            return
+        mine = self._mesh.coordinate("shard")
+        for bucket in buckets(p for p in parameters if self._ranks.get(p) == mine):
+            gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+            for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+                some = [gradient for gradient in gradients if gradient.dtype == dtype]
+                message = _flat(some)
+                dist.all_reduce(message, group=self._mesh.group(*others))
+                _put_back(message, some)
+
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average gradients on their owners, after backward is done; a parameter that no rank used keeps none."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        used = self._largest([parameter.grad is not None for parameter in trained], self._mesh.data_group)
+        for bucket in buckets(p for p, any_used in zip(trained, used, strict=True) if any_used):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            for parameter, gradient in zip(bucket, gradients, strict=True):
+                parameter.grad = gradient.div_(self.data_ranks)
+            self.send(bucket, gradients)
+        self.settle()
+        self.sum_replicas(trained)
+
+    def _largest(self, values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+        message = torch.tensor(values, dtype=torch.int64, device=self._device_type)
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+        return message.tolist()
+
+
+def to_owners(owners: Owners, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook of DistributedDataParallel: averages a bucket's gradients on the ranks that own them.
+
+    It hands the bucket back at once, with the sums to come: what a future calls would run in a back end's thread.
+    """
+    buffer = bucket.buffer().div_(owners.data_ranks)
+    parameters: list[Any] = bucket.parameters()  # PyTorch's hint says tensors
+    owners.send(parameters, _gradients(bucket, parameters))
+    done: Future[Tensor] = Future()
+    done.set_result(buffer)
+    return done
+
+
+def _gradients(bucket: dist.GradBucket, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+    """The bucket's part of each parameter's gradient."""
+    if not parameters[0].is_complex():  # a bucket is of one dtype
+        return bucket.gradients()
+    # The buffer holds pairs of real numbers, of which `bucket.gradients()` gives the first half.
+    flat = torch.view_as_complex(bucket.buffer().view(-1, 2))
+    return flat.split([parameter.numel() for parameter in parameters])
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _put_back(message: Tensor, tensors: Sequence[Tensor]) -> None:
+    for tensor, values in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))
+
+
+def shard_optimizer(optimizer: Optimizer, group: ProcessGroup, kind: Callable[..., Optimizer]) -> Optimizer:
+    """An optimizer that does what the given one would, each rank of `group` for its part of the parameters.
+
+    `kind` makes the optimizer of a part.
+    """
+    sharded = rebuild(optimizer, partial(_class(), optimizer_class=kind, process_group=group))
+    # The same groups, so that a schedule of the given optimizer also sets the rates here.
+    sharded.param_groups = optimizer.param_groups
+    return sharded
+
+
+def shard_joined(optimizer: Optimizer, group: ProcessGroup, make: Make) -> Optimizer:
+    """The same of an optimizer that `make` makes of groups with their settings."""
+    groups = optimizer.param_groups
+    # PyTorch hands on the defaults that it was given, and settings of groups beside them.
+    sharded = _class()([{**each} for each in groups], optimizer_class=lambda part: make(part), process_group=group)
+    sharded.param_groups = groups
+    return sharded
+
+
+def _class() -> Any:
+    """PyTorch's sharded optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from what it imports along
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class OfAnyDtype(ZeroRedundancyOptimizer):
+        """Parameters of several dtypes, such as real and complex ones.
+
+        PyTorch asks for one dtype for the sake of `parameters_as_bucket_view`, which is not used here: each
+        parameter is sent by itself.
+        """
+
+        def _verify_same_dense_param_type(self) -> None:
+            pass
+
+    return OfAnyDtype

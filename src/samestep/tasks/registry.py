@@ -1,0 +1,197 @@
+"""From a recipe to its task object: finds the class, checks the arguments against its signature, builds it."""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
+
+from samestep.errors import UserError
+from samestep.recipe import Recipe
+from samestep.tasks import TASKS
+from samestep.tasks.base import Task
+from samestep.validation import check_keys, closest, explain
+
+# Sections of a recipe that are handed over whole, where the class takes an argument of that name.
+_SECTIONS = ("data", "model")
+
+
+def resolve(recipe: Recipe) -> Task:
+    """Build the task that a recipe names. Raises UserError for what is wrong with the name or its arguments."""
+    if isinstance(recipe.task, Task):
+        for section in (*_SECTIONS, "args"):
+            if getattr(recipe, section):
+                raise UserError(f"recipe.{section} is given, but recipe.task is already a task object")
+        return recipe.task
+    if not isinstance(recipe.task, str):
+        raise UserError(f"recipe.task is {recipe.task!r}; it must be a name, file.py:ClassName or a samestep.Task")
+    task_class = _find_class(recipe.task)
+    arguments = arguments_of(task_class, recipe)
+    try:
+        return task_class(**arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        where = traceback.format_exc().rstrip()
+        raise UserError(f'task "{recipe.task}" failed while it was built: {error}\n{where}') from error
+
+
+def _find_class(name: str) -> type[Task]:
+    if name in TASKS:
+        module_name, _, class_name = TASKS[name].partition(":")
+        return getattr(importlib.import_module(module_name), class_name)
+    file, separator, class_name = name.rpartition(":")
+    if not separator or not file.endswith(".py"):
+        raise UserError(f'recipe.task is "{name}"; {closest(name, TASKS)}, or path/to/file.py:ClassName')
+    module = import_file(Path(file))
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        what = "is not a subclass of samestep.Task" if found is not None else "is not in that file"
+        there = [key for key, value in vars(module).items() if _is_whole_task(value)]
+        raise UserError(f'recipe.task is "{name}": {class_name} {what}; tasks there: {", ".join(there) or "none"}')
+    if inspect.isabstract(found):
+        lacking = ", ".join(f"{method}()" for method in sorted(found.__abstractmethods__))
+        raise UserError(f'recipe.task is "{name}": {class_name} must also have {lacking}')
+    return found
+
+
+def _is_whole_task(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Task) and not inspect.isabstract(value)
+
+
+def import_file(path: Path, key: str = "recipe.task") -> ModuleType:
+    """The module of a user's file. Raises UserError, about the key that names it, where it can't be imported."""
+    if not path.is_file():
+        raise UserError(f"{key}: no file {path}")
+    # A name of its own for every path, so that two files called task.py don't meet; and the same name in
+    # every process, so that objects of its classes can be sent between processes.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"samestep_task_{re.sub(r'[^0-9A-Za-z]', '_', path.stem)}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _folder_on_path(path):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+        raise UserError(f"{key}: {path} fails to import: {what}, at {_line_of(error, path)}") from error
+    return module
+
+
+@contextmanager
+def _folder_on_path(path: Path) -> Iterator[None]:
+    """A task's file imports its neighbours as a script does."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """The line of the user's file in which an import failed, and where the error was raised if that is elsewhere."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        frames.append((str(error.filename), error.lineno))
+    own = [frame for frame in frames if frame[0] == str(path)] or frames
+    (file, line), (raised_in, raised_at) = own[-1], frames[-1]
+    return f"{file}:{line}" + ("" if own[-1] == frames[-1] else f", raised at {raised_in}:{raised_at}")
+
+
+def arguments_of(task_class: type[Task], recipe: Recipe) -> dict[str, Any]:
+    """The arguments that a recipe gives a task's class, each checked against its type hint.
+
+    An argument without a type hint, or with one that only type checkers see, is handed over as it is.
+    """
+    parameters = {} if task_class.__init__ is object.__init__ else dict(inspect.signature(task_class).parameters)
+    hints = hints_of(task_class.__init__)
+    given: dict[str, tuple[str, Any]] = {}  # argument -> where it stands, value
+    for section in _SECTIONS:
+        value = getattr(recipe, section)
+        if section in recipe.args:
+            raise UserError(f"recipe.args.{section} must stand one level higher, as recipe.{section}")
+        if section in parameters and (value or parameters[section].default is inspect.Parameter.empty):
+            given[section] = (f"recipe.{section}", value)
+        elif value and section not in parameters:
+            raise UserError(f'recipe.{section} is given, but task "{recipe.task}" takes no {section}')
+    given |= {name: (f"recipe.args.{name}", value) for name, value in recipe.args.items()}
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for name, (where, _) in given.items():
+        if name not in parameters and not takes_any:
+            raise UserError(f'unknown key "{where}"; {closest(name, parameters)}')
+    for name, parameter in parameters.items():
+        optional = parameter.default is not inspect.Parameter.empty or parameter.kind in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        )
+        if name not in given and not optional:
+            raise UserError(f'recipe.args.{name} is missing; task "{recipe.task}" needs it')
+    return {name: checked_value(value, hints.get(name), where) for name, (where, value) in given.items()}
+
+
+def hints_of(function: Any) -> dict[str, Any]:
+    if function is object.__init__:
+        return {}
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError:  # a name that is imported under `if TYPE_CHECKING`
+        return {}
+
+
+def checked_value(value: Any, hint: Any, where: str) -> Any:
+    """A value as its type hint wants it. Raises UserError, about the key `where`, for one that does not fit."""
+    if hint is None:
+        return value
+    check_keys(value, hint, where)
+    try:
+        adapter = TypeAdapter(hint)
+    except PydanticSchemaGenerationError:
+        try:
+            adapter = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        except PydanticUserError:  # a class of the user's own that pydantic can't look into
+            return value
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise UserError(explain(error, value, hint, prefix=tuple(where.split(".")))) from None
+
+
+def refuse_together(given: Any, key: str, others: Sequence[str], reason: str) -> Any:
+    """For a "before" validator: raise ValueError where `key` is given with one of `others`, else return `given`.
+
+    Only here can a value that the user gave be told from a default.
+    """
+    values = given.kwargs if isinstance(given, ArgsKwargs) else given
+    if isinstance(values, Mapping) and values.get(key) is not None:
+        for other in others:
+            if values.get(other) is not None:
+                raise ValueError(f"{key} and {other} are both given; {other} {reason}")
+    return given
+
+
+def check_heads(hidden: int, heads: int) -> None:
+    """For an "after" validator: raise ValueError where the hidden size can't be divided among the heads."""
+    if hidden % heads:
+        fitting = [str(count) for count in range(1, hidden + 1) if hidden % count == 0]
+        raise ValueError(
+            f"hidden is {hidden} and heads is {heads}; hidden must be divisible by heads, so heads of "
+            f"{', '.join(fitting)} would do"
+        )

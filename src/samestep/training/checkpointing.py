@@ -1,0 +1,316 @@
+"""A training's checkpoints: from which it goes on, and after which steps it saves one.
+
+Copies in memory that outlives the ranks: the last complete one, and the one being made.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from samestep import environment
+from samestep.checkpoint.base import Base
+from samestep.checkpoint.compatibility import changes, check_shared
+from samestep.checkpoint.folder import Info, best_of, found_in, prune
+from samestep.checkpoint.load import Loader, open_newest
+from samestep.checkpoint.peer_memory import Neighbours
+from samestep.checkpoint.save import Saver
+from samestep.comm.mesh import new_group
+from samestep.engines.base import Checkpointed
+from samestep.errors import CheckpointError
+from samestep.job import Checkpointing, Job, seconds_of
+from samestep.jobfile import plain
+from samestep.recipe import EarlyStop
+from samestep.run_folder import CHECKPOINTS, steps_in
+from samestep.training.early_stop import EarlyStopper
+from samestep.training.evaluation import scalars
+from samestep.training.session import Session
+from samestep.training.state import base_of, load_state, save_state
+
+
+class MemoryCopies:
+    """In a folder of each host's memory; where there are several hosts, each keeps another's part as well."""
+
+    def __init__(self, session: Session, place: Path, every: int) -> None:
+        """`every`: steps between two copies."""
+        self._session = session
+        self._every: int | None = every  # None: there is no room for them
+        self._place = place
+        group = new_group(range(session.world.world_size), backend="gloo")
+        ranks = environment.ranks()
+        self._neighbours = Neighbours.find(group, ranks.local_rank if ranks is not None else 0)
+        self._saver = Saver(
+            place,
+            group,
+            asynchronous=True,
+            durable=False,
+            neighbours=self._neighbours,
+            saved=lambda *_: prune(place, keep=1),
+        )
+
+    def due(self, done: int) -> bool:
+        """Whether a copy is due after `done` steps; the same on every rank."""
+        return self._every is not None and done % self._every == 0
+
+    def save(self, save_into: Callable[[Saver], None]) -> None:
+        """Make a copy. Without room for it the training goes on without copies, and says so."""
+        self._unless_full(lambda: save_into(self._saver))
+
+    def prepare(self) -> None:
+        self._unless_full(self._saver.prepare)
+
+    def wait(self) -> None:
+        """Wait until the last copy is complete."""
+        self._unless_full(self._saver.wait)
+
+    def _unless_full(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except CheckpointError as error:  # on all ranks alike
+            self._every = None
+            self._session.warn(f"{error}; the training goes on without copies in memory")
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._saver.waited_seconds
+
+    def newer(self, on_disk: Loader | None, group: ProcessGroup) -> Loader | None:
+        """The copy in memory where it is whole and the disk has no newer state; what the disk has otherwise."""
+        try:
+            if not self._neighbours.gather(self._place, partial(self._saver.together, where=self._place)):
+                return on_disk
+            found = open_newest(self._place, group, lambda _: None)
+        except CheckpointError as error:  # on all ranks alike
+            self._session.warn(f"{error}; the last checkpoint is taken")
+            return on_disk
+        if found is None or (on_disk is not None and on_disk.info.step >= found.info.step):
+            return on_disk
+        return found
+
+
+class Checkpoints:
+    """Saves and resumes one training, as the job's `run.checkpoint` says; does nothing where that is missing."""
+
+    def __init__(self, job: Job, session: Session, folder: Path, memory: Path | None = None) -> None:
+        """`folder` is the run's; `memory` a folder in the host's memory, for copies from which restarts go on."""
+        self._recipe: dict[str, Any] = plain(job.recipe)
+        if not isinstance(job.recipe.task, str):
+            self._recipe["task"] = type(job.recipe.task).__name__  # an object's text holds its address
+        self._session = session
+        self._settings = job.run.checkpoint
+        self._last: int | None = None  # the step of the last one
+        self._base: Base | None = None  # what is not saved
+        self.early_stop = EarlyStopper(job.recipe.early_stop)  # whose count is saved along
+        self._best: float | None = None  # the best value of the job's metric
+        if self._settings is None:
+            return
+        trainer = session.trainer
+        assert isinstance(trainer, Checkpointed)  # by the engine's abilities, which were checked
+        self._trainer = trainer
+        self._best_metric, self._lowest = _best_of(self._settings, job.recipe.early_stop)
+        self._folder = self._settings.folder or folder / CHECKPOINTS
+        self._group = new_group(range(session.world.world_size), backend="gloo")
+        self._saver = Saver(
+            self._folder, self._group, asynchronous=self._settings.asynchronous, saved=self._keep_some
+        )
+        self._every = _Every(self._settings)
+        self._memory = None
+        if memory is not None and (every := self._settings.memory) is not None:
+            self._memory = MemoryCopies(session, memory, every)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Other ranks may be gone where this one failed; a checkpoint that isn't complete stays none.
+        if self._settings is not None and error is None:
+            self._saver.wait()
+            if self._memory is not None:
+                self._memory.wait()
+
+    def resume(self, steps_per_epoch: int) -> int:
+        """Become the checkpoint that the job names, and return how many steps it had taken; 0 for a new training.
+
+        Raises CheckpointError where there is none to be had, or it is another training's.
+        """
+        self._steps_per_epoch = steps_per_epoch
+        if self._settings is None:
+            return 0
+        check_shared(self._folder, self._group)
+        only_trained = self._settings.only_trained
+        if only_trained or (only_trained is None and self._session.adapter is not None):
+            self._base = base_of(self._trainer, self._session.adapter, self._group)
+        step = self._resumed(self._settings.resume)
+        self._saver.prepare()
+        if self._memory is not None:
+            self._memory.prepare()
+        self._last = step
+        return step
+
+    def _resumed(self, resume: str) -> int:
+        if resume == "never":
+            return 0
+        place = self._folder if resume == "auto" else Path(resume)
+        loader = open_newest(place, self._group, self._session.warn)
+        if self._memory is not None:
+            loader = self._memory.newer(loader, self._group)
+        if loader is None:
+            if resume == "auto":
+                return 0
+            raise CheckpointError(f"run.checkpoint.resume is {resume}, where no checkpoint is; resume: auto would do")
+        for change in changes(loader.info.recipe, self._recipe):
+            self._session.warn(f"{change}; the training goes on with the new value")
+        load_state(self._trainer, loader, self._session.world, self._session.layout)
+        self._best = loader.info.metrics.get(self._best_metric or "")
+        self.early_stop.restore(loader.info.extra.get("early_stop", {}))
+        self._session.warn(f"goes on from {loader.folder}, after step {loader.info.step:,}")
+        return loader.info.step
+
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is due after `done` steps; every rank asks after every step, and hears the same."""
+        return self._settings is not None and self._every.due(done)
+
+    def is_best(self, metrics: Mapping[str, Any] | None) -> bool:
+        """Whether these values of an evaluation are the best so far, by the metric that the job names."""
+        if self._settings is None or self._best_metric is None or metrics is None:
+            return False
+        if self._best_metric not in scalars(metrics):
+            raise CheckpointError(
+                f"run.checkpoint.best is {self._best_metric}, which the evaluation does not give; "
+                f"{', '.join(scalars(metrics))} would do"
+            )
+        value = float(metrics[self._best_metric])
+        sign = -1 if self._lowest else 1
+        if self._best is not None and sign * value <= sign * self._best:
+            return False
+        self._best = value
+        return True
+
+    def save(self, done: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Save what the training is after `done` steps, with the values of the evaluation that was just made."""
+        if self._settings is None or self._last == done:
+            return
+        self._last = done
+        self._save_into(self._saver, done, scalars(metrics or {}))
+        self._every.saved(done)
+
+    def _save_into(self, saver: Saver, done: int, metrics: Mapping[str, float]) -> None:
+        save_state(
+            self._trainer,
+            saver,
+            self._session.world,
+            self._session.layout,
+            engine=self._session.engine.name,
+            step=done,
+            epoch=done // self._steps_per_epoch,
+            recipe=self._recipe,
+            metrics=metrics,
+            extra={"early_stop": state} if (state := self.early_stop.state()) else {},
+            base=self._base,
+        )
+
+    def copy_due(self, done: int) -> bool:
+        """Whether a copy in memory is due after `done` steps; the same on every rank."""
+        return self._settings is not None and self._memory is not None and self._memory.due(done)
+
+    def copy(self, done: int) -> None:
+        """Copy what the training is after `done` steps into the host's memory."""
+        if self._settings is not None and self._memory is not None:
+            self._memory.save(lambda saver: self._save_into(saver, done, {}))
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the training stood still to be saved."""
+        if self._settings is None:
+            return 0.0
+        return self._saver.waited_seconds + (self._memory.waited_seconds if self._memory is not None else 0.0)
+
+    def _keep_some(self, path: Path, info: Info) -> None:
+        settings = self._settings
+        assert settings is not None
+        best = None
+        if self._best_metric is not None:
+            best = best_of(found_in(self._folder), self._best_metric, lowest=self._lowest)
+        prune(self._folder, keep=settings.keep, best=best.path if best is not None else None)
+
+
+def _best_of(settings: Checkpointing, early_stop: EarlyStop | None) -> tuple[str | None, bool]:
+    """The metric whose best checkpoint stays, and whether its lowest value is the best."""
+    if settings.best is None and early_stop is not None:
+        return early_stop.metric, early_stop.mode == "lowest"
+    return settings.best, settings.best_is == "lowest"
+
+
+class _Every:
+    """After how many steps a checkpoint is due.
+
+    Where the job says a time, the ranks agree on a number of steps that takes as long, by rank 0's clock: first after
+    a few steps, and again with every checkpoint.
+    """
+
+    _FIRST_LOOK = 8  # steps
+
+    def __init__(self, settings: Checkpointing) -> None:
+        self._steps = settings.every if isinstance(settings.every, int) else None
+        self._seconds: float | None = None
+        if isinstance(settings.every, str):
+            self._seconds = seconds_of(settings.every)
+        self._began: tuple[int, float] | None = None  # a step, and when it was done
+        self._next: int | None = None
+        self._look: int | None = None
+
+    def due(self, done: int) -> bool:
+        if self._seconds is None:
+            return self._steps is not None and done % self._steps == 0
+        if self._began is None:
+            self._began = done, time.monotonic()
+            self._look = done + self._FIRST_LOOK
+        if done == self._look:
+            self._agree(done)
+        return done == self._next
+
+    def saved(self, done: int) -> None:
+        if self._seconds is not None and self._began is not None:
+            self._agree(done)
+            self._began = done, time.monotonic()
+
+    def _agree(self, done: int) -> None:
+        assert self._began is not None
+        assert self._seconds is not None
+        step, then = self._began
+        a_step = (time.monotonic() - then) / max(1, done - step)
+        first = step if done == self._look else done
+        chosen: list[Any] = [max(done + 1, first + round(self._seconds / max(a_step, 1e-9)))]
+        dist.broadcast_object_list(chosen, src=0)
+        self._next = chosen[0]
+
+
+def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
+    """Raise CheckpointError, before any process starts, where checkpoints would be mixed up or can't be found."""
+    if settings is None:
+        return
+    if settings.resume not in ("never", "auto") and not Path(settings.resume).is_dir():
+        raise CheckpointError(
+            f"run.checkpoint.resume is {settings.resume}: there is no such folder; never, auto, or the path of a "
+            "checkpoint would do"
+        )
+    place = settings.folder or (folder / CHECKPOINTS if folder is not None else None)
+    if place is None:
+        return
+    there = next((path for path in (place, *place.parents) if path.exists()), place)
+    if not there.is_dir():
+        raise CheckpointError(
+            f"run.checkpoint.folder is {place}: {there} is a file; a folder, or a new path, would do"
+        )
+    if settings.resume == "never" and (steps := steps_in(place)):
+        raise CheckpointError(
+            f"{place} holds checkpoints of a training, up to step {steps[-1]:,}; resume: auto (--resume) goes on "
+            "from there, and another folder begins anew"
+        )

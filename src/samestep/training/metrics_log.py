@@ -1,0 +1,198 @@
+"""What a training shows and leaves on disk while it runs: progress bar, metrics.jsonl and TensorBoard's events.
+
+Rank 0 writes; each rank's count of samples is a line of its own, whose sum is visibly the data set.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from samestep.data.loader import StepBatch
+from samestep.fault_tolerance.nonfinite import without_nonfinite
+from samestep.training.evaluation import scalars
+
+
+class Bar:
+    """A bar over `total` things, `first` of them done. Quiet unless `shown` and standard error is a terminal.
+
+    With `lines` each `say` is a line where standard error is no terminal, such as a file or a job's log.
+    """
+
+    def __init__(self, title: str, total: int, *, first: int = 0, shown: bool = True, lines: bool = False) -> None:
+        self._lines = lines and shown and not sys.stderr.isatty()
+        self._title = title
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=Console(stderr=True),
+            disable=not (shown and sys.stderr.isatty()),
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task(title, total=total, completed=first, note="")
+        self._samples = 0
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, note: str = "") -> None:
+        self._progress.update(self._task, advance=1, note=note)
+
+    def say(self, note: str) -> None:
+        """Say what is under way."""
+        self._progress.update(self._task, note=note)
+        if self._lines:
+            task = self._progress.tasks[0]
+            seconds = time.perf_counter() - self._began
+            place = f"{int(task.completed) + 1} of {int(task.total or 0)}, {seconds:.0f} s"
+            print(f"{self._title}: {note} ({place})", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def part(self, title: str, total: int) -> Iterator[Callable[[], None]]:
+        """A second bar below the first, for a work within the work; gives what advances it."""
+        task = self._progress.add_task(title, total=total, note="")
+        try:
+            yield lambda: self._progress.advance(task)
+        finally:
+            self._progress.remove_task(task)
+
+    def step(self, *, loss: float, lr: float, samples: int, terms: Mapping[str, float] | None = None) -> None:
+        """Advance by a training step of so many samples. `terms`: of which its loss is put together."""
+        self._samples += samples
+        speed = self._samples / (time.perf_counter() - self._began)
+        parts = ", ".join(f"{name} {value:.4f}" for name, value in (terms or {}).items())
+        self.advance(f"loss {loss:.4f}{f' ({parts})' if parts else ''} lr {lr:.1e} {speed:,.0f} samples/s")
+
+
+class Tally:
+    """Counts a rank's samples of the first epoch."""
+
+    def __init__(self, data_set: int) -> None:
+        self._data_set = data_set
+        self._samples: list[int] = []
+
+    def add(self, batch: StepBatch) -> None:
+        if batch.epoch == 0:
+            self._samples.append(batch.local_samples)
+
+    def gather(self, group: dist.ProcessGroup) -> list[str]:
+        """A line for each rank of a group that shares the samples out, and one for all of them."""
+        ranks = dist.get_process_group_ranks(group)
+        counts: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(counts, self._samples, group=group)
+        like = len({size for mine in counts for size in mine}) == 1
+        lines = [
+            f"rank {rank}: {_product(mine, len(counts)) if like else _sum(mine)}"
+            for rank, mine in zip(ranks, counts, strict=True)
+        ]
+        total = sum(sum(mine) for mine in counts)
+        return [*lines, f"all ranks: {total:,} of {self._data_set:,} samples in the first epoch"]
+
+
+def _product(samples: Sequence[int], ranks: int) -> str:
+    """Where every rank takes the same number of samples in every step."""
+    together = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"{len(samples)} steps x {samples[0]} samples x {together} = {len(samples) * samples[0] * ranks:,}"
+
+
+def _sum(samples: Sequence[int]) -> str:
+    sizes = sorted(set(samples), reverse=True)
+    return f"{len(samples)} steps of {' or '.join(map(str, sizes))} samples = {sum(samples):,}"
+
+
+class Records:
+    """Writes one line a step to metrics.jsonl, one line an evaluation to evaluations.jsonl, both to TensorBoard."""
+
+    def __init__(self, folder: Path | None, *, first_step: int = 0, tensorboard: bool) -> None:
+        self._steps = self._evaluations = self._board = None
+        self.losses: list[float] = []  # of the steps before the first one, where the folder tells of all of them
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics, evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
+        kept = _lines_before(metrics, first_step)
+        if [values["step"] for values in kept] == list(range(first_step)):
+            self.losses = [math.nan if values["loss"] is None else values["loss"] for values in kept]
+        self._steps = _rewritten(metrics, kept)
+        self._evaluations = _rewritten(evaluations, _lines_before(evaluations, first_step + 1))
+        if tensorboard:
+            from samestep.training.board import SummaryWriter
+
+            self._board = SummaryWriter(folder / "tensorboard", purge_step=first_step or None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in (self._steps, self._evaluations, self._board):
+            if file is not None:
+                file.close()
+
+    def step(self, values: Mapping[str, Any]) -> None:
+        if self._steps is not None:
+            self._steps.write(json.dumps(without_nonfinite(dict(values))) + "\n")
+        terms = {f"train/losses/{name}": value for name, value in values.get("losses", {}).items()}
+        self._draw(values["step"], {f"train/{name}": values[name] for name in ("loss", "grad_norm", "lr")} | terms)
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        numbers = scalars(metrics)
+        if self._evaluations is not None:
+            self._evaluations.write(json.dumps(without_nonfinite({"step": step, **numbers})) + "\n")
+        self._draw(step, {f"evaluation/{name}": value for name, value in numbers.items()})
+
+    def _draw(self, step: int, values: Mapping[str, float]) -> None:
+        if self._board is not None:
+            for name, value in values.items():
+                if not math.isfinite(value):
+                    continue
+                self._board.add_scalar(name, value, step)
+
+
+def _lines_before(file: Path, step: int) -> list[dict[str, Any]]:
+    """What a file says of the steps before this one; a run that was ended may have left half a line."""
+    if not step or not file.is_file():
+        return []
+    kept: list[dict[str, Any]] = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and values.get("step", step) < step:
+            kept.append(values)
+    return kept
+
+
+def _rewritten(file: Path, lines: Sequence[Mapping[str, Any]]) -> TextIO:
+    """A file with these lines alone, open for more; written line by line, so that others can follow it."""
+    opened = file.open("w", encoding="utf-8", buffering=1)
+    opened.writelines(json.dumps(values) + "\n" for values in lines)
+    return opened

@@ -1,0 +1,138 @@
+"""What a loop of one's own hands to its session: checked, and its optimizers made again for the spread model."""
+
+import inspect
+from collections.abc import Iterator, Sequence, Sized
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from samestep.data.loader import StepBatch
+from samestep.errors import UserError
+from samestep.parallel.joined_optimizer import Joined, Member
+from samestep.parallel.offload.optimizer import BY_NUMBER
+from samestep.parallel.optimizer_kinds import Shapes
+from samestep.tasks.base import check_samples
+from samestep.training.built_model import check_memory, check_model, lazy_modules
+
+
+def check_prepared(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+    """Raise UserError for a model or an optimizer that can't be spread."""
+    check_model(model, "session.prepare")
+    check_memory(model, "session.prepare")
+    if lazy := lazy_modules(model):
+        raise UserError(
+            f"session.prepare: {lazy[0]} has no shape yet; call the model once with a few samples before, under the "
+            "same seed on every rank"
+        )
+    several = optimizer if isinstance(optimizer, (list, tuple)) and optimizer else [optimizer]
+    for each in several:
+        if not isinstance(each, Optimizer):
+            raise UserError(
+                f"session.prepare: the optimizer is {_named(each)}; use a torch.optim.Optimizer of the model's "
+                "parameters"
+            )
+        if each.state:
+            raise UserError("session.prepare: the optimizer has stepped already; give it before its first step")
+
+
+def check_dealt(samples: Any, collate: Any, what: str, **numbers: Any) -> None:
+    """Raise UserError for samples, a collate or numbers above 0 with which no batches can be made."""
+    check_samples(samples, f"{what}(samples)")
+    if not callable(collate):
+        raise UserError(f"{what}: collate is {_named(collate)}; use a function from samples to samestep.Batch")
+    for name, number in numbers.items():
+        if number is not None and not (isinstance(number, int) and number > 0):
+            raise UserError(f"{what}: {name} is {number!r}; use a whole number of 1 or more")
+
+
+def check_lengths(lengths: Any, samples: Sized, what: str) -> NDArray[np.int64]:
+    """The samples' lengths as an array; raises UserError where they are not a whole number for each sample."""
+    try:
+        found = np.asarray(lengths)
+    except ValueError:  # rows of unlike lengths
+        found = np.empty((), dtype=object)
+    if found.shape != (len(samples),) or not np.issubdtype(found.dtype, np.integer) or (found < 0).any():
+        raise UserError(
+            f"{what}: lengths is {_named(lengths)} of shape {list(found.shape)}; use {len(samples)} whole numbers, "
+            "the length of each sample"
+        )
+    return found.astype(np.int64)
+
+
+def check_step(batch: Any, loss: Any) -> None:
+    """Raise UserError for what is no batch of the session's, or no loss."""
+    if not isinstance(batch, StepBatch):
+        raise UserError(
+            f"session.step: the batch is {_named(batch)}; use what `for batch in session.batches(...)` gives"
+        )
+    if not callable(loss):
+        raise UserError(
+            f"session.step: the loss is {_named(loss)}; use a function loss(output, batch) of a sum and a count"
+        )
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+class OwnOptimizers:
+    """Optimizers of the whole model's parameters; called with those that a rank then holds, it gives one of them."""
+
+    def __init__(self, given: Optimizer | Sequence[Optimizer], model: nn.Module) -> None:
+        self._given = [given] if isinstance(given, Optimizer) else list(given)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        seen: set[str] = set()
+        self._names: list[list[list[str]]] = []
+        for optimizer in self._given:
+            held = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+            if unknown := sum(name is None for group in held for name in group):
+                raise UserError(f"session.prepare: the optimizer has {unknown} parameters that the model has not")
+            known = [[name for name in group if name is not None] for group in held]
+            for name in (name for group in known for name in group):
+                if name in seen:
+                    raise UserError(f"session.prepare: two optimizers have {name}; give each parameter to one")
+                seen.add(name)
+            self._names.append(known)
+        self._shapes = shapes
+
+    def __call__(self, parameters: Iterator[tuple[str, nn.Parameter]]) -> Optimizer:
+        """Point the optimizers' groups to the parameters that now stand under the same names."""
+        now = dict(parameters)
+        members = []
+        for optimizer, names in zip(self._given, self._names, strict=True):
+            settings = [{n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups]
+            for group, held in zip(optimizer.param_groups, names, strict=True):
+                group["params"] = [now[name] for name in held if name in now]  # a pipeline's rank holds some of them
+            whole = [
+                Shapes(settings=each, shapes=[self._shapes[name] for name in held])
+                for each, held in zip(settings, names, strict=True)
+                if held
+            ]
+            title = f"the optimizer {type(optimizer).__name__}"
+            members.append(Member(title=title, make=partial(_again, optimizer), groups=whole, optimizer=optimizer))
+        (first, *others) = self._given
+        if not others and type(first) in BY_NUMBER:
+            return first
+        return Joined(members, lr=float(first.param_groups[0].get("lr", 0.0)))
+
+
+def _again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """An optimizer of the same class and settings, of other parameters."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    settings: dict[str, Any] = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    try:
+        return type(optimizer)(list(groups), **settings)  # pyright: ignore[reportCallIssue]
+    except TypeError as error:
+        raise UserError(
+            f"session.prepare: another {type(optimizer).__name__} can't be made of its defaults: {error}; keep what "
+            "it takes in its defaults"
+        ) from error
+
+
+def no_schedule(optimizer: Optimizer) -> None:
+    """A loop of one's own advances its schedule itself."""

@@ -1,0 +1,580 @@
+"""DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json) to a job, and back."""
+
+import json
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.recipe import AdamW, NamedOptimizer, Recipe
+from samestep.translate.base import Asked, Draft, Keys, Reader, Sizes, Writer, Written, has_any
+from samestep.translate.unsaid import unsaid
+
+_OTHER_OPTIMIZER = "recipe.optimizer can be adamw or sgd; until you say it is adamw with its default rate"
+_OTHER_SCHEDULE = "recipe.schedule has a linear warm-up and a linear or cosine decay"
+_DECAY_ALL = "DeepSpeed decays biases and norms too, where the script hands it no groups"
+
+# DeepSpeed's schedules, and how they decay.
+_SCHEDULES = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def read_optimizer(keys: Keys, draft: Draft) -> None:
+    """Set the recipe's optimizer, schedule and, where a schedule says it, the number of steps."""
+    optimizer = keys.section("optimizer")
+    name = optimizer.take("type")
+    parameters = optimizer.section("params")
+    if name is not None and str(name).lower() in ("adam", "adamw"):
+        _adamw(str(name), parameters, draft)
+    elif name is not None and str(name).lower() == "sgd":
+        _sgd(parameters, draft)
+    elif name is not None:
+        draft.remark("optimizer.type", name, _OTHER_OPTIMIZER)
+    else:
+        draft.remark("optimizer", None, "not in the file, so the script makes it; recipe.optimizer says it here")
+    parameters.leave({"max_grad_norm": "recipe.clip says it"}, "no counterpart")
+    optimizer.leave({}, "no counterpart")
+    _read_schedule(keys.section("scheduler"), draft)
+
+
+def _adamw(name: str, given: Keys, draft: Draft) -> None:
+    left_out = "weight_decay" not in given
+    decay = given.number("weight_decay")
+    decoupled = given.switch("adam_w_mode")
+    if own := given.switch("torch_adam"):
+        draft.remark(given.place("torch_adam"), own, "PyTorch's fused kernel is taken where there is one")
+    why = ""
+    if name.lower() == "adam" and decoupled is False and decay:
+        why = "added to the gradient by DeepSpeed's adam_w_mode: false; decoupled here, which is another training"
+    draft.set("recipe.optimizer.name", "adamw", "" if name.lower() == "adamw" else "DeepSpeed's Adam is AdamW, too")
+    _rate(given, draft, default=1e-3)
+    if (betas := given.take("betas")) is not None:
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise UserError(f"{given.place('betas')} is {betas!r}; it should be a list of two numbers")
+        draft.set("recipe.optimizer.betas", list(betas))
+    if (eps := given.number("eps")) is not None:
+        draft.set("recipe.optimizer.eps", eps)
+    if left_out:
+        decay, why = (0.01, "PyTorch's default") if own else (0.0, "DeepSpeed's default")
+    _decay(decay, why, draft)
+    for switch, harmless in (("bias_correction", True), ("amsgrad", False)):
+        if (value := given.switch(switch)) not in (None, harmless):
+            draft.remark(given.place(switch), value, "AdamW is computed without it")
+
+
+def _sgd(given: Keys, draft: Draft) -> None:
+    draft.set("recipe.optimizer.name", "sgd")
+    _rate(given, draft, default=1e-3)
+    if (momentum := given.number("momentum")) is not None:
+        draft.set("recipe.optimizer.momentum", momentum)
+    if (nesterov := given.switch("nesterov")) is not None:
+        draft.set("recipe.optimizer.nesterov", nesterov)
+    _decay(given.number("weight_decay") if "weight_decay" in given else 0.0, "", draft)
+    if dampening := given.number("dampening"):
+        draft.remark(given.place("dampening"), dampening, "momentum has no dampening")
+
+
+def _rate(given: Keys, draft: Draft, default: float) -> None:
+    asked = "lr" in given
+    rate = given.number("lr")
+    if rate:
+        draft.set("recipe.optimizer.lr", rate)
+    elif not asked:
+        draft.set("recipe.optimizer.lr", default, "the default of DeepSpeed's optimizers")
+
+
+def _decay(decay: float | None, why: str, draft: Draft) -> None:
+    if decay is None:
+        return
+    draft.set("recipe.optimizer.weight_decay", decay, why)
+    if decay:
+        draft.set("recipe.optimizer.decay_all", True, _DECAY_ALL)
+
+
+def _read_schedule(section: Keys, draft: Draft) -> None:
+    if not section:
+        return
+    name = section.take("type")
+    given = section.section("params")
+    if name not in _SCHEDULES:
+        if name is not None:
+            draft.remark("scheduler.type", name, _OTHER_SCHEDULE)
+        given.leave({}, _OTHER_SCHEDULE)
+        section.leave({}, "no counterpart")
+        return
+    decay = _SCHEDULES[name]
+    _warmup(given, draft, cosine=decay == "cosine")
+    if decay != "none":
+        draft.set("recipe.schedule.decay", decay)
+        if (total := given.whole("total_num_steps")) is not None:
+            draft.set("recipe.steps", total, "the steps over which DeepSpeed's schedule decays")
+    if decay == "cosine":
+        if "cos_min_ratio" not in given:
+            draft.set("recipe.schedule.final", 1e-4, _DEFAULT)
+        elif (least := given.number("cos_min_ratio")) is not None:
+            draft.set("recipe.schedule.final", least)
+    if decay == "linear" and "warmup_max_lr" not in given:
+        _highest(1e-3, _DEFAULT + " of warmup_max_lr, which replaces the optimizer's", given, draft)
+    elif decay != "cosine" and (rate := given.number("warmup_max_lr")):
+        own = draft.get("recipe.optimizer.lr")
+        _highest(rate, "" if own == rate else f"the schedule's, which replaces the optimizer's {own}", given, draft)
+    given.leave({}, "no counterpart")
+    section.leave({}, "no counterpart")
+
+
+_DEFAULT = "DeepSpeed's default"
+
+
+def _highest(rate: float, why: str, given: Keys, draft: Draft) -> None:
+    """The rate that the schedule reaches, which is the recipe's."""
+    if draft.get("recipe.optimizer.name") is None:
+        draft.remark(given.place("warmup_max_lr"), rate, "write it as recipe.optimizer.lr")
+    else:
+        draft.set("recipe.optimizer.lr", rate, why)
+
+
+def _warmup(given: Keys, draft: Draft, *, cosine: bool) -> None:
+    steps = given.whole("warmup_num_steps", least=0)
+    kind = given.word("warmup_type", ("log", "linear"))
+    if "warmup_num_steps" not in given:
+        draft.set("recipe.schedule.warmup", 1000, _DEFAULT)
+    elif steps is not None and steps > 1:
+        draft.set(
+            "recipe.schedule.warmup",
+            steps,
+            "linear here, logarithmic in DeepSpeed"
+            if kind != "linear"
+            else "DeepSpeed's first two steps have the lowest rate",
+        )
+    lowest = "warmup_min_ratio" if cosine else "warmup_min_lr"
+    if least := given.number(lowest):
+        draft.remark(given.place(lowest), least, "a warm-up of W steps begins with 1 / W of the rate")
+
+
+# A file with one of these is DeepSpeed's.
+_ITS_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "torch_autocast",
+    "optimizer",
+    "scheduler",
+    "steps_per_print",
+)
+
+_REASONS = {
+    "steps_per_print": "every step stands in metrics.jsonl",
+    "wall_clock_breakdown": "metrics.jsonl has the seconds of each step and of its data",
+    "memory_breakdown": "report.json has the peak of every rank, and train --dry-run what it holds",
+    "dataloader_drop_last": "no sample is dropped, and none repeated",
+    "communication_data_type": "gradients travel in float32, so that every layout takes the same step",
+    "prescale_gradients": "losses are summed and divided by the global count",
+    "gradient_predivide_factor": "losses are summed and divided by the global count",
+    "gradient_allreduce_op": "losses are summed and divided by the global count",
+    "flops_profiler": "report.json has the floating-point operations a second of language models",
+    "comms_logger": "report.json and train --dry-run have the bytes that each rank sent",
+    "csv_monitor": "metrics.jsonl has the same numbers",
+    "wandb": "there are metrics.jsonl and TensorBoard",
+    "comet": "there are metrics.jsonl and TensorBoard",
+    "autotuning": "nothing is tuned by trial",
+    "zero_allow_untested_optimizer": "any optimizer is sharded",
+    "zero_force_ds_cpu_optimizer": "offload=optimizer steps with PyTorch's own optimizer",
+    "aio": "offload=optimizer-disk maps a file into memory, and has nothing to set",
+    "data_types": "gradients are summed in the parameters' precision, float32",
+    "elasticity": "the global batch is the same for any number of ranks",
+    "checkpoint": "belongs to DeepSpeed's own checkpoints",
+    "compile": "DeepCompile's own passes; run.compile: true compiles every block",
+}
+_OTHERWISE = "no counterpart"
+
+_ZERO_REASONS = {
+    "zero_hpz_partition_size": "keeps a second copy of the shards in each group; dpM fsdpN shards in groups alone",
+    "zero_quantized_weights": "nothing is sent in fewer bits",
+    "zero_quantized_gradients": "nothing is sent in fewer bits",
+    "zero_quantized_nontrainable_weights": "nothing is sent in fewer bits",
+    "stage3_gather_16bit_weights_on_model_save": "model.safetensors is always whole",
+    "gather_16bit_weights_on_model_save": "model.safetensors is always whole",
+    "ignore_unused_parameters": "unused parameters are found out by themselves",
+    "sub_group_size": "parameters are stepped as they are",
+}
+_ZERO_OTHERWISE = "buckets, prefetching and overlap are set by themselves"
+
+
+class ReadDeepSpeed(Reader):
+    title = "a DeepSpeed JSON"
+
+    def recognises(self, given: Any) -> bool:
+        return has_any(given, _ITS_KEYS)
+
+    def read(self, given: Any, asked: Asked) -> Draft:
+        draft = Draft()
+        keys = Keys(given, draft)
+        sizes = _sizes(keys, draft)
+        data = read_batch(keys, draft, sizes, asked)
+        draft.set_layout(
+            Sizes(**{**vars(sizes), "data": data}),
+            "" if data else "the file doesn't say how many ranks; --processes of translate, train or torchrun does",
+        )
+        read_optimizer(keys, draft)
+        _clip(keys, draft)
+        _read_precision(keys, draft)
+        _tensorboard(keys, draft)
+        keys.leave(_REASONS, _OTHERWISE)
+        return draft
+
+
+def _sizes(keys: Keys, draft: Draft) -> Sizes:
+    """What is split, but for the number of data ranks."""
+    tensor_keys = keys.section("tensor_parallel")
+    tensor = tensor_keys.whole("autotp_size", least=0) or 1
+    for name in ("tp", "tensor_parallel"):
+        inner = tensor_keys.section(name)
+        tensor = inner.whole("tp_size") or tensor
+        inner.leave({}, "what is sliced is found from the model")
+    tensor_keys.leave({}, "what is sliced is found from the model; run.tensor_plan says otherwise")
+
+    pipe = keys.section("pipeline")
+    stages = pipe.whole("stages") or 1
+    every = pipe.whole("activation_checkpoint_interval", least=0) or 0
+    options = {"recompute": "full"} if every else {}
+    if every > 1:
+        draft.remark(pipe.place("activation_checkpoint_interval"), every, "every block is recomputed by itself")
+    pipe.leave({"partition": "stages are cut by cost; run.cut_at says otherwise"}, "a pipeline's own concern here")
+
+    zero, offload = _zero(keys, draft)
+    checkpointing = keys.section("activation_checkpointing")
+    if checkpointing:
+        options["recompute"] = "full"
+        if checkpointing.switch("cpu_checkpointing"):
+            offload.append("activations")
+        checkpointing.leave(
+            {"partition_activations": "tp with sequence=split keeps a part of the tokens a rank"},
+            "every block is recomputed",
+        )
+    return Sizes(
+        pipeline=stages,
+        zero=zero,
+        context=keys.whole("sequence_parallel_size") or 1,
+        tensor=tensor,
+        offload=offload,
+        options=options,
+    )
+
+
+def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
+    """The stage, and what is offloaded."""
+    given = keys.take("zero_optimization")
+    if isinstance(given, bool):  # as the oldest versions had it
+        return int(given), []
+    section = Keys(given or {}, draft, "zero_optimization")
+    stage = section.whole("stage", least=0) or 0
+    if stage > 3:
+        raise UserError(f"zero_optimization.stage is {stage}; it can be 0, 1, 2 or 3")
+    offload = []
+    if section.switch("cpu_offload"):
+        offload.append("optimizer")
+    if section.switch("cpu_offload_param"):
+        offload.append("parameters")
+    for key, on_cpu, on_disk in (
+        ("offload_optimizer", "optimizer", "optimizer-disk"),
+        ("offload_param", "parameters", "parameters-disk"),
+    ):
+        inner = section.section(key)
+        device = inner.word("device", ("none", "cpu", "nvme"))
+        if device in ("cpu", "nvme"):
+            offload.append(on_cpu if device == "cpu" else on_disk)
+        folder = inner.take("nvme_path")
+        if folder is not None and device == "nvme" and draft.get("run.offload_folder") in (None, str(folder)):
+            draft.set("run.offload_folder", str(folder))
+        elif folder is not None:
+            other = "the device is not nvme" if device != "nvme" else "one folder takes what is offloaded"
+            draft.remark(inner.place("nvme_path"), folder, other)
+        inner.leave({}, "buffers are set by themselves")
+    section.leave(_ZERO_REASONS, _ZERO_OTHERWISE)
+    return stage, offload
+
+
+def read_batch(keys: Keys, draft: Draft, sizes: Sizes, asked: Asked) -> int | None:
+    """Set batch and micro-batch; the number of data ranks, where it is known.
+
+    DeepSpeed holds train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
+    """
+    batch = keys.whole("train_batch_size")
+    micro = keys.whole("train_micro_batch_size_per_gpu")
+    accumulation = keys.whole("gradient_accumulation_steps")
+    if asked.batch is not None and batch not in (None, asked.batch):
+        raise UserError(f"train_batch_size is {batch}, and --batch says {asked.batch}; give one of them")
+    batch = batch or asked.batch
+    data = _data_ranks(sizes, asked)
+    if batch and micro and accumulation:
+        whole = batch % (micro * accumulation) == 0
+        data = data or (batch // (micro * accumulation) if whole else None)
+        if data is None or batch != micro * accumulation * data:
+            raise _contradiction(batch, micro, accumulation, data)
+    elif batch and micro and data and batch % (micro * data):
+        raise _contradiction(batch, micro, None, data)
+    elif batch and data and not micro:
+        micro, rest = divmod(batch, data * (accumulation or 1))
+        if rest:
+            raise _contradiction(batch, None, accumulation or 1, data)
+    elif micro and data and not batch:
+        batch = micro * (accumulation or 1) * data
+    if batch:
+        draft.set("recipe.batch", batch, "of all ranks")
+    else:
+        why = (
+            "the global batch is micro-batch x accumulation x data ranks; translate's --processes or --batch says it"
+        )
+        draft.remark("train_batch_size", None, why)
+    if micro:
+        draft.set("run.micro_batch", micro)
+    if accumulation and not (batch and micro):
+        draft.remark(
+            "gradient_accumulation_steps", accumulation, "steps follow from recipe.batch and run.micro_batch"
+        )
+    return data
+
+
+def _data_ranks(sizes: Sizes, asked: Asked) -> int | None:
+    if asked.processes is None:
+        return None
+    if asked.processes % sizes.model:
+        raise UserError(
+            f"--processes is {asked.processes}, and the model is split over {sizes.model}; a multiple would do"
+        )
+    return asked.processes // sizes.model
+
+
+def _contradiction(batch: int, micro: int | None, accumulation: int | None, data: int | None) -> UserError:
+    parts = [
+        f"train_micro_batch_size_per_gpu {micro}" if micro else "",
+        f"gradient_accumulation_steps {accumulation}" if accumulation else "",
+        f"{data} data rank{'s' if data != 1 else ''}" if data else "",
+    ]
+    product = (micro or 1) * (accumulation or 1) * (data or 1)
+    near = [product * n for n in sorted({max(1, batch // product), batch // product + 1})]
+    return UserError(
+        f"train_batch_size is {batch}, and {' x '.join(filter(None, parts))} = {product} "
+        f"{'is not that' if data and micro and accumulation else 'does not divide it'}; train_batch_size = "
+        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, so a batch of "
+        f"{' or '.join(map(str, [product] if data and micro and accumulation else near))} would do"
+    )
+
+
+def _clip(keys: Keys, draft: Draft) -> None:
+    given = "gradient_clipping" in keys
+    clip = keys.number("gradient_clipping")
+    if clip:
+        draft.set("recipe.clip", clip)
+    elif not given:
+        draft.remark(
+            "gradient_clipping",
+            None,
+            "not given, which is 1.0 for DeepSpeed from mid 2026, and none before; recipe.clip",
+        )
+
+
+def _read_precision(keys: Keys, draft: Draft) -> None:
+    """Precision is autocast over float32 parameters, which is torch_autocast; fp16 and bf16 are near it."""
+    fp16 = keys.enabled("fp16")
+    bf16 = keys.enabled("bf16" if "bf16" in keys else "bfloat16")
+    autocast = keys.enabled("torch_autocast")
+    if fp16 and bf16:
+        raise UserError("fp16.enabled and bf16.enabled are both true; switch one of them off")
+    why = "DeepSpeed's parameters are in {} with float32 copies; here they are float32, and matrix products in {}"
+    for section, name in ((fp16, "fp16"), (bf16, "bf16")):
+        if section:
+            draft.set("recipe.precision", name, why.format(name, name))
+    if autocast:
+        dtype = autocast.word("dtype", ("bfloat16", "float16", "torch.bfloat16", "torch.float16"))
+        draft.set("recipe.precision", "fp16" if dtype in ("float16", "torch.float16") else "bf16")
+    fp16.leave({}, "the loss is scaled as torch.amp.GradScaler does by default")
+    bf16.leave({}, "sums and the optimizer's state are float32")
+    autocast.leave({}, "PyTorch's own list of operations is taken")
+
+
+def _tensorboard(keys: Keys, draft: Draft) -> None:
+    if "tensorboard" not in keys:
+        return
+    section = keys.section("tensorboard")
+    draft.set("run.tensorboard", bool(section.switch("enabled")))
+    section.leave({}, "events go into the run's folder; run.folder says which")
+
+
+_SAID = {
+    "recipe.batch",
+    "recipe.optimizer",
+    "recipe.schedule",
+    "recipe.clip",
+    "recipe.precision",
+    "run.layout",
+    "run.micro_batch",
+    "run.tensorboard",
+}
+
+
+class WriteDeepSpeed(Writer):
+    def write(self, job: Job, layout: Layout) -> Written:
+        recipe, remarks = job.recipe, list[str]()
+        said = set(_SAID)
+        config = _batch(job, layout)
+        config |= _optimizer(recipe, remarks)
+        config |= _written_schedule(recipe, remarks, said)
+        config["gradient_clipping"] = recipe.clip or 0.0  # left out, DeepSpeed would clip to 1.0
+        config |= _written_precision(recipe, remarks)
+        config |= _layout(job, layout, remarks, said)
+        config["tensorboard"] = {"enabled": job.run.tensorboard}
+        remarks += unsaid(job, said)
+        return Written(text=json.dumps(config, indent=2) + "\n", remarks=remarks)
+
+
+def micro_batch_of(job: Job, layout: Layout) -> int:
+    """The largest micro-batch that a rank's samples are a multiple of, and no larger than the job's.
+
+    Raises UserError where data ranks don't share the batch evenly, as most tools want it.
+    """
+    batch, ranks = job.recipe.batch, layout.data_ranks
+    samples, rest = divmod(batch, ranks)
+    if rest or not samples:
+        near = [ranks * n for n in (samples, samples + 1) if n]
+        raise UserError(
+            f'recipe.batch is {batch}, which the {ranks} data ranks of layout "{layout}" don\'t share evenly; '
+            "DeepSpeed wants train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data "
+            f"ranks, so {' or '.join(map(str, near))} would do"
+        )
+    wanted = job.run.micro_batch or samples
+    if job.run.micro_batch is None and layout.pipeline > 1:
+        wanted = max(1, samples // (2 * layout.pipeline))  # as many micro-batches as samestep's pipelines take
+    return max(size for size in range(1, min(wanted, samples) + 1) if samples % size == 0)
+
+
+def _batch(job: Job, layout: Layout) -> dict[str, Any]:
+    micro = micro_batch_of(job, layout)
+    return {
+        "train_batch_size": job.recipe.batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": job.recipe.batch // (micro * layout.data_ranks),
+    }
+
+
+def _optimizer(recipe: Recipe, remarks: list[str]) -> dict[str, Any]:
+    given = recipe.optimizer
+    if isinstance(given, NamedOptimizer):
+        remarks.append(f"recipe.optimizer = {given.name}: make it in the script, and hand it to deepspeed.initialize")
+        return {}
+    if isinstance(given, AdamW):
+        settings = {"lr": given.lr, "betas": list(given.betas), "eps": given.eps, "weight_decay": given.weight_decay}
+        made = {"type": "AdamW", "params": settings}
+    else:
+        settings = {"lr": given.lr, "momentum": given.momentum, "weight_decay": given.weight_decay}
+        made = {"type": "SGD", "params": {**settings, "nesterov": given.nesterov}}
+    if given.weight_decay and not given.decay_all:
+        remarks.append(
+            "recipe.optimizer.decay_all = false: DeepSpeed decays what it is handed; hand it two groups of "
+            "parameters, the vectors (biases, norms) with weight_decay 0"
+        )
+    return {"optimizer": made}
+
+
+def _written_schedule(recipe: Recipe, remarks: list[str], said: set[str]) -> dict[str, Any]:
+    """DeepSpeed counts warm-up and decay in steps, so it must be known how many there are."""
+    given, steps = recipe.schedule, recipe.steps
+    if not given.warmup and given.decay == "none":
+        return {}
+    if steps is None and (given.decay != "none" or given.warmup < 1):
+        remarks.append(
+            f"recipe.schedule = {given.decay}, warm-up {given.warmup:g}: DeepSpeed wants a number of steps; "
+            "a job with recipe.steps has one"
+        )
+        return {}
+    warmup = int(given.warmup if given.warmup >= 1 else given.warmup * (steps or 0))
+    settings: dict[str, Any] = {"warmup_num_steps": max(1, warmup), "warmup_type": "linear"}
+    remarks.append(
+        "recipe.schedule: DeepSpeed warms up over 2 steps at least, and its first step has the lowest rate"
+    )
+    if given.decay == "cosine":
+        name, settings["cos_min_ratio"] = "WarmupCosineLR", given.final
+    else:
+        name = "WarmupDecayLR" if given.decay == "linear" else "WarmupLR"
+        settings["warmup_max_lr"] = recipe.optimizer.lr
+        if given.decay == "linear" and given.final:
+            remarks.append(f"recipe.schedule.final = {given.final:g}: WarmupDecayLR goes down to 0")
+    if given.decay != "none":
+        settings["total_num_steps"] = steps
+        said.add("recipe.steps")
+    return {"scheduler": {"type": name, "params": settings}}
+
+
+def _written_precision(recipe: Recipe, remarks: list[str]) -> dict[str, Any]:
+    """Autocast over float32 parameters, which is what samestep's bf16 and fp16 are."""
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    if recipe.precision in names:
+        return {"torch_autocast": {"enabled": True, "dtype": names[recipe.precision]}}
+    if recipe.precision == "fp64":
+        remarks.append("recipe.precision = fp64: DeepSpeed trains in float32 or less")
+    return {}
+
+
+def _layout(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    zero: dict[str, Any] = {"stage": layout.zero}
+    if layout.zero and layout.replicate > 1:
+        remarks.append(
+            f"run.layout dp{layout.replicate}: DeepSpeed shards over all {layout.data_ranks} data ranks, and has no "
+            "replicas of the shards"
+        )
+    zero |= _offload(job, layout, remarks, said)
+    config["zero_optimization"] = zero
+    if layout.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": layout.tensor}
+    if layout.context > 1:
+        config["sequence_parallel_size"] = layout.context
+    if layout.pipeline > 1:
+        config["pipeline"] = {"stages": layout.pipeline}
+        remarks.append(
+            f"run.layout pp{layout.pipeline}: the script must make its model a PipelineModule of that many stages"
+        )
+    if layout.recompute != "none" or layout.offloads("activations"):
+        config["activation_checkpointing"] = {"cpu_checkpointing": layout.offloads("activations")}
+        remarks.append("run.layout recompute: the script's model must call deepspeed.checkpointing.checkpoint")
+    for option, plain in (
+        ("schedule", "1f1b"),
+        ("sequence", "whole"),
+        ("balance", "speed"),
+        ("order", Layout().order),
+    ):
+        if (value := getattr(layout, option)) != plain:
+            remarks.append(f"run.layout {option}={value}: DeepSpeed has no choice of it")
+    if layout.stages_a_rank > 1:
+        remarks.append(f"run.layout stages={layout.stages_a_rank}: DeepSpeed has one stage a rank")
+    if layout.recompute == "selective":
+        remarks.append("run.layout recompute=selective: DeepSpeed recomputes what the script wraps")
+    return config
+
+
+def _offload(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dict[str, Any]:
+    """Where ZeRO puts what is offloaded. It can do so only with what it shards."""
+    wanted = set(layout.offload.split("+")) - {"none", "activations"}
+    if not wanted:
+        return {}
+    if layout.zero == 0:
+        remarks.append(f"run.layout offload={layout.offload}: DeepSpeed offloads what ZeRO shards; zero1xN would do")
+        return {}
+    place: dict[str, str] = {"device": "cpu"}
+    if {"optimizer-disk", "parameters-disk"} & wanted:
+        said.add("run.offload_folder")
+        folder = str(job.run.offload_folder) if job.run.offload_folder else "/local_nvme"
+        if job.run.offload_folder is None:
+            remarks.append("run.offload_folder = null: DeepSpeed wants a folder; write yours for /local_nvme")
+        place = {"device": "nvme", "nvme_path": folder}
+    if not layout.offloads_parameters:
+        return {"offload_optimizer": place}
+    if layout.zero < 3:
+        remarks.append(f"run.layout offload={layout.offload}: DeepSpeed offloads parameters with ZeRO-3 alone")
+        return {"offload_optimizer": place}
+    return {"offload_optimizer": place, "offload_param": place}

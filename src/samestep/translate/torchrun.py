@@ -1,0 +1,115 @@
+"""From the words of torchrun or torch.distributed.launch to a job."""
+
+import io
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.translate.base import Asked, Draft, Reader, Sizes
+
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+_REASONS = {
+    "max_restarts": "torchrun restarts its ranks just so around samestep",
+    "log_dir": "torchrun writes its logs just so around samestep",
+}
+_OTHERWISE = "stays torchrun's: torchrun ... -m samestep train JOB.yaml"
+# What a script or a launch is; said by other remarks.
+_SCRIPT = ("training_script", "training_script_args", "module", "no_python", "run_path", "use_env")
+
+
+class ReadTorchrun(Reader):
+    title = "a torchrun command"
+
+    def recognises(self, given: Any) -> bool:
+        return isinstance(given, str) and any(_is_launch(line) for line in _lines(given))
+
+    def read(self, given: Any, asked: Asked) -> Draft:
+        if not isinstance(given, str):
+            raise UserError("a command of words is wanted, such as torchrun --nproc-per-node=2 train.py")
+        lines = _lines(given)
+        launches = [line for line in lines if _is_launch(line)]
+        if len(launches) != 1:
+            raise UserError(f"{len(launches)} lines call {' or '.join(_LAUNCHERS)}; one is wanted")
+        draft = Draft()
+        for line in lines:
+            if line is not launches[0]:
+                draft.remark(" ".join(line), None, "another command, passed over")
+        words = _variables(launches[0], draft)
+        options, plain = _parse(words)
+        processes = _processes(options, draft)
+        if processes and asked.processes not in (None, processes):
+            raise UserError(f"the command starts {processes} ranks, and --processes says {asked.processes}")
+        draft.set_layout(Sizes(data=asked.processes or processes), "replicas, as DistributedDataParallel has them")
+        if asked.batch:
+            draft.set("recipe.batch", asked.batch)
+        for name, value in vars(options).items():
+            if name not in (*_SCRIPT, "nnodes", "nproc_per_node") and value != getattr(plain, name):
+                draft.remark(f"--{name.replace('_', '-')}", value, _REASONS.get(name, _OTHERWISE))
+        script = shlex.join([options.training_script, *options.training_script_args])
+        draft.remark(script, None, "the script's model, data and arguments go into a task and its recipe")
+        return draft
+
+
+def _lines(text: str) -> list[list[str]]:
+    """The words of each command of a text; lines that end in a backslash go on in the next."""
+    try:
+        split = (shlex.split(line, comments=True) for line in re.sub(r"\\\r?\n", " ", text).splitlines())
+        return [words for words in split if words]
+    except ValueError:  # a quote that isn't closed
+        return []
+
+
+def _is_launch(words: Sequence[str]) -> bool:
+    return any(word.rpartition("/")[2] in _LAUNCHERS for word in words)
+
+
+def _variables(words: Sequence[str], draft: Draft) -> list[str]:
+    """The launcher's own words; variables before it are set, and what else stands there is passed over."""
+    start = next(index for index, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS)
+    for word in words[:start]:
+        match = _VARIABLE.fullmatch(word)
+        if match and match[1] == "OMP_NUM_THREADS":
+            if not match[2].isdecimal() or int(match[2]) < 1:
+                raise UserError(f"OMP_NUM_THREADS is {match[2]}; it should be a whole number of 1 or more")
+            draft.set("run.threads", int(match[2]))
+        elif match:
+            draft.remark(word, None, "set it just so before samestep")
+    return list(words[start + 1 :])
+
+
+def _parse(words: Sequence[str]) -> tuple[Namespace, Namespace]:
+    """What the words say to PyTorch's own parser, and what the shortest ones would."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.add_argument("--use-env", "--use_env", action="store_true")  # of torch.distributed.launch
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told), redirect_stdout(io.StringIO()):
+            return parser.parse_args(list(words)), parser.parse_args(["script.py"])
+    except SystemExit:  # the parser's way to refuse words
+        message = told.getvalue().strip().rpartition(": error: ")[2]
+        raise UserError(f"torchrun: {message or 'these words start nothing'}") from None
+
+
+def _processes(options: Namespace, draft: Draft) -> int | None:
+    """Ranks in all; None where the machines will say it."""
+    hosts, a_host = str(options.nnodes), str(options.nproc_per_node)
+    least, _, most = hosts.partition(":")
+    if not least.isdecimal() or (most and not most.isdecimal()) or int(least) < 1:
+        raise UserError(f"--nnodes is {hosts}; a number such as 2, or a range such as 1:4, would do")
+    if most and most != least:
+        draft.remark("--nnodes", hosts, "the layout takes the ranks that are there when it starts")
+        return None
+    if a_host in ("auto", "gpu", "cpu", "xpu"):
+        draft.remark("--nproc-per-node", a_host, "the layout takes the ranks that torchrun starts")
+        return None
+    if not a_host.isdecimal() or int(a_host) < 1:
+        raise UserError(f"--nproc-per-node is {a_host}; a number such as 2, or auto, cpu or gpu, would do")
+    return int(least) * int(a_host)

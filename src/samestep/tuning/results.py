@@ -1,0 +1,144 @@
+"""What `samestep tune` tried and what it was worth; as a table in the terminal."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from samestep.job import Job
+from samestep.jobfile import plain
+
+Status = Literal["kept", "not better", "changes the result", "refused", "failed", "not installed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of a step: the median of each repeat."""
+
+    repeats: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median of the repeats."""
+        return median(self.repeats)
+
+    @property
+    def noise(self) -> float:
+        """Half of what lies between the fastest and the slowest repeat, as a share of the median."""
+        return (max(self.repeats) - min(self.repeats)) / 2 / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One value of one setting, beside what was best before it."""
+
+    setting: str
+    value: str
+    status: Status
+    timing: Timing | None = None
+    before: Timing | None = None  # what was best, in the same repeats
+    reason: str | None = None  # why there is no timing
+
+    @property
+    def worth(self) -> float | None:
+        """How many times as fast a step is with it as with what was best before."""
+        return None if self.timing is None or self.before is None else self.before.seconds / self.timing.seconds
+
+    @property
+    def noise(self) -> float | None:
+        """The larger noise of the two: less than that is not told from nothing."""
+        return None if self.timing is None or self.before is None else max(self.timing.noise, self.before.noise)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting,
+            "value": self.value,
+            "status": self.status,
+            "reason": self.reason,
+            "seconds": None if self.timing is None else self.timing.seconds,
+            "repeats": None if self.timing is None else list(self.timing.repeats),
+            "before_seconds": None if self.before is None else self.before.seconds,
+            "before_repeats": None if self.before is None else list(self.before.repeats),
+            "worth": self.worth,
+            "noise": self.noise,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """A tuned job: `job` has the settings that were kept."""
+
+    job: Job
+    at_first: Timing
+    at_last: Timing  # of the settings kept, in the last repeats that had them
+    rows: Sequence[Row]
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables to start it with
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """The keys of `run:` that were kept, and the layout for which they are."""
+        kept = {row.setting: plain(getattr(self.job.run, row.setting)) for row in self.rows if self._is_key(row)}
+        return {"layout": self.job.run.layout, **kept}
+
+    def _is_key(self, row: Row) -> bool:
+        return row.status == "kept" and hasattr(self.job.run, row.setting)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "at_first": asdict(self.at_first),
+            "at_last": asdict(self.at_last),
+            "run": self.run,
+            "environment": dict(self.environment),
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+
+_WIDTH = 120  # characters, where the output is a file or a pipe
+
+
+def print_tuned(found: Tuned, console: Console | None = None) -> None:
+    """A row for each value, the gain of all that were kept, and the section to paste."""
+    console = console or _console()
+    repeats = len(found.at_first.repeats)
+    table = Table(title=f"{found.job.run.layout}: ms of a step, medians of {repeats}, beside the best so far")
+    for title in ("setting", "value"):
+        table.add_column(title, no_wrap=True)
+    for title in ("ms", "before", "times as fast", "noise"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in found.rows:
+        table.add_row(row.setting, row.value, *_numbers(row), row.status)
+    console.print(table)
+    for row in found.rows:
+        if row.reason is not None:
+            console.print(f"{row.status}: {row.setting} {row.value}: {row.reason}", soft_wrap=True)
+    first, last = found.at_first.seconds, found.at_last.seconds
+    console.print(
+        f"a step took {first * 1e3:.1f} ms, and takes {last * 1e3:.1f} ms: {first / last:.2f} times as fast"
+    )
+    console.print(section(found), end="")
+    if found.environment:
+        variables = " ".join(f"{name}={value}" for name, value in found.environment.items())
+        console.print(f"start it with {variables} before the command", soft_wrap=True)
+
+
+def section(found: Tuned) -> str:
+    """The `run:` section that was found best, as YAML."""
+    return yaml.safe_dump({"run": found.run}, sort_keys=False, allow_unicode=True)
+
+
+def _numbers(row: Row) -> list[str]:
+    if row.timing is None or row.before is None or row.worth is None:
+        return [""] * 4
+    before = f"{row.before.seconds * 1e3:.1f}"
+    return [f"{row.timing.seconds * 1e3:.1f}", before, f"{row.worth:.2f}", f"{row.noise:.0%}"]
+
+
+def _console() -> Console:
+    """Standard output, as wide as the table where it is a file or a pipe."""
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, width=_WIDTH)
