@@ -23,7 +23,7 @@ from samestep.cli.main import main
 from samestep.comparison import results
 from samestep.comparison.compare import _turns, entries
 from samestep.comparison.methods import METHODS, Method, chosen
-from samestep.comparison.page.page import json_in_html
+from samestep.comparison.page.plots import json_in_html
 from samestep.comparison.results import BFLOAT16_TOLERANCE, PUBLISHED, Comparison, Row, SameStep
 from samestep.comparison.terminal import print_comparison
 from samestep.engines.native import Native

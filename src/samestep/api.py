@@ -37,8 +37,7 @@ from samestep.tasks.several_losses import with_weights
 from samestep.tasks.turns import turns_of
 from samestep.training.checkpointing import check_place
 from samestep.training.early_stop import EarlyStopper
-from samestep.training.fit import try_out
-from samestep.training.loop import fit_with_rollbacks
+from samestep.training.fit import fit_with_rollbacks, try_out
 from samestep.training.optimizer import check_average_start, check_optimizers, check_turns_optimizers
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.usage import Usage

@@ -27,9 +27,10 @@ from samestep.launch.handshake import Handshake
 from samestep.launch.logs import Follower, RankFiles
 from samestep.launch.network import LOOPBACK, store_at
 from samestep.launch.node_spec import NodeSpec
+from samestep.launch.rank_entry import check_command
 from samestep.launch.rounds import Ended
 from samestep.launch.torch_elastic import silent_agent
-from samestep.launch.worker import check_command, rank_command
+from samestep.launch.worker import rank_command
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one

@@ -17,7 +17,7 @@ import torch
 from samestep import __version__
 from samestep.launch.forwarded_env import is_secret
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.worker import JOB_FILES, is_file, is_ours
+from samestep.launch.rank_entry import JOB_FILES, is_file, is_ours
 
 _SOURCES = Path(__file__).parents[2]
 

@@ -6,9 +6,11 @@ for each rank by a launcher. It keeps its process number, so that whoever starte
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from samestep import environment
@@ -17,7 +19,6 @@ from samestep.launch.affinity import bind, bindings, check_choice, this_machine
 from samestep.launch.fork_server import end_with_parent
 from samestep.launch.network import for_messages
 from samestep.launch.script_env import registry, until_rank_ends
-from samestep.launch.worker import check_command
 from samestep.ranks import Ranks
 
 # Ranks of a host make the same mistake together, and the launcher ends all when the first has ended. The others wait
@@ -116,3 +117,45 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+_OWN_PROGRAMS = ("-m", "samestep")
+
+
+JOB_FILES = (".yaml", ".yml")
+
+
+def check_command(command: Sequence[str], host: str) -> None:
+    """Raise UserError where a command can't be started here."""
+    first = command[0]
+    if first == "-m":
+        if len(command) < 2:
+            raise UserError("-m names no module; write it after -m")
+        if is_ours(command) and (job := _job_file(command)) is not None and not is_file(job):
+            raise UserError(f"there is no job file {job} in {Path.cwd()} on {host}")
+    elif first.endswith(".py"):
+        if not Path(first).is_file():
+            raise UserError(f"there is no script {first} in {Path.cwd()} on {host}")
+    elif shutil.which(first) is None:
+        raise UserError(
+            f"there is no program {first} on {host}; a script of Python's has a name that ends in .py, "
+            "and a module stands behind -m"
+        )
+
+
+def is_ours(command: Sequence[str]) -> bool:
+    """Whether it is one of samestep's own commands."""
+    return tuple(command[:2]) == _OWN_PROGRAMS
+
+
+def is_file(word: str) -> bool:
+    """Whether a word of a command names a file that is there."""
+    try:
+        return Path(word).is_file()
+    except OSError:  # it is too long for a name
+        return False
+
+
+def _job_file(command: Sequence[str]) -> str | None:
+    """The job file among the words of a command of samestep's."""
+    return next((word for word in command if word.endswith(JOB_FILES) and "=" not in word), None)

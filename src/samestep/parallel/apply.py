@@ -31,8 +31,9 @@ from samestep.parallel.offload.activations import offload_activations
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.parameters import empty_in, move_parameters
 from samestep.parallel.parallel_model import Context, Details, ParallelModel, WholeModel
+from samestep.parallel.pipeline.blanks import without_numbers
 from samestep.parallel.pipeline.runner import Pipeline
-from samestep.parallel.pipeline.stage import cut, without_numbers
+from samestep.parallel.pipeline.stage import cut
 from samestep.parallel.recompute import recompute
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.sparse_rows import SMALLEST, Choice, RowExchange, Table, find_tables

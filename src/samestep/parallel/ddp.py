@@ -4,7 +4,7 @@ By DistributedDataParallel while backward runs, or in a few large buckets after 
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.parallel.sharding import ShardTable, sum_gradients_over
 from samestep.parallel.unused_parameters import Used, UsedAlone
-from samestep.parallel.zero1 import Owners, to_owners
+from samestep.parallel.zero1 import Owners, buckets, to_owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,22 +109,3 @@ def average_experts(model: nn.Module, parts: ShardTable) -> None:
         if parameter.grad is not None:
             sharded = isinstance(parameter, DTensor)  # and averaged over the ranks with the same experts by that
             parameter.grad.div_(mesh.size("expert") if sharded else mesh.data_place.of)
-
-
-_BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
-
-
-def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The parameters that are trained, in lots of about as many bytes as make a good message."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size >= _BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket

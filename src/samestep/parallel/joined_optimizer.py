@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.optimizer_kinds import Kind, Make, Shapes, kind_of
-from samestep.parallel.sharding import local
 
 
 def rebuild(optimizer: Optimizer, make: Callable[..., Optimizer]) -> Optimizer:
@@ -101,44 +99,3 @@ class Joined(Optimizer):
         joined = Joined(members, lr=self.param_groups[0]["lr"])
         joined.param_groups[0] = self.param_groups[0]
         return joined
-
-
-class LocalOptimizer(Optimizer):
-    """Steps the shards that this rank holds as plain tensors, by an optimizer that treats every number by itself.
-
-    Operators of one's own need not know of PyTorch's sharded tensors.
-    """
-
-    def __init__(self, optimizer: Optimizer, make: Make) -> None:
-        """`optimizer`: of sharded parameters; its groups stay those of this one, so that a schedule sets both."""
-        super().__init__([{"params": []}], {})
-        self.param_groups = optimizer.param_groups
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # sharded, and its shard here
-        groups = []
-        for number, group in enumerate(self.param_groups):
-            held = []
-            for parameter in group["params"]:
-                if local(parameter.detach()).numel():
-                    shard = nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad)
-                    self._pairs.append((parameter, shard))
-                    held.append(shard)
-            if held:
-                groups.append((number, {**group, "params": held}))
-        self._numbers = [number for number, _ in groups]
-        self.inner = make([group for _, group in groups]) if groups else None
-
-    def stepped(self) -> dict[Tensor, nn.Parameter]:
-        """The sharded parameter of every one that the inner optimizer steps."""
-        return {shard: parameter for parameter, shard in self._pairs}
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self.inner is None:
-            return
-        follow(self.inner, self.param_groups, self._numbers)
-        for parameter, shard in self._pairs:
-            shard.data = local(parameter.detach())
-            shard.grad = None if parameter.grad is None else local(parameter.grad)
-        self.inner.step()
-        for _, shard in self._pairs:
-            shard.grad = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -246,3 +247,57 @@ def sum_gradients_over(group: dist.ProcessGroup, parameters: Sequence[nn.Paramet
                 gradient.copy_(summed.view_as(gradient))
             else:
                 parameter.grad = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """Consecutive rows (or columns, ...) that lie together in the whole and in memory alike."""
+
+    whole: int  # the first one's index in the whole
+    memory: int  # and in this rank's memory
+    length: int
+
+    def within(self, start: int, length: int) -> "_Span":
+        """What of it lies between two indices of the memory, where the memory begins at `start`."""
+        first, last = max(self.memory, start), min(self.memory + self.length, start + length)
+        return _Span(whole=self.whole + first - self.memory, memory=first - start, length=max(0, last - first))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where numbers that lie together in the whole are in this rank's memory."""
+
+    offsets: tuple[int, ...]  # where they begin in the whole
+    memory: tuple[slice, ...]
+    sizes: tuple[int, ...]
+
+
+def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
+    """The boxes of the whole that a rank's tensor is, and where it has them."""
+    spans = [[_Span(whole=0, memory=0, length=length)] for length in shape]
+    if part.slice is not None:
+        spans[part.slice.dim] = _spans_of(part.slice)
+    if isinstance(tensor, DTensor):
+        (chunk,) = tensor.__create_chunk_list__()  # where this rank's shard lies in the slice
+        spans = [
+            [span.within(start, length) for span in along]
+            for along, start, length in zip(spans, chunk.offsets, chunk.sizes, strict=True)
+        ]
+    return [
+        Placed(
+            offsets=tuple(span.whole for span in box),
+            memory=tuple(slice(span.memory, span.memory + span.length) for span in box),
+            sizes=tuple(span.length for span in box),
+        )
+        for box in product(*spans)
+        if all(span.length for span in box)
+    ]
+
+
+def _spans_of(part: Slice) -> list[_Span]:
+    spans: list[_Span] = []
+    memory = 0
+    for first, last in part.mine:
+        spans.append(_Span(whole=first, memory=memory, length=last - first))
+        memory += last - first
+    return spans

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
-from samestep.parallel.joined_optimizer import Joined, LocalOptimizer, Member, rebuild
+from samestep.parallel.joined_optimizer import Joined, Member, rebuild
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.optimizer import OffloadedOptimizer, offloaded_kind
 from samestep.parallel.offload.parameters import keep_state
 from samestep.parallel.parallel_model import ParallelModel
-from samestep.parallel.whole_optimizer import WholeOptimizer
+from samestep.parallel.whole_optimizer import LocalOptimizer, WholeOptimizer
 from samestep.parallel.zero1 import shard_joined, shard_optimizer
 
 

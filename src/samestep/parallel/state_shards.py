@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from samestep.errors import UserError
-from samestep.parallel.joined_optimizer import Joined, LocalOptimizer
+from samestep.parallel.joined_optimizer import Joined
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
-from samestep.parallel.sharding import Entry, Part, ShardTable, Slice, local
-from samestep.parallel.whole_optimizer import WholeOptimizer
+from samestep.parallel.sharding import Entry, Part, ShardTable, local, places_of
+from samestep.parallel.whole_optimizer import LocalOptimizer, WholeOptimizer
 
 MODEL = "model."
 
@@ -36,20 +34,6 @@ class Piece:
     boxes: Sequence[Box]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Span:
-    """Consecutive rows (or columns, ...) that lie together in the whole and in memory alike."""
-
-    whole: int  # the first one's index in the whole
-    memory: int  # and in this rank's memory
-    length: int
-
-    def within(self, start: int, length: int) -> "_Span":
-        """What of it lies between two indices of the memory, where the memory begins at `start`."""
-        first, last = max(self.memory, start), min(self.memory + self.length, start + length)
-        return _Span(whole=self.whole + first - self.memory, memory=first - start, length=max(0, last - first))
-
-
 def whole_piece(tensor: Tensor) -> Piece:
     """The piece of a tensor that every rank holds whole."""
     return piece_of(tensor, Part(), tensor.shape)
@@ -63,46 +47,6 @@ def piece_of(tensor: Tensor, part: Part, shape: torch.Size, memory: Tensor | Non
     memory = local(tensor.detach()) if memory is None else memory
     boxes = [Box(offsets=place.offsets, values=memory[place.memory]) for place in places_of(tensor, part, shape)]
     return Piece(shape=shape, dtype=memory.dtype, boxes=boxes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """Where numbers that lie together in the whole are in this rank's memory."""
-
-    offsets: tuple[int, ...]  # where they begin in the whole
-    memory: tuple[slice, ...]
-    sizes: tuple[int, ...]
-
-
-def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
-    """The boxes of the whole that a rank's tensor is, and where it has them."""
-    spans = [[_Span(whole=0, memory=0, length=length)] for length in shape]
-    if part.slice is not None:
-        spans[part.slice.dim] = _spans_of(part.slice)
-    if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()  # where this rank's shard lies in the slice
-        spans = [
-            [span.within(start, length) for span in along]
-            for along, start, length in zip(spans, chunk.offsets, chunk.sizes, strict=True)
-        ]
-    return [
-        Placed(
-            offsets=tuple(span.whole for span in box),
-            memory=tuple(slice(span.memory, span.memory + span.length) for span in box),
-            sizes=tuple(span.length for span in box),
-        )
-        for box in product(*spans)
-        if all(span.length for span in box)
-    ]
-
-
-def _spans_of(part: Slice) -> list[_Span]:
-    spans: list[_Span] = []
-    memory = 0
-    for first, last in part.mine:
-        spans.append(_Span(whole=first, memory=memory, length=last - first))
-        memory += last - first
-    return spans
 
 
 def model_pieces(model: nn.Module, parts: ShardTable) -> dict[str, Piece]:

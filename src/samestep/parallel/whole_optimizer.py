@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.parallel.joined_optimizer import follow
 from samestep.parallel.optimizer_kinds import Make
-from samestep.parallel.sharding import ShardTable, local
-from samestep.parallel.state_shards import Placed, places_of
+from samestep.parallel.sharding import Placed, ShardTable, local, places_of
 
 _AXES = ("shard", "expert", "tensor")  # along which ranks hold different parts, or share out the owners
 
@@ -323,3 +322,44 @@ def _numbers(holding: _Holding, boxes: Sequence[int] | None = None) -> int:
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+
+
+class LocalOptimizer(Optimizer):
+    """Steps the shards that this rank holds as plain tensors, by an optimizer that treats every number by itself.
+
+    Operators of one's own need not know of PyTorch's sharded tensors.
+    """
+
+    def __init__(self, optimizer: Optimizer, make: Make) -> None:
+        """`optimizer`: of sharded parameters; its groups stay those of this one, so that a schedule sets both."""
+        super().__init__([{"params": []}], {})
+        self.param_groups = optimizer.param_groups
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # sharded, and its shard here
+        groups = []
+        for number, group in enumerate(self.param_groups):
+            held = []
+            for parameter in group["params"]:
+                if local(parameter.detach()).numel():
+                    shard = nn.Parameter(local(parameter.detach()), requires_grad=parameter.requires_grad)
+                    self._pairs.append((parameter, shard))
+                    held.append(shard)
+            if held:
+                groups.append((number, {**group, "params": held}))
+        self._numbers = [number for number, _ in groups]
+        self.inner = make([group for _, group in groups]) if groups else None
+
+    def stepped(self) -> dict[Tensor, nn.Parameter]:
+        """The sharded parameter of every one that the inner optimizer steps."""
+        return {shard: parameter for parameter, shard in self._pairs}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.inner is None:
+            return
+        follow(self.inner, self.param_groups, self._numbers)
+        for parameter, shard in self._pairs:
+            shard.data = local(parameter.detach())
+            shard.grad = None if parameter.grad is None else local(parameter.grad)
+        self.inner.step()
+        for _, shard in self._pairs:
+            shard.grad = None

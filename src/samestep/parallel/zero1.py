@@ -4,7 +4,7 @@ A parameter's gradient is summed on its owner (Rajbhandari et al. 2020, ZeRO, se
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,27 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from samestep.comm.mesh import Mesh
-from samestep.parallel.ddp import buckets
 from samestep.parallel.joined_optimizer import rebuild
 from samestep.parallel.optimizer_kinds import Make
+
+_BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
+
+
+def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters that are trained, in lots of about as many bytes as make a good message."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        bucket.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
 
 Sums = Mapping[dist.ProcessGroup, Sequence[nn.Parameter]]
 

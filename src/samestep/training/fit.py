@@ -1,5 +1,6 @@
 """A whole training on one rank: build, step, evaluate, record."""
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import InterruptedJobError, NonFiniteError
 from samestep.fault_tolerance.nonfinite import NonFinite, left_out
 from samestep.fault_tolerance.rank import RankSupervision
+from samestep.fault_tolerance.restarts import again
 from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import Layout
@@ -379,3 +381,26 @@ def try_out(job: Job, task: Task, world: World, layout: Layout) -> Sequence[Usag
     for _ in training.steps(stop=last + 1, measured=last):
         pass
     return usages.gather(training.usage)
+
+
+_MOST = 5  # a training that must leave out more batches than these has another fault
+
+
+def fit_with_rollbacks(
+    job: Job, task: Task, world: World, layout: Layout, supervision: RankSupervision
+) -> TrainResult:
+    """`fit`, again from the last checkpoint (from the start where there is none) as often as the job asks for it.
+
+    Raises NonFiniteError, on every rank alike, where it doesn't, or there is no end to it.
+    """
+    anew = not supervision.goes_on(job)
+    for _ in range(_MOST):
+        try:
+            return fit(job, task, world, layout, supervision, anew=anew)
+        except NonFiniteError as error:
+            if job.run.on_nonfinite != "rollback":
+                raise
+            if world.rank == 0:
+                print(f"samestep: {error}; back to the last checkpoint, without this batch", file=sys.stderr)
+            job, anew = again(job), False
+    return fit(job, task, world, layout, supervision, anew=anew)

@@ -3,51 +3,21 @@
 A training goes back to its last checkpoint when a loss is not finite, and leaves that batch out.
 """
 
-import sys
 import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import StepReport
-from samestep.errors import InterruptedJobError, NonFiniteError
+from samestep.errors import InterruptedJobError
 from samestep.fault_tolerance.nonfinite import NonFinite
 from samestep.fault_tolerance.rank import RankSupervision
-from samestep.fault_tolerance.restarts import again
-from samestep.job import Job
-from samestep.launch.world import World
-from samestep.layout import Layout
-from samestep.tasks.base import Task
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
-from samestep.training.fit import fit
 from samestep.training.metrics_log import Bar, Records, Tally
-from samestep.training.result import TrainResult
 
 if TYPE_CHECKING:
     from samestep.training.fit import Training
-
-_MOST = 5  # a training that must leave out more batches than these has another fault
-
-
-def fit_with_rollbacks(
-    job: Job, task: Task, world: World, layout: Layout, supervision: RankSupervision
-) -> TrainResult:
-    """`fit`, again from the last checkpoint (from the start where there is none) as often as the job asks for it.
-
-    Raises NonFiniteError, on every rank alike, where it doesn't, or there is no end to it.
-    """
-    anew = not supervision.goes_on(job)
-    for _ in range(_MOST):
-        try:
-            return fit(job, task, world, layout, supervision, anew=anew)
-        except NonFiniteError as error:
-            if job.run.on_nonfinite != "rollback":
-                raise
-            if world.rank == 0:
-                print(f"samestep: {error}; back to the last checkpoint, without this batch", file=sys.stderr)
-            job, anew = again(job), False
-    return fit(job, task, world, layout, supervision, anew=anew)
 
 
 class StepLog:

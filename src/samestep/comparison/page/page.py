@@ -1,11 +1,10 @@
 """The report as one page of HTML: its sections, put together from tables and plots."""
 
-import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from plotly.offline import get_plotlyjs
 
@@ -43,11 +42,6 @@ def table(name: str, columns: Sequence[tuple[Words, str]], rows: Sequence[Sequen
         lines.append(f"<tr>{''.join(cells)}</tr>")
     body = "\n".join(lines)
     return f'<div class="scroll"><table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def json_in_html(value: Any) -> str:
-    """JSON for a script element, whose end a text in it must not be taken for."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def times(found: Comparison) -> str:

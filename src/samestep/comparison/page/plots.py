@@ -8,7 +8,6 @@ from typing import Any
 import plotly.graph_objects as go
 
 from samestep.comparison.bilingual import LANGUAGES, Words
-from samestep.comparison.page.page import json_in_html
 from samestep.comparison.results import Comparison, Row
 
 # Okabe and Ito's colours, which people who see few colours tell apart; a family of engines has one.
@@ -189,3 +188,8 @@ _FIGURES: dict[str, Draw] = {
     "memory": _memory,
     "traffic": _traffic,
 }
+
+
+def json_in_html(value: Any) -> str:
+    """JSON for a script element, whose end a text in it must not be taken for."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -12,13 +12,32 @@ such as `torch.rand(())`, which layer drop compares with a probability.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import update_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.parallel.exact.dropout import without_override
+
+def without_override(function: Any) -> Callable[..., Any]:
+    """A copy of a function of `torch.nn.functional` that a mode doesn't see, while it sees what the copy calls.
+
+    Such a function first asks whether a mode wants it. A mode that runs its body under itself would be asked
+    again, without an end.
+    """
+    names = {name: _nobody for name in function.__code__.co_names if name.startswith("has_torch_function")}
+    copy = FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return update_wrapper(copy, function)
+
+
+def _nobody(*tensors: Any) -> bool:
+    return False
+
 
 # From as many tensors of uniform int32 bits as `Draw.streams` says to the numbers of the draw.
 Make = Callable[..., Tensor]

@@ -7,8 +7,7 @@ decides it for the samples and the part of the model that it has. Attention with
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, update_wrapper, wraps
-from types import FunctionType
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -19,26 +18,8 @@ from torch.overrides import TorchFunctionMode
 from samestep.data.loader import Moment
 from samestep.errors import UserError, place_here
 from samestep.parallel.exact.counter_rng import columns, draw, key_of, split, threshold
-from samestep.parallel.exact.draws import Draw, body_of, draw_of
+from samestep.parallel.exact.draws import Draw, body_of, draw_of, without_override
 from samestep.parallel.exact.forward_context import ForwardContext, Positions
-
-
-def without_override(function: Any) -> Callable[..., Any]:
-    """A copy of a function of `torch.nn.functional` that a mode doesn't see, while it sees what the copy calls.
-
-    Such a function first asks whether a mode wants it. A mode that runs its body under itself would be asked
-    again, without an end.
-    """
-    names = {name: _nobody for name in function.__code__.co_names if name.startswith("has_torch_function")}
-    copy = FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return update_wrapper(copy, function)
-
-
-def _nobody(*tensors: Any) -> bool:
-    return False
 
 
 def explicit_attention(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.parallel.exact.dropout import without_override
+from samestep.parallel.exact.draws import without_override
 from samestep.parallel.exact.grouped_product import grouped_product
 
 _WIDER = {

@@ -17,7 +17,7 @@ from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, Listed, Stacked
 from samestep.parallel.experts.listed import ListedExperts
 from samestep.parallel.experts.stacked import StackedExperts, shrink
-from samestep.parallel.pipeline.stage import hollow
+from samestep.parallel.pipeline.blanks import hollow
 from samestep.parallel.sharding import ShardTable, Slice
 from samestep.parallel.tensor.vocab_parallel import agree, near
 

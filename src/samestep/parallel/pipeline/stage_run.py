@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.nests import map_tensors, tensors_in
+from samestep.parallel.pipeline.blanks import BlankOutput
 from samestep.parallel.pipeline.partition import Plan
-from samestep.parallel.pipeline.stage import BlankOutput
 from samestep.parallel.pipeline.units import Given
 
 

@@ -1,0 +1,241 @@
+"""Blanks: placeholder modules and tensors in a rank's model, for modules that are on other ranks of the pipeline.
+
+A placeholder has the attributes of the module and no parameters; it gives tensors of the right shapes without
+numbers.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils import _pytree as pytree
+
+from samestep.parallel.calls import Call, Seen
+from samestep.parallel.nests import map_tensors, tensors_in
+from samestep.parallel.trace import imagine
+
+Forward = Callable[..., Any]
+
+
+_IN_PLACE = frozenset(
+    {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "idiv"}
+)
+
+
+def hollow(module: nn.Module, device: torch.device, forward: Forward | None = None) -> nn.Module:
+    """A module with the class and attributes of another, whose parameters are blank and which calls `forward`.
+
+    The model's own code may look at a layer (its kind, a weight's dtype) without calling it.
+    """
+    empty = _shallow(module, type(module).__bases__[0] if is_parametrized(module) else type(module))
+    for name, value in vars(module).items():
+        if name.endswith("_hooks"):
+            vars(empty)[name] = OrderedDict()
+        elif isinstance(value, (list, tuple)):  # recurrent layers keep their parameters in a list too
+            vars(empty)[name] = pytree.tree_map_only(nn.Parameter, partial(_blank_like, device=device), value)
+        elif isinstance(value, Tensor) and value.requires_grad:  # a weight that is computed from others
+            vars(empty)[name] = _blank_like(value, device)
+    empty._parameters = {name: None for name, parameter in module._parameters.items() if parameter is None}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            vars(empty)[name] = _blank_like(parameter, device)
+    if is_parametrized(module):
+        for name, parameters in cast(nn.ModuleDict, module.parametrizations).items():
+            # The largest of those from which it is computed has its shape.
+            largest = max(parameters.parameters(recurse=False), key=Tensor.numel)
+            vars(empty)[name] = _blank_like(largest, device)
+    empty._modules = {
+        name: child if child is None else hollow(child, device) for name, child in module._modules.items()
+    }
+    empty._non_persistent_buffers_set = set(module._buffers)  # not in this rank's state
+    vars(empty)["forward"] = forward or _not_here
+    return empty
+
+
+def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held: bool) -> nn.Module:
+    """A module that calls `forward` in place of another's.
+
+    `held`: this rank has the other one's parameters, which the model's own code may then read from it.
+    """
+    if not held:
+        return hollow(module, device, forward)
+    standing = _shallow(module, type(module))
+    for name in vars(module):
+        if name.endswith("_hooks"):
+            vars(standing)[name] = OrderedDict()
+    vars(standing)["forward"] = forward
+    return standing
+
+
+def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of any shape that takes no memory. It is not a number, so that no model can learn from it unseen."""
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+class BlankHidden(Tensor):
+    """A blank in place of what a module gives, or of its weight: what a model writes to it takes no memory either.
+
+    Without this, `x = self.embed(words); x += self.positions` would fail in every stage but the first, and so would a
+    model that rescales the weights of its layers.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if args and isinstance(args[0], BlankHidden) and _writes(getattr(func, "__name__", ""), keywords):
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **keywords)
+            # A part of a blank is a blank.
+            return pytree.tree_map_only(Tensor, _kept_blank, made)
+
+
+def _writes(function: str, keywords: Mapping[str, Any]) -> bool:
+    """Whether a function of this name changes its first argument: add_, __iadd__, __setitem__, relu(inplace=True)."""
+    dunder = function.startswith("__") and function.endswith("__")
+    in_place = function[2:-2] in _IN_PLACE if dunder else function.endswith("_")
+    return in_place or bool(keywords.get("inplace"))
+
+
+def _kept_blank(tensor: Tensor) -> Tensor:
+    spread = tensor.numel() > 1 and not any(tensor.stride()) and tensor.layout is torch.strided
+    return tensor.as_subclass(BlankHidden) if spread and not tensor.requires_grad else tensor
+
+
+def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return blank(tensor.shape, tensor.dtype, device).as_subclass(BlankHidden)
+
+
+def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """A module with the same attributes. Python's own copies refuse modules whose weights are computed."""
+    empty = kind.__new__(kind)
+    vars(empty).update(vars(module))
+    return empty
+
+
+def _not_here(*arguments: Any, **keywords: Any) -> Any:
+    raise AssertionError("a module of another pipeline stage was called")
+
+
+class BlankOutput:
+    """Blanks of the shapes that a module would give, for the arguments that it is called with."""
+
+    def __init__(self, module: nn.Module, call: Call, device: torch.device) -> None:
+        """`module`: without numbers; `call`: one of its calls that was traced."""
+        self._imagined = module
+        self._call = call
+        self._device = device
+        self._known: dict[Any, Any] = {}
+        self._wants_values = False
+
+    def __call__(self, arguments: Any, keywords: Any) -> Any:
+        """A nest like the module's output, in which an argument that it passes on as it is stands for itself."""
+        given = tensors_in((arguments, keywords))
+        output = self._like_arguments(self._pairs(arguments, keywords, given))
+        if output is None:
+            output = self._imagine(arguments, keywords)
+        return map_tensors(partial(self._filled, given), output, Seen)
+
+    def _filled(self, given: Sequence[Tensor], seen: Seen) -> Tensor:
+        if seen.identity >= 0:
+            return given[seen.identity]
+        return blank(seen.shape, seen.dtype, self._device).as_subclass(BlankHidden)
+
+    def _pairs(self, arguments: Any, keywords: Any, given: Sequence[Tensor]) -> dict[int, tuple[Seen, Tensor]]:
+        """By the number of a tensor among those given, what stood in its place in the trace.
+
+        A place may be empty in one of the two, as that of a mask is that hides nothing.
+        """
+        numbers = {id(tensor): number for number, tensor in enumerate(given)}
+        before, now = (
+            dict(pytree.tree_leaves_with_path(nest, is_leaf=lambda value: isinstance(value, Seen)))
+            for nest in ((tuple(self._call.arguments), dict(self._call.keywords)), (tuple(arguments), dict(keywords)))
+        )
+        return {
+            numbers[id(tensor)]: (before[path], tensor)
+            for path, tensor in now.items()
+            if id(tensor) in numbers and isinstance(before.get(path), Seen)
+        }
+
+    def _like_arguments(self, pairs: Mapping[int, tuple[Seen, Tensor]]) -> Any:
+        """An output whose tensors have the shapes of arguments that had the same shapes in the trace.
+
+        None where no argument had, or where those that had differ by now.
+        """
+        if not _is_plain(self._call.output):
+            return None
+        found: dict[int, Seen] = {}
+        for number, (seen, now) in pairs.items():
+            if any(seen.identity == each.identity and self._call.passed_on(each) for each in self._call.outputs()):
+                found[seen.identity] = Seen(identity=number, shape=tuple(now.shape), dtype=now.dtype)
+        for each in self._call.outputs():
+            alike = {
+                (tuple(now.shape), now.dtype)
+                for seen, now in pairs.values()
+                if (seen.shape, seen.dtype) == (each.shape, each.dtype)
+            }
+            if self._call.passed_on(each):
+                if each.identity not in found:
+                    return None
+                continue
+            if len(alike) != 1:
+                return None
+            ((shape, dtype),) = alike
+            found[each.identity] = Seen(identity=-1, shape=shape, dtype=dtype)
+        return map_tensors(lambda seen: found[seen.identity], self._call.output, Seen) if found else None
+
+    def _imagine(self, arguments: Any, keywords: Any) -> Any:
+        if not self._wants_values:
+            leaves = pytree.tree_leaves((arguments, keywords))
+            key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+            if key in self._known:
+                return self._known[key]
+            try:
+                found = self._known[key] = imagine(self._imagined, arguments, keywords)
+                return found
+            except Exception:  # whatever a model's own code raises where it finds no values
+                self._wants_values = True
+        return imagine(self._imagined, arguments, keywords, valued=lambda tensor: not isinstance(tensor, BlankHidden))
+
+
+def _is_plain(output: Any) -> bool:
+    """Whether a traced output is of tensors, tuples and lists, which a trace keeps as they are."""
+    if isinstance(output, (tuple, list)):
+        return all(_is_plain(each) for each in output)
+    return output is None or isinstance(output, Seen)
+
+
+def without_numbers(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers have shapes and no memory."""
+    tensors: Mapping[int, Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    unreal: dict[int, Tensor] = {}
+    for key, tensor in tensors.items():
+        empty = torch.empty_like(tensor, device="meta")
+        unreal[key] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    copy = _copied(module, unreal, {})
+    return copy.eval()  # shapes are those of training, and dropout draws no masks for tensors without values
+
+
+def _copied(module: nn.Module, unreal: Mapping[int, Tensor], done: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module and all in it, with other tensors in place of its own."""
+    if id(module) in done:
+        return done[id(module)]
+    copied = done[id(module)] = _shallow(module, type(module))
+    for name, value in vars(module).items():
+        if name == "_modules":
+            copied._modules = {
+                own: child if child is None else _copied(child, unreal, done) for own, child in value.items()
+            }
+        elif isinstance(value, (dict, list)):
+            vars(copied)[name] = pytree.tree_map_only(Tensor, lambda tensor: unreal.get(id(tensor), tensor), value)
+    # Other layouts replace forwards by functions that hold on to the module they were made for.
+    vars(copied).pop("forward", None)
+    return copied
