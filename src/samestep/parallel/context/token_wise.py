@@ -222,7 +222,9 @@ def _gathering(dim: int, group: dist.ProcessGroup, lengths: list[int]) -> Callab
     return hook
 
 
-def _on_own_tokens(dim: int, group: dist.ProcessGroup, lengths: Sequence[int], now: ForwardContext) -> Callable[..., Any]:
+def _on_own_tokens(
+    dim: int, group: dist.ProcessGroup, lengths: Sequence[int], now: ForwardContext
+) -> Callable[..., Any]:
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         first = group.rank() * part_length(lengths[0], group.size())
         with now.holding(Portion(activations={dim: first})):
