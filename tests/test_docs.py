@@ -24,9 +24,10 @@ from samestep.tasks.text_classification import TextData, TextModel
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md")])
+AT_THE_ROOT = ("README", "ARCHITECTURE", "CONTRIBUTING")  # each with its twin NAME.zh-CN.md
+PAGES = sorted([*(page for name in AT_THE_ROOT for page in ROOT.glob(f"{name}*.md")), *DOCS.rglob("*.md")])
 PAIRS = [
-    (ROOT / "README.md", ROOT / "README.zh-CN.md"),
+    *((ROOT / f"{name}.md", ROOT / f"{name}.zh-CN.md") for name in AT_THE_ROOT),
     *(
         (page, DOCS / "zh" / page.relative_to(DOCS))
         for page in PAGES
@@ -209,6 +210,29 @@ def test_every_key_is_described_with_its_default(page: Path) -> None:
         else:
             given = yaml.safe_load(text.strip("`"))
             assert given == (list(default) if isinstance(default, tuple) else default), key
+
+
+SOURCES = [page for page in PAGES if page.stem.partition(".")[0] in ("ARCHITECTURE", "CONTRIBUTING")]
+
+
+@pytest.mark.parametrize("page", SOURCES, ids=name_of)
+def test_files_of_the_source_that_are_named_are_there_with_their_tables(page: Path) -> None:
+    text = read(page)
+    named = set(re.findall(r"`([\w/.-]+(?:\.py|\.md|/))`", text))
+    assert len(named) > 10
+    for path in (each for each in named if "NAME" not in each):
+        assert (ROOT / path).exists() or (ROOT / "src" / "samestep" / path).exists(), path
+    tables = re.findall(r"`([A-Z]{3,})` in `(src/[^`]+)`|`(src/[^`]+)` [里的]+ ?`([A-Z]{3,})`", text)
+    for name, path, path_before, name_after in tables:
+        source = read(ROOT / (path or path_before))
+        assert re.search(rf"^{name or name_after}\b", source, re.MULTILINE), (name or name_after, path)
+    assert len(tables) >= 3
+
+
+@pytest.mark.parametrize("page", [page for page in SOURCES if page.name.startswith("ARCH")], ids=name_of)
+def test_every_package_stands_on_the_map(page: Path) -> None:
+    packages = {path.parent.name for path in (ROOT / "src" / "samestep").glob("*/__init__.py")}
+    assert packages <= set(re.findall(r"`(\w+)/`", read(page)))
 
 
 @pytest.mark.parametrize("page", KEYS, ids=name_of)

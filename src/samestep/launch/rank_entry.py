@@ -115,10 +115,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 _OWN_PROGRAMS = ("-m", "samestep")
 
 
@@ -159,3 +155,7 @@ def is_file(word: str) -> bool:
 def _job_file(command: Sequence[str]) -> str | None:
     """The job file among the words of a command of samestep's."""
     return next((word for word in command if word.endswith(JOB_FILES) and "=" not in word), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
