@@ -1,1 +1,5 @@
-"""What people look at: tables in the terminal."""
+"""What people look at: tables in the terminal, and pictures of layouts and schedules.
+
+`tables` (a training's result, a proof), `profile`, `checkpoints`, `hosts`; `layout` finds who holds what, which it
+shows as a table and `layout_svg` as a picture; `schedule_svg` draws a pipeline's schedule with the shapes of `svg`.
+"""

@@ -1,1 +1,11 @@
-"""Trainings that outlive their ranks' faults: who is how far, who is missing, what then."""
+"""Trainings that outlive their ranks' faults: how far each rank is, which one the others wait for, and what is done.
+
+In the order of reading:
+
+- `rank`: what a rank does for it, step by step; `status`: what it writes where its starter can read it.
+- `watchdog`: reads that in the starting process, and ends a round that makes no progress; `stacks`, `pace` and
+  `collective_counts` tell who is at fault.
+- `restarts`: rounds from the last checkpoint; `policy`: what a job asks for; `fault`: how it is told.
+- `preemption` (signals with notice), `nonfinite` (losses that are NaN), `injection` (faults on purpose, for drills).
+- `scratch`: folders that don't outlive their process. `job_info`: what a starter is told of the job in its ranks.
+"""

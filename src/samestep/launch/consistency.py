@@ -19,7 +19,7 @@ from samestep.launch.forwarded_env import is_secret
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.rank_entry import JOB_FILES, is_file, is_ours
 
-_SOURCES = Path(__file__).parents[2]
+_SOURCES = Path(__file__).parents[1]
 
 _INSTALL, _COPY = "install the same on both", "copy the same file to both"
 _REMEDIES = {

@@ -1,1 +1,5 @@
-"""Places: where a cluster is found, one file each."""
+"""Places that offer hosts to a job: a file each, and an entry each in `registry`.
+
+Read `base` first: what a place is given, and what it finds. `local` is the shortest; `slurm` finds the nodes of an
+allocation and `srun` starts on them, as `ray` does for a Ray cluster.
+"""

@@ -1,1 +1,5 @@
-"""What each engine's scripts expect to find when they start: variables and arguments, one file an engine."""
+"""What the scripts of each engine expect when they start: variables and arguments, a file an engine.
+
+Read `base` first (what a contract is), then `torch`, the shortest, and `registry`. Some need a helper process beside
+their ranks (`sidecar`, `horovod_server`, `until_rank_ends`) or must agree on ports before they start (`rank_store`).
+"""
