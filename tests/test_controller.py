@@ -88,7 +88,7 @@ class Reached:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """Run a job whose hosts say so; it ends when worker-2, or what is given, has been tried so often."""
-    monkeypatch.setattr(controller, "Link", Reached)
+    monkeypatch.setattr(controller, "AgentConnection", Reached)
     monkeypatch.setattr(controller, "_FIRST_WAIT", 0.1)
     monkeypatch.setattr(controller, "_LONGEST_WAIT", 0.4)
     monkeypatch.setattr(controller, "_AFTER_END", 0.1)
