@@ -1,7 +1,9 @@
 """What every test runs under: few threads, quick hypothesis, and an environment left as it was found."""
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +28,27 @@ sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat
 
 # pytest's own (which test runs now), and what torch sets when its compiler is first imported.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
+
+
+_TEMPORARY = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all that the tests start one folder for temporary files, which goes when the last test is done.
+
+    torchrun, TensorFlow and others leave files in it where a test kills them. pytest's own folders stay where they
+    were, for who looks at a failed test.
+    """
+    if hasattr(config, "workerinput"):
+        return  # one of several workers, which have it from their parent
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    config.stash[_TEMPORARY] = tempfile.mkdtemp(prefix="samestep-tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_TEMPORARY]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (folder := config.stash.get(_TEMPORARY, None)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
