@@ -27,6 +27,25 @@ class Steep(nn.Module):
         return self.last(hidden), x
 
 
+class Sloping(Steep):
+    """Its forward gives the slope, too. `graph`: which it also computes where nobody wants a backward."""
+
+    def __init__(self, *, norm: bool, graph: bool) -> None:
+        super().__init__(norm=norm)
+        self.graph = graph
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.training:
+            return super().forward(x)[0], None
+        with torch.set_grad_enabled(torch.is_grad_enabled() or self.graph):
+            x = x.detach().requires_grad_(True)
+            hidden = self.norm(self.embed(x))
+            for layer in self.layers:
+                hidden = layer(hidden)
+            score = self.last(hidden)
+            return score, torch.autograd.grad(score.sum(), x, create_graph=True)[0]
+
+
 class Smooth(Pairs):
     """A regression whose slope is held at a length of 1 (Gulrajani et al. 2017, equation 3)."""
 
@@ -47,3 +66,24 @@ class Smooth(Pairs):
         score, x = output
         (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         return ((score - batch.targets).square() + (slope.norm(dim=1, keepdim=True) - 1) ** 2).sum(), len(score)
+
+
+class SmoothForward(Smooth):
+    """The same regression of a model that gives its slope; beside it each score is held against the batch's mean."""
+
+    def __init__(self, *, norm: bool = False, graph: bool = False, gathers: bool = False) -> None:
+        super().__init__(norm=norm)
+        self.graph = graph
+        if gathers:
+            self.loss = self.coupled
+
+    def model(self) -> nn.Module:
+        return Sloping(norm=self.norm, graph=self.graph)
+
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, int]:
+        score, slope = output
+        return ((score - batch.targets).square() + (slope.norm(dim=1, keepdim=True) - 1) ** 2).sum(), len(score)
+
+    def coupled(self, output: Any, batch: samestep.Batch, gather: samestep.Gather) -> tuple[Tensor, int]:
+        total, count = SmoothForward.loss(self, output, batch)
+        return total + (output[0] - gather(output[0]).mean()).square().sum(), count

@@ -11,7 +11,7 @@ from optimizer_tasks import Counting, Lars, Noisy, Together, nothing, signs
 from proving import prove, same
 from resuming import job_of, largest_difference, train_all
 from small_tasks import Points
-from torch import nn
+from torch import Tensor, nn
 
 import samestep
 from samestep import Average, Checkpointing, Group, NamedOptimizer, jobfile
@@ -37,6 +37,22 @@ def llama(**values: Any) -> samestep.Recipe:
     return samestep.Recipe(**{**own, **values})
 
 
+class Shifted(Points):
+    """With a bias before a softmax over features that gives them all the same, so its gradient is rounding alone."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), Shift(), nn.Softmax(-1), nn.Linear(16, self.classes))
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
 def points(**values: Any) -> samestep.Recipe:
     settings: dict[str, Any] = {"task": Points(samples=64, held_out=7), "batch": 13, "steps": 4, "clip": 1.0}
     return samestep.Recipe(**{**settings, **values})
@@ -44,6 +60,9 @@ def points(**values: Any) -> samestep.Recipe:
 
 TRAINED = llama()
 FACTORED = points(optimizer=NamedOptimizer(name="torch.optim.Adafactor", lr=0.05))
+SHIFTED = points(
+    task=Shifted(samples=64, held_out=7), optimizer=NamedOptimizer(name="torch.optim.Adafactor", lr=0.05)
+)
 NESTEROV = points(optimizer=NamedOptimizer(name="torch.optim.NAdam", lr=0.01, args={"betas": [0.8, 0.99]}))
 TRUST = points(optimizer=NamedOptimizer(name=Lars, lr=0.05))
 EXPERTS = samestep.Recipe(
@@ -66,6 +85,7 @@ TWO: Mapping[str, Any] = {
     "muon offloaded": (TRAINED, "fsdp2 offload=optimizer", {}),
     "muon of a replica offloaded": (TRAINED, "dp2 offload=optimizer", {}),
     **{f"adafactor {layout}": (FACTORED, layout, {}) for layout in ("zero1x2", "fsdp2", "tp2")},
+    **{f"adafactor of rounding {layout}": (SHIFTED, layout, {}) for layout in ("dp2", "fsdp2")},
     **{f"nadam {layout}": (NESTEROV, layout, {}) for layout in ("zero1x2", "tp2", "fsdp2 offload=optimizer")},
     **{f"lars {layout}": (TRUST, layout, {}) for layout in ("dp2", "fsdp2")},
     "groups dp2": (GROUPED, "dp2", {}),

@@ -308,6 +308,20 @@ def test_layouts_without_gradients_of_gradients_say_so(
     assert re.search(words, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.parametrize(("norm", "gathers"), [(True, False), (False, True)])
+def test_a_forward_may_take_gradients(norm: bool, gathers: bool) -> None:
+    task = penalty_tasks.SmoothForward(norm=norm, gathers=gathers)
+    assert samestep.verify(recipe_of(task), layout="dp2", steps=2, threads=1).same_step
+
+
+def test_a_forward_that_takes_gradients_where_it_runs_without_a_graph_is_told_what_would_do() -> None:
+    recipe = recipe_of(penalty_tasks.SmoothForward(gathers=True))
+    with pytest.raises(samestep.LayoutError, match=r"takes gradients in its forward.*use torch\.enable_grad\(\)"):
+        samestep.verify(recipe, layout="dp2", steps=1, threads=1, micro_batch=2)
+    recipe = recipe_of(penalty_tasks.SmoothForward(gathers=True, graph=True))
+    assert samestep.verify(recipe, layout="dp2", steps=1, threads=1, micro_batch=2).same_step
+
+
 def test_check_names_the_layouts_without_gradients_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "start", None)
     found = samestep.check(recipe_of(penalty_tasks.Smooth()), layouts=["zero2x2", "fsdp2", "pp2", "cp2"])

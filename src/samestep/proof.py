@@ -223,13 +223,25 @@ def _settings(training: Training, lr: float) -> dict[str, tuple[float, float]]:
         for group in optimizer.param_groups:
             if isinstance(optimizer, torch.optim.SGD):
                 continue
-            eps = group.get("eps", _EPS)
-            eps = next((each for each in eps if each is not None), _EPS) if isinstance(eps, tuple) else eps
             # The group's own rate of this step, where it has the recipe's schedule.
             own = SCHEDULE in group or not first["initial_lr"]
             rate = group["initial_lr"] * (1.0 if own else lr / first["initial_lr"])
-            found |= {names[parameter]: (float(rate), max(float(eps), _EPS)) for parameter in group["params"]}
+            found |= {names[parameter]: (float(rate), _floor(group, parameter)) for parameter in group["params"]}
     return found
+
+
+def _floor(group: Mapping[str, Any], parameter: Tensor) -> float:
+    """What is added to the size by which a parameter's gradient is divided, so that the size may be zero.
+
+    Adafactor has two: one for the gradient, of which None is the gap between 1 and the next number, and one for the
+    parameter. A matrix it divides by means over rows and columns, which are as small as rounding nowhere.
+    """
+    eps = group.get("eps", _EPS)
+    if not isinstance(eps, tuple):
+        return max(float(eps), _EPS)
+    if parameter.dim() > 1:
+        return next((max(float(each), _EPS) for each in eps if each is not None), _EPS)
+    return float(torch.finfo(parameter.dtype).eps if eps[0] is None else eps[0])
 
 
 def _clipping(training: Training, norm: float) -> float:

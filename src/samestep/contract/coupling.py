@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -93,12 +92,13 @@ def _check_batch_norms(trial: Trial, number: int, cut: int) -> None:
 
         return count
 
+    without_graph = trial.without_graph  # found out by a forward, which is not to be counted
     handles = [module.register_forward_pre_hook(counter(name)) for name, module in norms.items()]
     try:
         for first, last in ((0, number), (0, cut), (cut, number)):
             for name in norms:
                 counts.setdefault(name, []).append(0)
-            with torch.no_grad():
+            with without_graph():
                 trial.output(first, last)
     finally:
         for handle in handles:
@@ -226,7 +226,7 @@ def _coupled(trial: Trial, sums: Sums, number: int, cut: int) -> str | None:
             f"collate gives other values for sample {indices[row]} {others}: what it makes of a "
             f"sample must not depend on the samples beside it, padding apart{line_of(trial.task.collate)}"
         )
-    with torch.no_grad():
+    with trial.without_graph():
         whole, part = _ended(trial, 0, number), _ended(trial, 0, cut)
     same_output = _differs(whole[-1].given, part[-1].given, number, cut, trial.tolerance) is None
     if same_output and not sums.losses_add_up:

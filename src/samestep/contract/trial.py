@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from samestep.parallel.exact.batch_norm import by_running_statistics, global_bat
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import Dropout, same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.nests import map_tensors
 from samestep.tasks.base import Batch, InTurn, Task, call, sum_and_count
 from samestep.tasks.gather import takes_gather
 from samestep.tasks.several_losses import with_weights
@@ -128,14 +130,25 @@ class Trial:
         if not self.coupled:
             yield from (self.loss(first, last) for first, last in parts)
             return
-        with torch.no_grad():
+        with self.without_graph():
             outputs, batches = zip(*(self.output(first, last) for first, last in parts), strict=True)
+        outputs = [map_tensors(Tensor.detach, output) for output in outputs]
         rows = [Rows(numbers=torch.arange(first, last)) for first, last in parts]
         with said(LOSS, "the loss of parts of the samples", of=self.loss_function), self._context():
             found = self._coupling.of_parts(outputs, batches, rows)
         for (first, last), each in zip(parts, found, strict=True):
             total, count = each.of(self.output(first, last)[0])
             yield total, float(count)
+
+    @cached_property
+    def without_graph(self) -> Callable[[], AbstractContextManager[Any]]:
+        """The context of a forward whose gradients nobody wants: no_grad(), unless the forward itself takes some."""
+        try:
+            with torch.no_grad():
+                self.output(0, len(self.sampled))
+        except ContractError:
+            return nullcontext
+        return torch.no_grad
 
     @contextmanager
     def of(self, sampled: Sampled) -> Iterator[None]:

@@ -36,6 +36,8 @@ _PEER_LOST = re.compile(
 )
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
+# What autograd says of a gradient that is asked for under no_grad().
+_WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"
 # What DistributedDataParallel says of a parameter whose gradient comes twice.
 _MARKED_TWICE = "Expected to mark a variable ready only once"
 
@@ -112,6 +114,12 @@ class LayoutFailures:
         what = f"{where} ({_class_of(module)})" if where else _class_of(module)
         line = foreign_line(error)
         at = f", {line}" if line else ""
+        if _WITHOUT_GRAPH in str(error):
+            return (
+                f'layout "{self._layout}": {what} takes gradients in its forward, which also runs where nobody wants '
+                f"its backward, under torch.no_grad() ({type(error).__name__}: {first_line(error)}{at}); use "
+                "torch.enable_grad() around what they are computed from"
+            )
         return (
             f'layout "{self._layout}": {what} fails when the model is spread so '
             f"({type(error).__name__}: {first_line(error)}{at}); use {_other_layouts(self._layout)}"

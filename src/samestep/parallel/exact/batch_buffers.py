@@ -8,7 +8,7 @@ step; when the step is over, what they made of it is joined over micro-batches a
 - sum: the buffer before the step plus what each forward added, such as `counts += hits.sum(0)`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
@@ -53,6 +54,7 @@ def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layou
             "which a rank here has some tokens; use dp, zero, fsdp, tp or pp"
         )
     if layout.pipeline > 1:
+        found |= dict.fromkeys(_power_iterations(model), "mean")
         blocks = set(find_blocks(model))
         for name in found:
             owner = model.get_submodule(name.rpartition(".")[0])
@@ -63,6 +65,13 @@ def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layou
                     "fsdp or tp"
                 )
     return found
+
+
+def _power_iterations(model: nn.Module) -> Iterator[str]:
+    """The vectors of spectral norm, which every micro-batch moves alike: their mean is what one forward makes."""
+    for name, module in model.named_modules():
+        if isinstance(module, parametrizations._SpectralNorm):
+            yield from (f"{name}.{key}" for key in ("_u", "_v") if key in module._buffers)
 
 
 @dataclass(kw_only=True)

@@ -104,12 +104,14 @@ class RepeatedForwards:
         dist.all_gather_object(names, self._moved[0] if self._moved else None)
         moved = next((name for name in names if name is not None), None)
         if moved is not None:
-            owner = moved.rpartition(".")[0]
+            owner, _, key = moved.rpartition(".")
+            vectors = key in ("_u", "_v", "weight_u", "weight_v")
+            joined = '{"*._u": "mean", "*._v": "mean"}' if vectors else f'{{"{moved}": "mean"}} or "sum"'
             raise UserError(
                 f"the buffer {moved} is moved on by every training forward of {owner or 'the model'}, and {why}; "
                 "one process runs one forward a step, so use one micro-batch a rank (run.micro_batch: null), no "
-                "recompute and no pp, such as dp2 or fsdp2; where the buffer is a mean or a sum over the batch, have "
-                f'the task\'s batch_buffers() give {{"{moved}": "mean"}} or "sum"'
+                "recompute and no pp, such as dp2 or fsdp2; where the buffer is a mean or a sum over the batch, or "
+                f"every micro-batch moves it alike, have the task's batch_buffers() give {joined}"
             )
 
 
