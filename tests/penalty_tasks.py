@@ -69,21 +69,23 @@ class Smooth(Pairs):
 
 
 class SmoothForward(Smooth):
-    """The same regression of a model that gives its slope; beside it each score is held against the batch's mean."""
+    """The same regression of a model that gives its slope itself."""
 
-    def __init__(self, *, norm: bool = False, graph: bool = False, gathers: bool = False) -> None:
+    def __init__(self, *, norm: bool = False, graph: bool = False) -> None:
         super().__init__(norm=norm)
         self.graph = graph
-        if gathers:
-            self.loss = self.coupled
 
     def model(self) -> nn.Module:
         return Sloping(norm=self.norm, graph=self.graph)
 
-    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, int]:
+    def loss(self, output: Any, batch: samestep.Batch, **_: Any) -> tuple[Tensor, int]:
         score, slope = output
         return ((score - batch.targets).square() + (slope.norm(dim=1, keepdim=True) - 1) ** 2).sum(), len(score)
 
-    def coupled(self, output: Any, batch: samestep.Batch, gather: samestep.Gather) -> tuple[Tensor, int]:
-        total, count = SmoothForward.loss(self, output, batch)
+
+class SmoothTogether(SmoothForward):
+    """Beside it each score is held against the batch's mean."""
+
+    def loss(self, output: Any, batch: samestep.Batch, gather: samestep.Gather) -> tuple[Tensor, int]:  # pyright: ignore
+        total, count = super().loss(output, batch)
         return total + (output[0] - gather(output[0]).mean()).square().sum(), count

@@ -308,17 +308,16 @@ def test_layouts_without_gradients_of_gradients_say_so(
     assert re.search(words, str(caught.value)), str(caught.value)
 
 
-@pytest.mark.parametrize(("norm", "gathers"), [(True, False), (False, True)])
-def test_a_forward_may_take_gradients(norm: bool, gathers: bool) -> None:
-    task = penalty_tasks.SmoothForward(norm=norm, gathers=gathers)
+@pytest.mark.parametrize("task", [penalty_tasks.SmoothForward(norm=True), penalty_tasks.SmoothTogether()])
+def test_a_forward_may_take_gradients(task: samestep.Task) -> None:
     assert samestep.verify(recipe_of(task), layout="dp2", steps=2, threads=1).same_step
 
 
 def test_a_forward_that_takes_gradients_where_it_runs_without_a_graph_is_told_what_would_do() -> None:
-    recipe = recipe_of(penalty_tasks.SmoothForward(gathers=True))
+    recipe = recipe_of(penalty_tasks.SmoothTogether())
     with pytest.raises(samestep.LayoutError, match=r"takes gradients in its forward.*use torch\.enable_grad\(\)"):
         samestep.verify(recipe, layout="dp2", steps=1, threads=1, micro_batch=2)
-    recipe = recipe_of(penalty_tasks.SmoothForward(gathers=True, graph=True))
+    recipe = recipe_of(penalty_tasks.SmoothTogether(graph=True))
     assert samestep.verify(recipe, layout="dp2", steps=1, threads=1, micro_batch=2).same_step
 
 
