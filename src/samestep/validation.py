@@ -1,11 +1,13 @@
 """From pydantic's errors to one line a mistake: where it is, what was given, what would do."""
 
+import pathlib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 
@@ -60,6 +62,18 @@ def checked(schema: Any, values: Mapping[str, Any], *, prefix: Path = ()) -> Any
         return TypeAdapter(schema).validate_python(values)
     except ValidationError as error:
         raise UserError(explain(error, values, schema, prefix=prefix)) from None
+
+
+def checked_file(schema: Any, path: pathlib.Path, what: str) -> Any:
+    """A dataclass made from a YAML file of `what`. Raises UserError that names the file and each mistake."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: no YAML file of {what}: {error}") from None
+    try:
+        return checked(schema, {} if values is None else values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def check_keys(given: Any, schema: Any, name: str) -> None:

@@ -25,6 +25,7 @@ class Sampled:
     samples: Sequence[Any]
     indices: Sequence[int]  # of the samples, in the training set
     cut: int  # where the samples are cut into two parts of unlike sizes: 5 and 7 of 12
+    sizes: Sequence[Sequence[int]] = ()  # how many numbers each tensor of each has; none where collate wants several
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -41,6 +42,7 @@ class Sampled:
             self,
             samples=[self.samples[place] for place in order],
             indices=[self.indices[place] for place in order],
+            sizes=[self.sizes[place] for place in order],
             cut=cut,
         )
 
@@ -49,14 +51,10 @@ class Sampled:
 
         Inputs and targets are padded each by themselves: short inputs may have targets of full length.
         """
-        try:
-            sizes = [_sizes(self.batch(place, place + 1)) for place in range(len(self))]
-        except ContractError:  # a collate that wants several samples
-            return
-        if len({len(each) for each in sizes}) > 1:
+        if len({len(each) for each in self.sizes}) > 1:
             return
         known: set[tuple[int, ...]] = set()
-        for size in zip(*sizes, strict=True):  # of one tensor, by sample
+        for size in zip(*self.sizes, strict=True):  # of one tensor, by sample
             shorter = sum(each < max(size) for each in size)
             if shorter and max(size[: self.cut]) == max(size) and size not in known:
                 known.add(size)
@@ -72,10 +70,11 @@ def _sampled(task: Task, samples: Sequence[Any], indices: Sequence[int]) -> Samp
     cut = number * 5 // MOST if number >= MOST else number // 2
     sampled = Sampled(task=task, samples=samples, indices=indices, cut=cut)
     try:
-        sizes = [sum(_sizes(sampled.batch(place, place + 1)[:1])) for place in range(number)]
+        batches = [sampled.batch(place, place + 1) for place in range(number)]
     except ContractError:  # a collate that wants several samples
         return sampled
-    return sampled.ordered(sizes, cut)
+    sampled = replace(sampled, sizes=[_sizes(batch) for batch in batches])
+    return sampled.ordered([sum(_sizes(batch[:1])) for batch in batches], cut)
 
 
 def _sizes(parts: Iterable[Any]) -> list[int]:

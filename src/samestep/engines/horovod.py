@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch.distributed as dist
-import yaml
 from annotated_types import Gt, Le
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from samestep.parallel.parallel_model import WholeModel
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.unused_parameters import UsedByReplicas
 from samestep.recipe import STRICT
-from samestep.validation import checked
+from samestep.validation import checked_file
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,14 +67,7 @@ def read(path: Path | None) -> Settings:
     """Read a file of settings. Raises UserError that names the file and each mistake."""
     if path is None:
         return Settings()
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: no YAML file of Horovod's settings: {error}") from None
-    try:
-        settings = checked(Settings, {} if values is None else values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    settings = checked_file(Settings, path, "Horovod's settings")
     if settings.messages == "mpi" and not environment.under_mpirun():
         raise UserError(
             f"{path}: messages is mpi, and no mpirun started this process; `mpirun -np 2 samestep ...`, "

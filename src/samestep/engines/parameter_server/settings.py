@@ -4,16 +4,15 @@ from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from annotated_types import Ge, Gt
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from samestep.data.order import Place
-from samestep.errors import LayoutError, UserError
+from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.recipe import STRICT, Positive, Real, Whole, broken_rule
-from samestep.validation import checked
+from samestep.validation import checked_file
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -69,14 +68,7 @@ def read(path: Path | None) -> Settings:
     """Read a file of settings. Raises UserError that names the file and each mistake."""
     if path is None:
         return Settings()
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path}: no YAML file of a parameter server's settings: {error}") from None
-    try:
-        return checked(Settings, {} if values is None else values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return checked_file(Settings, path, "a parameter server's settings")
 
 
 def check_ranks(settings: Settings, layout: Layout) -> None:

@@ -3,6 +3,7 @@
 (Ioffe & Szegedy 2015, algorithm 1.)
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -104,7 +105,7 @@ def _check_whole(moment: Moment, what: str) -> None:
         )
 
 
-class _BatchNormCalls(TorchFunctionMode):
+class _BatchNormCalls(TorchFunctionMode, ABC):
     """Answers the calls of F.batch_norm in training."""
 
     def __torch_function__(
@@ -113,6 +114,7 @@ class _BatchNormCalls(TorchFunctionMode):
         keywords = kwargs or {}
         return self.norm(*args, **keywords) if func is F.batch_norm else func(*args, **keywords)
 
+    @abstractmethod
     def norm(
         self,
         input: Tensor,
@@ -125,7 +127,6 @@ class _BatchNormCalls(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         """What F.batch_norm gives."""
-        raise NotImplementedError
 
 
 class _ByGlobalStatistics(_BatchNormCalls):
