@@ -1,5 +1,6 @@
 """What every test runs under: few threads, quick hypothesis, and an environment left as it was found."""
 
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -30,9 +31,6 @@ sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 
-_TEMPORARY = pytest.StashKey[str]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Give all that the tests start one folder for temporary files, which goes when the last test is done.
 
@@ -42,13 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return  # one of several workers, which have it from their parent
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    config.stash[_TEMPORARY] = tempfile.mkdtemp(prefix="samestep-tests-")
-    os.environ["TMPDIR"] = tempfile.tempdir = config.stash[_TEMPORARY]
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if (folder := config.stash.get(_TEMPORARY, None)) is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix="samestep-tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    # After multiprocessing has removed its own folder in it, which it does at -100.
+    multiprocessing.util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-200)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import torch
 from own_loops import Case
 from small_tasks import Points
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import samestep
 from samestep.engines.base import Preparation
@@ -85,6 +86,41 @@ def test_many_ranks_join_theirs(expected: own_loops.Taken) -> None:
         Case(layout="pp2"),
     ]
     for taken in own_loops.under(cases, Balanced(samples=28), batch=BATCH, steps=STEPS, ranks=2):
+        assert own_loops.far(taken, expected) < 1e-10
+
+
+class Compared(nn.Module):
+    """Two layers with spectral norm, each called twice in a forward, as a GAN's discriminator is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 12), nn.Linear(12, 3)
+        self.blocks = nn.ModuleList(parametrizations.spectral_norm(nn.Linear(12, 12)) for _ in range(2))
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.first(points)
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh() - block(hidden.square()).tanh()
+        return self.last(hidden)
+
+
+class Normed(Points, own_loops.Looped):
+    def model(self) -> nn.Module:
+        return Compared()
+
+
+def test_vectors_of_spectral_norm_move_as_in_one_process_by_themselves() -> None:
+    task = Normed(samples=28)
+    expected = own_loops.plain(task, batch=BATCH, steps=STEPS)
+    for case in (Case(micro_batch=4), Case(layout="single recompute=full", micro_batch=5)):
+        assert own_loops.far(own_loops.take(case, task, BATCH, STEPS), expected) < 1e-10
+    cases = [
+        Case(layout="dp2"),
+        Case(layout="dp2", micro_batch=3),
+        Case(layout="fsdp2 recompute=full"),
+        Case(layout="pp2"),
+    ]
+    for taken in own_loops.under(cases, task, batch=BATCH, steps=STEPS, ranks=2):
         assert own_loops.far(taken, expected) < 1e-10
 
 

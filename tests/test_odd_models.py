@@ -42,7 +42,7 @@ WORKS: Mapping[str, tuple[str, ...]] = {
     "weight norm": ("fsdp2 recompute=full", "tp2", "pp2"),
     "orthogonal": ("fsdp2 recompute=full", "tp2", "pp2"),
     "old weight norm": ("fsdp2 recompute=full", "tp2", "pp2"),
-    "spectral norm": ("dp2", "fsdp2", "tp2", "pp2"),
+    "spectral norm": ("dp2", "fsdp2", "tp2", "pp2", "fsdp2 recompute=full"),
     "old spectral norm": ("fsdp2", "tp2"),
     "hooked": ("dp2", "zero1x2"),
     "cancelling": ("dp2", "fsdp2"),
@@ -77,12 +77,10 @@ ZERO2 = (
     "in place",
 )
 AS_TOLD = {"layers.*.up": "whole", "layers.*.down": "whole"}
-MOVED_ON = "is moved on by every training forward of"
+MOVED_ON = "is moved on by every training forward, and"
 REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
-    "spectral norm recomputed": ("spectral norm", "fsdp2 recompute=full", {}, MOVED_ON),
     "old spectral norm recomputed": ("old spectral norm", "fsdp2 recompute=full", {}, MOVED_ON),
     "old spectral norm in a pipeline": ("old spectral norm", "pp2", {}, MOVED_ON),
-    "spectral norm in micro-batches": ("spectral norm", "dp2", {"micro_batch": 2}, MOVED_ON),
     **{
         f"penalized, {layout}": (
             "penalized",

@@ -1,18 +1,20 @@
-"""Buffers that a forward fills with a mean or a sum over its samples: what one process makes of the global batch.
+"""Buffers that a forward moves on: after a step they are what one process's forward of the global batch makes.
 
-A forward sees a micro-batch on one rank. Here each forward of a step begins with the buffer as it was before the
-step; when the step is over, what they made of it is joined over micro-batches and ranks:
+A forward sees a micro-batch on one rank. Here the first forward of each micro-batch begins with the buffer as it was
+before the step; when the step is over, what they made of it is joined over micro-batches and ranks:
 
-- mean: the average of the forwards' buffers, weighted by their samples. Exact where the forward moves the buffer by
-  an affine function of a mean over its samples, such as `usage.lerp_(hits.mean(0), 0.1)`.
+- mean: the average of the micro-batches' buffers, weighted by their samples. Exact where the forward moves the
+  buffer by an affine function of a mean over its samples, such as `usage.lerp_(hits.mean(0), 0.1)`.
 - sum: the buffer before the step plus what each forward added, such as `counts += hits.sum(0)`.
+- alike: what any micro-batch made of it, since the forward moves it whatever the samples are. So are the vectors of
+  spectral norm (Miyato et al. 2018, section 2.1: a power iteration in each forward), which need not be named.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,19 +26,20 @@ from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.exact.forward_context import ForwardContext
 
-Join = Literal["mean", "sum"]
+Join = Literal["mean", "sum", "alike"]
+_OF_TASKS = ("mean", "sum")  # what the batch_buffers() of a task may say
 
 
 def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layout) -> dict[str, Join]:
-    """How each named buffer of a whole model is joined, by the patterns of a task.
+    """How each buffer of a whole model is joined: by the patterns of a task, and spectral norm's vectors.
 
     Raises UserError for a wrong pattern or value, LayoutError where ranks have parts of a sample.
     """
     found: dict[str, Join] = {}
     buffers = dict(model.named_buffers())
     for pattern, join in given.items():
-        if join not in get_args(Join):
-            raise UserError(f'batch_buffers(): {pattern} is "{join}"; use {" or ".join(get_args(Join))}')
+        if join not in _OF_TASKS:
+            raise UserError(f'batch_buffers(): {pattern} is "{join}"; use {" or ".join(_OF_TASKS)}')
         names = [name for name in buffers if fnmatchcase(name, pattern)]
         if not names:
             known = ", ".join([*list(buffers)[:5], *(["..."] if len(buffers) > 5 else [])]) or "none"
@@ -53,8 +56,8 @@ def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layou
             f'layout "{layout}": the buffer {next(iter(found))} is filled from whole samples (batch_buffers()), of '
             "which a rank here has some tokens; use dp, zero, fsdp, tp or pp"
         )
+    found |= dict.fromkeys((name for name in _power_iterations(model) if name not in found), "alike")
     if layout.pipeline > 1:
-        found |= dict.fromkeys(_power_iterations(model), "mean")
         blocks = set(find_blocks(model))
         for name in found:
             owner = model.get_submodule(name.rpartition(".")[0])
@@ -68,10 +71,18 @@ def find_batch_buffers(model: nn.Module, given: Mapping[str, str], layout: Layou
 
 
 def _power_iterations(model: nn.Module) -> Iterator[str]:
-    """The vectors of spectral norm, which every micro-batch moves alike: their mean is what one forward makes."""
+    """The vectors of spectral norm."""
     for name, module in model.named_modules():
         if isinstance(module, parametrizations._SpectralNorm):
             yield from (f"{name}.{key}" for key in ("_u", "_v") if key in module._buffers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """What a micro-batch's forwards made of a buffer on this rank."""
+
+    after: Tensor
+    samples: int  # 0 of samples that another rank counts
 
 
 @dataclass(kw_only=True)
@@ -80,8 +91,26 @@ class _Joined:
 
     join: Join
     before: Tensor | None = None  # as it was before the step
-    moved: Tensor | None = None  # the sum of what forwards added to it, weighted, in float64
-    samples: float = 0.0
+    began: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by micro-batch and number of the forward
+    made: dict[int, _Made] = field(default_factory=dict)  # by micro-batch, after its last forward
+
+    @property
+    def samples(self) -> int:
+        return sum(each.samples for each in self.made.values())
+
+    def moved(self, like: Tensor) -> Tensor:
+        """By how much, summed over the micro-batches and for a mean weighted by their samples. In float64."""
+        total = torch.zeros_like(like, dtype=torch.float64)
+        for each in self.made.values():
+            assert self.before is not None
+            weight = each.samples if self.join == "mean" else float(each.samples > 0)
+            total += (each.after.double() - self.before.double()) * weight
+        return total
+
+    def forget(self) -> None:
+        self.before = None
+        self.began.clear()
+        self.made.clear()
 
 
 class BatchBuffers:
@@ -100,11 +129,12 @@ class BatchBuffers:
             if joined:
                 self._places.append((module, joined))
                 # The forward is replaced rather than hooked, so that a recomputed block comes through here as well.
-                vars(module)["forward"] = partial(self._forward, module.forward, module, joined)
+                vars(module)["forward"] = partial(self._forward, module.forward, path, module, joined)
 
     def _forward(
         self,
         forward: Callable[..., Any],
+        path: str,
         module: nn.Module,
         joined: Mapping[str, _Joined],
         *arguments: Any,
@@ -113,29 +143,56 @@ class BatchBuffers:
         moment = self._now.moment
         if moment is None:
             return forward(*arguments, **keywords)
-        found = {key: _buffer(module, key).clone() for key in joined}
+        number = self._now.count(f"{path} (its buffers)")
+        place = id(moment), number
+        if self._now.recomputing:
+            return self._recompute(lambda: forward(*arguments, **keywords), module, joined, place)
         for key, each in joined.items():
-            each.before = found[key] if each.before is None else each.before
-            _buffer(module, key).copy_(each.before)
+            buffer = _buffer(module, key)
+            each.before = buffer.clone() if each.before is None else each.before
+            if number == 0:  # another micro-batch; a second forward of one goes on from the first
+                buffer.copy_(each.before)
+            each.began[place] = buffer.clone()
         try:
             return forward(*arguments, **keywords)
         finally:
+            samples = 0 if moment.lent else len(moment.samples)
             for key, each in joined.items():
-                if self._now.recomputing:
-                    _buffer(module, key).copy_(found[key])
-                else:
-                    _add(each, _buffer(module, key), 0 if moment.lent else len(moment.samples))
+                each.made[id(moment)] = _Made(after=_buffer(module, key).clone(), samples=samples)
+
+    def _recompute(
+        self,
+        forward: Callable[[], Any],
+        module: nn.Module,
+        joined: Mapping[str, _Joined],
+        place: tuple[int, int],
+    ) -> Any:
+        """A forward in backward: from what the first one began with, and without a trace."""
+        found = {key: _buffer(module, key).clone() for key in joined}
+        for key, each in joined.items():
+            _buffer(module, key).copy_(each.began[place])
+        try:
+            return forward()
+        finally:
+            for key, values in found.items():
+                _buffer(module, key).copy_(values)
 
     @torch.no_grad()
     def settle(self) -> None:
         """After the last backward of a step: give each buffer what all forwards of all ranks made of it."""
         held = [(_buffer(module, key), each) for module, joined in self._places for key, each in joined.items()]
+        for buffer, each in held:
+            if each.join == "alike" and each.made:
+                buffer.copy_(next(iter(each.made.values())).after)
+        self._sum([(buffer, each) for buffer, each in held if each.join != "alike"])
+        for _, each in held:
+            each.forget()
+
+    def _sum(self, held: Sequence[tuple[Tensor, _Joined]]) -> None:
+        """Give buffers their means and sums over the micro-batches of all ranks."""
         if not held:
             return
-        moved = [
-            torch.zeros_like(buffer, dtype=torch.float64) if each.moved is None else each.moved
-            for buffer, each in held
-        ]
+        moved = [each.moved(buffer) for buffer, each in held]
         samples = torch.tensor([each.samples for _, each in held], dtype=torch.float64, device=moved[0].device)
         message = torch.cat([samples, *(part.flatten() for part in moved)])
         dist.all_reduce(message, group=self._group)
@@ -145,17 +202,6 @@ class BatchBuffers:
                 before = buffer if each.before is None else each.before
                 change = total.view_as(buffer) / (count if each.join == "mean" else 1)
                 buffer.copy_((before.double() + change).to(buffer.dtype))
-            each.before, each.moved, each.samples = None, None, 0.0
-
-
-@torch.no_grad()
-def _add(joined: _Joined, after: Tensor, samples: int) -> None:
-    """Note what a forward of so many samples made of a buffer."""
-    assert joined.before is not None
-    change = after.double() - joined.before.double()
-    change *= samples if joined.join == "mean" else float(samples > 0)
-    joined.moved = change if joined.moved is None else joined.moved + change
-    joined.samples += samples
 
 
 def _buffer(module: nn.Module, key: str) -> Tensor:

@@ -105,13 +105,17 @@ class RepeatedForwards:
         moved = next((name for name in names if name is not None), None)
         if moved is not None:
             owner, _, key = moved.rpartition(".")
-            vectors = key in ("_u", "_v", "weight_u", "weight_v")
-            joined = '{"*._u": "mean", "*._v": "mean"}' if vectors else f'{{"{moved}": "mean"}} or "sum"'
+            if key in ("weight_u", "weight_v"):
+                raise UserError(
+                    f"the buffer {moved} is moved on by every training forward, and {why}; it is of "
+                    "torch.nn.utils.spectral_norm; use torch.nn.utils.parametrizations.spectral_norm, which computes "
+                    "the same and moves on once a step here"
+                )
             raise UserError(
                 f"the buffer {moved} is moved on by every training forward of {owner or 'the model'}, and {why}; "
                 "one process runs one forward a step, so use one micro-batch a rank (run.micro_batch: null), no "
-                "recompute and no pp, such as dp2 or fsdp2; where the buffer is a mean or a sum over the batch, or "
-                f"every micro-batch moves it alike, have the task's batch_buffers() give {joined}"
+                "recompute and no pp, such as dp2 or fsdp2; where the buffer is a mean or a sum over the batch, "
+                f'have the task\'s batch_buffers() give {{"{moved}": "mean"}} or "sum"'
             )
 
 

@@ -1,7 +1,7 @@
 """Tensor parallel applied to a model: parameters cut, layers made to compute with the cuts, output compared."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,9 @@ from samestep.comm.mesh import Mesh
 from samestep.data.order import bounds
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.attributes import Attributes
+from samestep.parallel.attributes import Attributes, WrappedForward
 from samestep.parallel.blocks import are_of_one_kind
-from samestep.parallel.calls import Trace, seen_in
+from samestep.parallel.calls import Seen, Trace, seen_in
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.sharding import Part, ShardTable, Slice
 from samestep.parallel.tensor import collectives, layers, sequence_parallel
@@ -25,7 +25,7 @@ from samestep.parallel.tensor.layers import Entry, Message, Region, multihead
 from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of
 from samestep.parallel.tensor.pairs import Unit
 from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
-from samestep.parallel.tensor.sequence_parallel import Stream, find_lists, token_dim
+from samestep.parallel.tensor.sequence_parallel import Key, Stream, find_lists, token_dim
 from samestep.parallel.tensor.vocab_parallel import Vocabulary
 
 
@@ -123,6 +123,7 @@ class _Slicing:
         everyone = self.mesh.group("context", "tensor")
         expected, before, table = self._expected, Attributes(self.model), dict(self.parts.table)
         whole: dict[str, str] = {}
+        by_head: set[str] = set()  # columns that are tried head by head, once they were wrong piece by piece
         departure: Departure | None = None
         while True:
             try:
@@ -133,6 +134,7 @@ class _Slicing:
                     layout.tensor,
                     given=self.given,
                     left_whole=whole,
+                    by_head=by_head,
                     tokens_split=bool(lists),
                 )
             except LayoutError:
@@ -157,7 +159,12 @@ class _Slicing:
             if departure is None:
                 return vocabulary, plan
             self._take_back(before, table)
-            more = {name: departure.why for name in _leave_whole(departure, plan, everyone) if name not in whole}
+            blamed = _leave_whole(departure, plan, everyone)
+            others = _with_columns_by_head(plan, blamed) - by_head
+            if others:
+                by_head |= others
+                continue
+            more = {name: departure.why for name in blamed if name not in whole}
             if not more or (self.given and not departure.of_ours):
                 raise LayoutError(departure.sentence)
             whole |= more
@@ -184,6 +191,15 @@ def _leave_whole(departure: Departure, plan: Plan, group: dist.ProcessGroup) -> 
     dist.all_gather_object(everyone, departure.to_leave_whole, group=group)
     found = list(dict.fromkeys(name for names in everyone for name in names))
     return found or [*plan.multiheads, *(name for unit in plan.units for name in unit.members), *plan.gathered]
+
+
+def _with_columns_by_head(plan: Plan, names: Collection[str]) -> set[str]:
+    """The columns of the units of some layers which may fuse queries, keys and values head by head."""
+    return {
+        unit.columns[0]
+        for unit in plan.units
+        if not {*unit.members}.isdisjoint(names) and unit.laid_by_head(plan.parts) is not None
+    }
 
 
 def _said(left_whole: Mapping[str, str]) -> str:
@@ -281,6 +297,47 @@ class _Slicer:
             else:
                 layers.column(linear, entry, region, begins=first)
         layers.row(self._model.get_submodule(unit.row), region)
+        if unit.heads is not None and unit.owner is not None:
+            self._slice_biases(unit.owner, unit.heads.queries, {*identities})
+
+    def _slice_biases(self, owner: str, heads: int, hidden: Collection[int | None]) -> None:
+        """Give an attention its heads of the biases that it is called with, such as ALiBi's (Press et al. 2022).
+
+        They are [batch or 1, heads, queries, keys], or the same with the first two dimensions folded into one; those
+        that sliced modules made have but this rank's heads already. `hidden`: what the attention's columns take,
+        [batch, tokens, features].
+        """
+        call = self._seen.of(owner)[0]
+        given: list[tuple[Key, Any]] = [*enumerate(call.arguments), *call.keywords.items()]
+        seen = {key: each for key, each in given if isinstance(each, Seen)}
+        samples = next((key for key, each in seen.items() if each.identity in hidden), None)
+        others = [key for key, each in seen.items() if each.identity not in hidden and len(each.shape) in (3, 4)]
+        if samples is None or not others or heads == 1:
+            return
+        module, group = self._model.get_submodule(owner), self._group
+        first, last = bounds(heads, dist.get_rank(group), self._plan.parts)
+
+        def own_heads(value: Tensor, batch: int) -> Tensor:
+            apart = value.ndim == 4 and value.shape[1] == heads
+            # As many rows as there are samples may be one for each sample.
+            folded = value.ndim == 3 and value.shape[0] in {batch * heads, heads} - {batch}
+            if not (apart or folded):
+                return value
+            value = collectives.copy(value, group) if value.requires_grad else value
+            if apart:
+                return value[:, first:last]
+            return value.unflatten(0, (-1, heads))[:, first:last].flatten(0, 1)
+
+        def with_own_heads(inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+            batch = len(sequence_parallel.argument(arguments, keywords, samples))
+            for key in others:
+                value = sequence_parallel.argument(arguments, keywords, key)
+                if isinstance(value, Tensor):
+                    own = own_heads(value, batch)
+                    arguments, keywords = sequence_parallel.replaced(arguments, keywords, key, own)
+            return inner(*arguments, **keywords)
+
+        module.forward = WrappedForward(module.forward, with_own_heads)
 
     def _features(self, unit: Unit, name: str) -> Tensor:
         """Which outputs of a column this rank needs, of the queries, keys and values that it fuses. [n]"""
@@ -363,7 +420,7 @@ class _Slicer:
                 gathered: Tensor | None = None
                 for key in places:
                     if gathered is None:
-                        gathered = stream.gather(keywords[key] if isinstance(key, str) else arguments[key])
+                        gathered = stream.gather(sequence_parallel.argument(arguments, keywords, key))
                     arguments, keywords = sequence_parallel.replaced(arguments, keywords, key, gathered)
             return inner(*arguments, **keywords)
 

@@ -1,7 +1,7 @@
 """Units: linears that are sliced together, found in a trace. Columns make a width, and one row layer takes it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -34,6 +34,7 @@ class Unit:
     heads: Heads | None = None
     partial: tuple[str, ...] = ()  # modules in between that stay whole, and whose gradients are then in parts
     head_tables: tuple[str, ...] = ()  # embeddings of one number a head
+    by_head: bool = False  # its one column gives [key-value heads, queries of each + 2, head_dim], flattened
 
     def shared_columns(self, parts: int) -> tuple[str, ...]:
         """Columns that stay whole, since ranks need the same key-value heads of them; each takes what it needs."""
@@ -41,6 +42,18 @@ class Unit:
             return ()
         alone = (self.heads.queries,)
         return tuple(name for name, each in zip(self.columns, self.pieces, strict=True) if each != alone)
+
+    def laid_by_head(self, parts: int) -> "Unit | None":
+        """The same with a column that fuses queries, keys and values head by head, as Bloom's and GPT-NeoX's do.
+
+        From the widths alone the two ways can't be told apart. None where the unit has no such column, or ranks would
+        need the same key-value heads.
+        """
+        heads = self.heads
+        fuses = heads is not None and len(self.columns) == 1 and sum(self.pieces[0]) == heads.queries + 2 * heads.keys
+        if self.by_head or heads is None or not fuses or heads.shares_keys(parts) or heads.queries % heads.keys:
+            return None
+        return replace(self, pieces=((heads.keys,),), by_head=True)
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -95,7 +95,8 @@ class Plan:
             if name in shared:
                 continue
             linear = model.get_submodule(name)
-            ranges = even_ranges(pieces, self.parts, step)
+            of_column = out_features(linear) // sum(pieces) if unit.by_head else step
+            ranges = even_ranges(pieces, self.parts, of_column)
             yield f"{_base_name(name, linear)}.weight", (out_dim(linear), ranges)
             if base_of(linear).bias is not None:
                 yield f"{_base_name(name, linear)}.bias", (0, ranges)
@@ -140,13 +141,15 @@ def make_plan(
     *,
     given: Mapping[str, str] | None = None,
     left_whole: Mapping[str, str] | None = None,
+    by_head: Collection[str] = (),
     tokens_split: bool = False,
 ) -> Plan:
     """Find what can be sliced over `parts` ranks.
 
     `blocks` are the names of the repeated layers. What `given` says (name or pattern -> role) goes before the plan
     that a transformers model brings, and that before what is found. What `left_whole` names (module -> why) stays
-    whole, and so does an attention whose heads the ranks can't share out. Where there is neither an attention nor a
+    whole, and so does an attention whose heads the ranks can't share out. The columns in `by_head` fuse queries, keys
+    and values head by head instead of one after the other. Where there is neither an attention nor a
     pair of layers to slice, each layer's outputs are computed in slices. Raises LayoutError for a wrong `given`, and
     where nothing can be sliced. With `tokens_split` layers that take the tokens of all samples in one row,
     [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
@@ -159,6 +162,7 @@ def make_plan(
     forced: dict[str, Role] = {**of_transformers(model, vocabulary), **elsewhere, **tried, **said}
     finder = UnitFinder(model, trace, blocks, forced)
     units = [unit for unit in finder.find() if unit.heads is not None or unit.width >= parts]
+    units = [(unit.laid_by_head(parts) or unit) if unit.columns[0] in by_head else unit for unit in units]
     candidates = [unit for unit in units if tokens_split and unit.heads is None]
     flat = [(unit, found) for unit in candidates if (found := finder.flat_input(unit)) is not None]
     units = [unit for unit in units if all(unit is not other for other, _ in flat)]

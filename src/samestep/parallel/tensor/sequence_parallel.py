@@ -218,6 +218,13 @@ def _check_list(model: nn.Module, names: Sequence[str], blocks: Sequence[str], t
         raise LayoutError(f'layout "{layout}": {changing} gives other tokens than it takes; use sequence=whole')
 
 
+def argument(arguments: Sequence[Any], keywords: Mapping[str, Any], key: Key) -> Any:
+    """One argument of a call; None where it has none there."""
+    if isinstance(key, str):
+        return keywords.get(key)
+    return arguments[key] if key < len(arguments) else None
+
+
 def replaced(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key, value: Any) -> Any:
     """A call's arguments with one of them replaced."""
     if isinstance(key, str):
@@ -278,9 +285,7 @@ def _check_passed_on(calls: Sequence[Call], key: Key, layout: str) -> None:
 
 
 def _given(call: Call, key: Key) -> Any:
-    if isinstance(key, str):
-        return call.keywords.get(key)
-    return call.arguments[key] if key < len(call.arguments) else None
+    return argument(call.arguments, call.keywords, key)
 
 
 def token_dim(model: nn.Module, names: Sequence[str]) -> int:
