@@ -14,9 +14,9 @@ WORDS, WIDTH = 30, 12
 
 
 class Expert(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, width: int = 20) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,6 +49,14 @@ class Routed(nn.Module):
             if len(rows):
                 made = made.index_add(0, rows, expert(flat[rows]) * weights[rows, slot, None])
         return hidden + self.dropout(made).view_as(hidden)
+
+
+class Uneven(Routed):
+    """Experts of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(width=8 + 4 * number) for number in range(4))
 
 
 class Switch(nn.ModuleDict):
@@ -196,6 +204,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "dense": lambda: Net(lambda: Routed(dense=True)),
     "three": lambda: Net(lambda: Routed(experts=3)),
     "dropping": lambda: Net(lambda: Routed(dropout=0.1)),
+    "uneven": lambda: Net(Uneven),
     "dictionary": lambda: Net(Switched),
     "stack": lambda: Net(Stacked),
     "coupled": lambda: Net(Coupled),

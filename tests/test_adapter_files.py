@@ -20,6 +20,7 @@ from samestep.convert.convert import convert
 from samestep.inference import evaluate, load_model
 from samestep.job import Checkpointing, Job
 from samestep.parallel.low_rank import adapted_layers
+from samestep.recipe import NamedOptimizer
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")]
 
@@ -149,6 +150,9 @@ def test_predictions_are_the_same_from_every_kind_of_file(trained: tuple[Job, Pa
     for place in (tmp_path / "adapter", tmp_path / "merged.pt", folder / "model.safetensors"):
         torch.testing.assert_close(output(load_model(job.recipe, place)), expected, **ROUNDED)
         assert evaluate(job.recipe, place) == found
+    # The optimizer of the adapters, which takes matrices alone, is none that merged weights could have.
+    of_matrices = replace(job.recipe, optimizer=NamedOptimizer(name="torch.optim.Muon", lr=0.02))
+    assert evaluate(of_matrices, tmp_path / "merged.pt") == found
 
 
 def test_a_base_is_asked_for_where_it_is_wanted(trained: tuple[Job, Path], tmp_path: Path) -> None:

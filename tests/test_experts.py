@@ -28,7 +28,7 @@ def recipe(name: str, **values: Any) -> samestep.Recipe:
 
 
 RECIPES = {name: recipe(name) for name in ("list", "masked", "dense", "dictionary", "stack", "mixtral")}
-RECIPES |= {name: recipe(name) for name in ("three", "coupled", "none")}
+RECIPES |= {name: recipe(name) for name in ("three", "coupled", "none", "uneven")}
 
 TWO: Mapping[str, Case] = {
     "a list": (RECIPES["list"], "ep2", {}),
@@ -46,6 +46,7 @@ TWO: Mapping[str, Case] = {
     "a list, sliced": (RECIPES["list"], "tp2", {}),
     "a list, in stages": (RECIPES["list"], "pp2", {"micro_batch": 2}),
     "a list, tokens split": (RECIPES["list"], "cp2", {}),
+    "uneven, tokens split": (RECIPES["uneven"], "cp2", {}),
     "a dictionary, sliced": (RECIPES["dictionary"], "tp2", {}),
     "transformers, tokens split": (RECIPES["mixtral"], "cp2", {}),
 }
@@ -82,6 +83,10 @@ REFUSED: Mapping[str, tuple[Case, str]] = {
     "three experts": (
         (RECIPES["three"], "ep2", {}),
         "layers.0.mixture.experts (ModuleList) has 3 experts, which are not divisible by 2; use ep3, or dp2",
+    ),
+    "experts of several sizes": (
+        (RECIPES["uneven"], "ep2", {}),
+        "the modules in layers.0.mixture.experts have parameters of unlike shapes, and ranks share out experts of",
     ),
     "all experts get all tokens": ((RECIPES["dense"], "ep2", {}), 'such as {"layers.*.experts": split}'),
     "experts that take each other's output": (

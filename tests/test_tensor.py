@@ -10,7 +10,7 @@ import torch
 from model_tasks import NextWord
 from proving import prove, same
 from small_tasks import Points
-from tiny_texts import Averaged, Decoder, Encoder, Texts, WeighingBlocks, bert, gpt2, llama
+from tiny_texts import Averaged, Decoder, Encoder, Texts, WeighingBlocks, bert, bloom, gpt2, llama
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -148,6 +148,7 @@ class OneWay(Native):
 
 BERT = recipe(Texts(bert))
 LLAMA = recipe(Texts(llama, causal=True))
+BLOOM = recipe(Texts(bloom, causal=True))
 TIED = recipe(Texts(partial(llama, tie_word_embeddings=True), causal=True))
 GPT2 = recipe(Texts(gpt2, causal=True))
 WEIGHING = recipe(Texts(partial(WeighingBlocks, causal=False), causal=True))
@@ -176,6 +177,13 @@ SAME: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
         "tp2 sequence=split",
         {},
     ),
+    # A projection laid out by heads and a bias of heads: they must be sliced where the user says so.
+    "Bloom's attention": (
+        BLOOM,
+        "tp2",
+        {"tensor_plan": {"*.query_key_value": "column", "*.self_attention.dense": "row"}},
+    ),
+    "Bloom, tokens split": (BLOOM, "tp2 sequence=split", {}),
     "three heads, left whole": (
         recipe(Texts(partial(bert, hidden_size=12, num_attention_heads=3))),
         "tp2 sequence=split",

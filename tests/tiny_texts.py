@@ -33,6 +33,12 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(tokens("GPT2Config", n_embd=16, n_layer=2, n_head=4, n_positions=16))
 
 
+def bloom() -> nn.Module:
+    from transformers import BloomForCausalLM
+
+    return BloomForCausalLM(tokens("BloomConfig", hidden_size=16, n_layer=2, n_head=4))
+
+
 def llama(**values: Any) -> nn.Module:
     from transformers import LlamaForCausalLM
 

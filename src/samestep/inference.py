@@ -24,7 +24,7 @@ from samestep.jobfile import plain
 from samestep.launch.world import join
 from samestep.layout import Layout
 from samestep.parallel.state_shards import MODEL, Piece, whole_piece
-from samestep.recipe import Recipe
+from samestep.recipe import AdamW, Recipe
 from samestep.tasks.base import Task
 from samestep.tasks.prediction import Prediction, ToPredict
 from samestep.tasks.registry import resolve as resolve_task
@@ -140,7 +140,8 @@ def _with_adapter(recipe: Recipe, weights: Weights) -> Recipe:
     if recipe.adapter is None:
         return recipe
     if weights.base is None and not any(".lora_A." in f".{name}" for name in weights.entries):
-        return replace(recipe, adapter=None, groups=())  # groups may name what adapters have
+        # Groups may name what adapters have, and the optimizer may take matrices alone, as Muon does.
+        return replace(recipe, adapter=None, groups=(), optimizer=AdamW())
     told = weights.base.adapter if weights.base is not None else {}
     for key, value in (("r", recipe.adapter.rank), ("lora_alpha", recipe.adapter.alpha)):
         if key in told and told[key] != value:

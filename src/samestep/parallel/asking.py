@@ -1,5 +1,7 @@
 """Forwards that ask for values: where ranks with parts of a model or of its tokens decide alike, and where not."""
 
+from functools import partial
+
 from torch import nn
 
 from samestep.errors import LayoutError
@@ -35,7 +37,8 @@ def check_asking(model: nn.Module, layout: Layout, seen: Trace) -> None:
 
 def _mixtures(model: nn.Module) -> list[str]:
     """The modules that call modules alike in a list, or hold stacks of matrices."""
-    lists = [caller_of(model, name) for name, module in model.named_modules() if is_list_of_like(module)]
+    alike = partial(is_list_of_like, of_any_size=True)
+    lists = [caller_of(model, name) for name, module in model.named_modules() if alike(module)]
     stacks = [
         name for name, module in model.named_modules() if any(p.ndim == 3 for p in module.parameters(recurse=False))
     ]

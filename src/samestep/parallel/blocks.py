@@ -61,12 +61,17 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def is_list_of_like(module: nn.Module) -> bool:
-    """Whether a list or dictionary holds several modules of one class with like parameters."""
+def is_list_of_like(module: nn.Module, *, of_any_size: bool = False) -> bool:
+    """Whether a list or dictionary holds several modules of one class with like parameters.
+
+    `of_any_size`: parameters of the same names will do.
+    """
     children = list(module.children())
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(children) < 2:
         return False
-    shapes = {tuple((name, p.shape) for name, p in child.named_parameters()) for child in children}
+    shapes = {
+        tuple((name, 0 if of_any_size else p.shape) for name, p in child.named_parameters()) for child in children
+    }
     kinds = {type(child) for child in children}
     return len(kinds) == len(shapes) == 1 and shapes != {()} and has_forward(children[0])
 

@@ -80,6 +80,12 @@ def find_experts(
     """
     found = _find(model, example, given)
     if not found:
+        unlike = _unlike_sizes(model)
+        if unlike is not None:
+            raise LayoutError(
+                f'layout "{layout}": the modules in {unlike} have parameters of unlike shapes, and ranks share out '
+                f"experts of one shape; use dp{layout.size} or fsdp{layout.size}"
+            )
         raise LayoutError(
             f'layout "{layout}": {type(model).__name__} has no experts that ranks could share out: {_KINDS}; use '
             f'dp{layout.size}, or name them by run.expert_plan, such as {{"layers.*.experts": split}}'
@@ -117,6 +123,18 @@ def _find(model: nn.Module, example: Any, given: Mapping[str, str] | None) -> li
                 f'run.expert_plan: {name} ({type(model.get_submodule(name)).__name__}) can\'t be "split": {_KINDS}'
             )
     return found
+
+
+def _unlike_sizes(model: nn.Module) -> str | None:
+    """A list or dictionary in a module's forward whose modules differ in nothing but sizes."""
+    return next(
+        (
+            name
+            for name, module in model.named_modules()
+            if is_list_of_like(module, of_any_size=True) and not is_list_of_like(module)
+        ),
+        None,
+    )
 
 
 _KINDS = (
