@@ -1,7 +1,10 @@
 """Tensor parallel: slices take the step of one process, tokens split or whole, beside every kind of data ranks."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -69,6 +72,42 @@ class Convolutions(Points):
             nn.Flatten(),
             nn.Linear(24, 3),
         )
+
+
+TESTS = Path(__file__).parent
+
+
+class Computed(Points):
+    """Layers whose weights are computed from all of their parameters, and no others."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            parametrizations.orthogonal(nn.Linear(4, 6)), nn.Tanh(), parametrizations.spectral_norm(nn.Linear(6, 3))
+        )
+
+
+class OwnHeads(nn.Module):
+    """An attention that knows its heads by a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = 4
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        heads = [layer(x).view(batch, tokens, self.h, 4).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        attended = nn.functional.scaled_dot_product_attention(*heads)
+        return x + self.out(attended.transpose(1, 2).reshape(batch, tokens, 16))
+
+
+class Attending(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(OwnHeads(), OwnHeads())  # pyright: ignore
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(input_ids)).mean(1))
 
 
 class Masked(Texts):
@@ -148,6 +187,7 @@ class OneWay(Native):
 
 BERT = recipe(Texts(bert))
 LLAMA = recipe(Texts(llama, causal=True))
+ATTENDING = recipe(Texts(Attending))
 BLOOM = recipe(Texts(bloom, causal=True))
 TIED = recipe(Texts(partial(llama, tie_word_embeddings=True), causal=True))
 GPT2 = recipe(Texts(gpt2, causal=True))
@@ -191,6 +231,7 @@ SAME: dict[str, tuple[samestep.Recipe, str, dict[str, Any]]] = {
     ),
     "heads cut in the middle, left whole": (BERT, "tp2", {"engine": Crooked(looks=True)}),
     "layers alone": (recipe(Points()), "tp2", {}),
+    "computed weights, left whole": (recipe(Computed()), "tp2", {}),
     "convolutions": (recipe(Convolutions()), "tp2", {}),
     "a perceptron": (recipe(Perceptron()), "tp2", {}),
     "a part left whole": (BERT, "tp2", {"tensor_plan": {"*.attention.*": "whole", "*embeddings": "whole"}}),
@@ -297,3 +338,15 @@ def test_sizes_and_options_are_checked_before_any_rank_starts(
 def test_a_role_that_is_none_is_refused() -> None:
     with pytest.raises(samestep.UserError, match=r"run\.tensor_plan\.lm_head.*diagonal"):
         samestep.verify(LLAMA, "tp2", tensor_plan={"lm_head": "diagonal"})
+
+
+def test_what_is_left_whole_is_said_with_the_reason() -> None:
+    code = "import samestep, test_tensor as t; print(samestep.verify(t.ATTENDING, layout='tp2', threads=1).same_step)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.strip() == "True", ended.stderr
+    said = ended.stderr
+    assert (
+        "every rank has all of encoder.*.q, encoder.*.k, encoder.*.v, encoder.*.out, since it fails (RuntimeError: shape '["
+        in said
+    )
+    assert "(a view with -1 for the number of heads takes any number of them)" in said

@@ -166,6 +166,9 @@ class Comparison:
         if failed is not None:
             line = foreign_line(failed)
             verb = f"fails ({type(failed).__name__}: {first_line(failed)}{f', {line}' if line else ''})"
+        hint = ""
+        if failed is not None and "is invalid for input of size" in str(failed):
+            hint = " (a view with -1 for the number of heads takes any number of them)"
         ranks = self._layout.tensor
         leave = self._to_leave_whole(where) or self._to_leave_whole(departed)
         patterns = dict.fromkeys(map(pattern_of, leave), "whole")
@@ -175,7 +178,7 @@ class Comparison:
             fix = f"tp{ranks}, which shows whether the slices or the split tokens are at fault"
         return Departure(
             sentence=f'layout "{self._layout}": sliced, {what} {verb}; use {fix}',
-            why=f"{verb} when it is sliced",
+            why=f"{verb} when it is sliced{hint}",
             to_leave_whole=leave,
             of_ours=not any(fnmatchcase(name, each) for name in leave for each in self._given),
         )

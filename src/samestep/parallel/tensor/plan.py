@@ -149,10 +149,11 @@ def make_plan(
     `blocks` are the names of the repeated layers. What `given` says (name or pattern -> role) goes before the plan
     that a transformers model brings, and that before what is found. What `left_whole` names (module -> why) stays
     whole, and so does an attention whose heads the ranks can't share out. The columns in `by_head` fuse queries, keys
-    and values head by head instead of one after the other. Where there is neither an attention nor a
-    pair of layers to slice, each layer's outputs are computed in slices. Raises LayoutError for a wrong `given`, and
-    where nothing can be sliced. With `tokens_split` layers that take the tokens of all samples in one row,
-    [batch * tokens, features], stay whole: there is no dimension of tokens to gather.
+    and values head by head instead of one after the other. Where there is no attention nor pair of layers to slice,
+    each layer's outputs are computed in slices; where these go wrong in a model of nothing but parametrized layers,
+    all of them stay whole. With `tokens_split` layers that take the tokens of all samples in one row,
+    [batch * tokens, features], stay whole: there is no dimension of tokens to gather. Raises LayoutError for a wrong
+    `given`, and where nothing can be sliced.
     """
     said = named(model, given or {})
     vocabulary = _vocabulary(model, trace)
@@ -344,7 +345,9 @@ def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequenc
             f'layout "tp{plan.parts} sequence=split": {first} takes {list(shape)}, which is not [samples, tokens, '
             f"features], so there is no dimension of tokens to split; use tp{plan.parts}, which slices it"
         )
-    if not (found or plan.gathered):
+    # A model of parametrized layers alone is right with all of them whole, and its user is told so.
+    whole = [model.get_submodule(name) for name in plan.left_whole]
+    if not (found or plan.gathered) and not (whole and all(map(computes_own_weight, whole))):
         computed = next((name for name, module in model.named_modules() if computes_weight(module)), None)
         but = (
             ""
