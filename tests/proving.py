@@ -21,7 +21,7 @@ Case = tuple[samestep.Recipe, str, Mapping[str, Any]]  # what is trained, its la
 def prove(cases: Mapping[str, Case], *, steps: int = STEPS, dropout: bool = False) -> dict[str, Proof | str]:
     """By name of a case, its proof; or the message of the user error that came instead.
 
-    All layouts need the same number of ranks. `dropout`: as the models have it; else it is switched off.
+    There is one start of ranks for each size of layouts. `dropout`: as the models have it; else it is switched off.
     """
     jobs = {
         name: proof_job(Job(recipe=recipe, run=Run(layout=layout, threads=1, **run)), dropout=dropout)
@@ -37,8 +37,13 @@ def prove(cases: Mapping[str, Case], *, steps: int = STEPS, dropout: bool = Fals
                 place.mkdir()
                 by_recipe[recipe] = reference(job, resolve(job.recipe), steps, place)
             known[name] = by_recipe[recipe]
-        (size,) = {Layout.parse(job.run.layout).size for job in jobs.values()}
-        return local.start(_on_each_rank, (jobs, known, steps), size)
+        sizes: dict[int, dict[str, Job]] = {}
+        for name, job in jobs.items():
+            sizes.setdefault(Layout.parse(job.run.layout).size, {})[name] = job
+        proofs: dict[str, Proof | str] = {}
+        for size, mine in sizes.items():
+            proofs |= local.start(_on_each_rank, (mine, {name: known[name] for name in mine}, steps), size)
+        return proofs
 
 
 def _on_each_rank(jobs: Mapping[str, Job], known: Mapping[str, Reference], steps: int) -> dict[str, Proof | str]:

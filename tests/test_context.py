@@ -1,45 +1,23 @@
 """Context parallel: tokens split over ranks, and the same step."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from proving import Case, prove, same
 from tiny_models import Tiny
 from torch import nn
 
 import samestep
 from samestep.engines.base import Preparation
 from samestep.engines.native import Native, NativeTrainer
+from samestep.proof import Proof
 
 
 def recipe(name: str, **values: Any) -> samestep.Recipe:
     settings = {"batch": 10, "epochs": 1, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
     return samestep.Recipe(task=Tiny(name=name), **{**settings, **values})
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "micro_batch"),
-    [
-        ("bert", "cp2", None),
-        ("llama", "cp2", 4),
-        ("qwen3", "cp3", None),  # heads are no multiple of the ranks
-        ("gpt2", "fsdp2 cp2 recompute=full", None),
-        ("vit", "dp2 cp2", None),
-        ("t5", "cp2", None),  # cross-attention, and relative positions that its blocks hand on
-        ("encoder", "cp3 recompute=full", 4),  # nn.MultiheadAttention, which gets all tokens
-        ("umt5", "cp2", None),  # each layer makes a bias of as many tokens as it sees
-        ("gpt-oss", "cp2", None),  # a softmax over tokens and a sink
-        ("jamba", "cp2", None),  # layers of two classes: attention, and a mixer whose state runs over the tokens
-    ],
-)
-def test_split_tokens_take_the_step_of_one_process(name: str, layout: str, micro_batch: int | None) -> None:
-    proof = samestep.verify(recipe(name), layout=layout, micro_batch=micro_batch)
-    assert proof.same_step, proof
-
-
-def test_modules_that_get_all_tokens_drop_out_what_one_process_does() -> None:
-    proof = samestep.verify(recipe("encoder"), layout="cp2", dropout=True)
-    assert proof.same_step, proof
 
 
 class Unsummed(Native):
@@ -49,10 +27,6 @@ class Unsummed(Native):
         trainer = super().prepare(model, how)
         trainer._spread.parts.table.clear()
         return trainer
-
-
-def test_gradients_that_are_not_added_up_are_seen() -> None:
-    assert not samestep.verify(recipe("bert"), layout="cp2", engine=Unsummed()).same_step
 
 
 class Widths(Native):
@@ -70,22 +44,51 @@ def _at_most(tokens: int, most: int) -> None:
         raise AssertionError(f"{tokens} tokens on rank {dist.get_rank()}")
 
 
-def test_a_rank_works_on_its_part_of_the_tokens() -> None:
-    assert samestep.verify(recipe("llama"), layout="cp2", engine=Widths()).same_step  # 11 tokens at most
-    with pytest.raises(samestep.LayoutError, match="tokens on rank"):
-        samestep.verify(recipe("llama"), layout="dp2", engine=Widths())
+SAME: Mapping[str, Case] = {
+    "bert": (recipe("bert"), "cp2", {}),
+    "llama": (recipe("llama"), "cp2", {"micro_batch": 4}),
+    "heads that are no multiple of the ranks": (recipe("qwen3"), "cp3", {}),
+    "gpt2": (recipe("gpt2"), "fsdp2 cp2 recompute=full", {}),
+    "vit": (recipe("vit"), "dp2 cp2", {}),
+    "cross-attention, and relative positions that blocks hand on": (recipe("t5"), "cp2", {}),
+    "nn.MultiheadAttention, which gets all tokens": (recipe("encoder"), "cp3 recompute=full", {"micro_batch": 4}),
+    "a bias of as many tokens as a layer sees": (recipe("umt5"), "cp2", {}),
+    "a softmax over tokens and a sink": (recipe("gpt-oss"), "cp2", {}),
+    "layers of two classes, one with a state that runs over tokens": (recipe("jamba"), "cp2", {}),
+    "a rank works on its part of the tokens": (recipe("llama"), "cp2", {"engine": Widths()}),  # 11 tokens at most
+}
+OTHERS: Mapping[str, Case] = {
+    "gradients that are not added up": (recipe("bert"), "cp2", {"engine": Unsummed()}),
+    "all tokens": (recipe("llama"), "dp2", {"engine": Widths()}),
+    "no tokens": (recipe("mlp"), "cp2", {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        (
-            "mlp",
-            "Sequential has neither layers that hand on hidden states nor modules that take each token by itself",
-        ),
-    ],
-)
-def test_a_model_whose_tokens_cannot_be_split_is_refused(name: str, reason: str) -> None:
-    with pytest.raises(samestep.LayoutError) as error:
-        samestep.verify(recipe(name), layout="cp2")
-    assert reason in str(error.value)
+@pytest.fixture(scope="module")
+def proofs() -> Mapping[str, Proof | str]:
+    return prove({**SAME, **OTHERS})
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_split_tokens_take_the_step_of_one_process(proofs: Mapping[str, Proof | str], name: str) -> None:
+    assert same(proofs, [name]) == {}
+
+
+def test_gradients_that_are_not_added_up_are_seen(proofs: Mapping[str, Proof | str]) -> None:
+    proof = proofs["gradients that are not added up"]
+    assert isinstance(proof, Proof), proof
+    assert not proof.same_step
+
+
+def test_a_rank_with_all_tokens_is_seen(proofs: Mapping[str, Proof | str]) -> None:
+    assert "tokens on rank" in str(proofs["all tokens"])
+
+
+def test_a_model_whose_tokens_cannot_be_split_is_refused(proofs: Mapping[str, Proof | str]) -> None:
+    reason = "Sequential has neither layers that hand on hidden states nor modules that take each token by itself"
+    assert reason in str(proofs["no tokens"])
+
+
+def test_modules_that_get_all_tokens_drop_out_what_one_process_does() -> None:
+    proof = samestep.verify(recipe("encoder"), layout="cp2", dropout=True)
+    assert proof.same_step, proof

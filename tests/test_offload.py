@@ -3,11 +3,13 @@
 import copy
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from proving import Case, prove, same
 from small_tasks import Points
 from test_memory import PARAMETERS, Deep, Layers, usage
 from torch import Tensor, nn
@@ -19,40 +21,46 @@ from samestep.cli.main import main
 from samestep.launch.world import join
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.proof import Proof
 
-
-@pytest.mark.parametrize(
-    ("layout", "micro_batch"),
-    [
-        ("single offload=activations", 6),
-        ("dp2 offload=activations+optimizer", None),
-        ("zero1x2 offload=optimizer", 5),
-        ("zero1x2 offload=optimizer-disk", None),
-        ("fsdp2 recompute=full offload=activations+optimizer-disk", 8),
-        ("zero2x2 recompute=selective offload=activations+parameters", None),
-        ("fsdp2 offload=activations+parameters-disk", 8),
-        ("fsdp3 offload=parameters-disk", None),  # rows that don't divide
-    ],
+ADAM = samestep.Recipe(
+    task=Points(dropout=0.1),
+    batch=33,
+    epochs=2,
+    clip=0.5,
+    optimizer=samestep.AdamW(lr=1e-2),
+    schedule=samestep.Schedule(warmup=4, decay="cosine"),
 )
-def test_an_offload_takes_the_step_of_one_process(layout: str, micro_batch: int | None) -> None:
-    recipe = samestep.Recipe(
-        task=Points(dropout=0.1),
-        batch=33,
-        epochs=2,
-        clip=0.5,
-        optimizer=samestep.AdamW(lr=1e-2),
-        schedule=samestep.Schedule(warmup=4, decay="cosine"),
-    )
-    proof = samestep.verify(recipe, layout=layout, steps=8, micro_batch=micro_batch)
-    assert proof.same_step, proof
-    assert proof.layout == layout.removeprefix("single ")
+MOMENTUM = samestep.Recipe(
+    task=Points(),
+    batch=33,
+    optimizer=samestep.SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+)
+SAME: Mapping[str, Case] = {
+    layout: (ADAM, layout, {"micro_batch": micro_batch})
+    for layout, micro_batch in {
+        "single offload=activations": 6,
+        "dp2 offload=activations+optimizer": None,
+        "zero1x2 offload=optimizer": 5,
+        "zero1x2 offload=optimizer-disk": None,
+        "fsdp2 recompute=full offload=activations+optimizer-disk": 8,
+        "zero2x2 recompute=selective offload=activations+parameters": None,
+        "fsdp2 offload=activations+parameters-disk": 8,
+        "fsdp3 offload=parameters-disk": None,  # rows that don't divide
+    }.items()
+} | {
+    f"momentum, {offload}": (MOMENTUM, f"single offload={offload}", {}) for offload in ("optimizer", "optimizer-disk")
+}
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "optimizer-disk"])
-def test_momentum_is_offloaded_as_well(offload: str) -> None:
-    optimizer = samestep.SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
-    recipe = samestep.Recipe(task=Points(), batch=33, optimizer=optimizer)
-    assert samestep.verify(recipe, layout=f"single offload={offload}").same_step
+@pytest.fixture(scope="module")
+def proofs() -> Mapping[str, Proof | str]:
+    return prove(SAME, steps=8)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_an_offload_takes_the_step_of_one_process(proofs: Mapping[str, Proof | str], name: str) -> None:
+    assert same(proofs, [name]) == {}
 
 
 def test_activations_wait_in_the_hosts_memory() -> None:
@@ -97,7 +105,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> Non
         optimizer.step()
 
 
-def same(first: nn.Module, second: nn.Module) -> bool:
+def equal(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
@@ -125,7 +133,7 @@ def test_state_moves_to_a_plain_optimizer_and_back(disk: bool, tmp_path: Path) -
     first, second = torch.optim.AdamW(plain.parameters(), lr=1e-2), offloaded(moved, memory())
     steps(plain, first, 2)
     steps(moved, second, 2)
-    assert same(plain, moved)
+    assert equal(plain, moved)
     again = copy.deepcopy(plain)
     third = torch.optim.AdamW(again.parameters(), lr=1e-2)
     third.load_state_dict(copy.deepcopy(second.state_dict()))
@@ -133,8 +141,8 @@ def test_state_moves_to_a_plain_optimizer_and_back(disk: bool, tmp_path: Path) -
     fourth.load_state_dict(copy.deepcopy(first.state_dict()))
     for model, optimizer in ((plain, first), (again, third), (moved, fourth)):
         steps(model, optimizer, 2)
-    assert same(plain, again)
-    assert same(plain, moved)
+    assert equal(plain, again)
+    assert equal(plain, moved)
 
 
 def test_parameters_that_were_loaded_meanwhile_are_stepped() -> None:
@@ -145,7 +153,7 @@ def test_parameters_that_were_loaded_meanwhile_are_stepped() -> None:
         steps(model, optimizer, 1)
         model.load_state_dict(other.state_dict())
         steps(model, optimizer, 1)
-    assert same(plain, moved)
+    assert equal(plain, moved)
 
 
 def test_lent_memory_is_used_again_once_it_is_free() -> None:

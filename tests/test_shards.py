@@ -1,6 +1,7 @@
 """Sharded layouts and recomputation: the same step, less memory a rank, no message that isn't needed."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from proving import Case, prove, same
 from small_tasks import Points, Words
 from torch import nn
 
@@ -17,6 +19,7 @@ from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native import Native, NativeTrainer
 from samestep.parallel.blocks import find_blocks
 from samestep.parallel.sharding import local
+from samestep.proof import Proof
 
 
 def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
@@ -30,31 +33,6 @@ def recipe(task: samestep.Task, **values: Any) -> samestep.Recipe:
     return samestep.Recipe(task=task, **{**settings, **values})
 
 
-@pytest.mark.parametrize(
-    ("layout", "micro_batch"),
-    [
-        ("zero1x2", 5),
-        ("zero2x2", None),
-        ("fsdp3", 4),
-        ("dp2 fsdp2", None),
-        ("dp2 zero1x2", 3),
-        ("single recompute=full", 6),
-        ("fsdp2 recompute=selective offload=parameters", 8),
-    ],
-)
-def test_a_layout_takes_the_step_of_one_process(layout: str, micro_batch: int | None) -> None:
-    proof = samestep.verify(recipe(Points(dropout=0.1)), layout=layout, steps=8, micro_batch=micro_batch)
-    assert proof.same_step, proof
-    assert proof.layout == layout.removeprefix("single ")
-
-
-@pytest.mark.parametrize("layout", ["zero1x2", "fsdp2"])
-def test_momentum_and_a_loss_over_words_are_the_same_step(layout: str) -> None:
-    optimizer = samestep.SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
-    proof = samestep.verify(recipe(Words(), optimizer=optimizer), layout=layout)
-    assert proof.same_step, proof
-
-
 class SummedTrainer(NativeTrainer):
     def gradient_scale(self, batch: StepBatch) -> float:
         return super().gradient_scale(batch) * dist.get_world_size()
@@ -64,9 +42,38 @@ class Summed(Native):
     trainer_class = SummedTrainer
 
 
-@pytest.mark.parametrize("layout", ["zero1x2", "fsdp2"])
-def test_summed_gradients_are_seen(layout: str) -> None:
-    assert not samestep.verify(recipe(Points()), layout=layout, engine=Summed()).same_step
+POINTS = recipe(Points(dropout=0.1))
+WORDS = recipe(Words(), optimizer=samestep.SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1))
+SAME: Mapping[str, Case] = {
+    layout: (POINTS, layout, {"micro_batch": micro_batch})
+    for layout, micro_batch in {
+        "zero1x2": 5,
+        "zero2x2": None,
+        "fsdp3": 4,
+        "dp2 fsdp2": None,
+        "dp2 zero1x2": 3,
+        "single recompute=full": 6,
+        "fsdp2 recompute=selective offload=parameters": 8,
+    }.items()
+} | {f"momentum and a loss over words, {layout}": (WORDS, layout, {}) for layout in ("zero1x2", "fsdp2")}
+OTHER: Mapping[str, Case] = {layout: (POINTS, layout, {"engine": Summed()}) for layout in ("zero1x2", "fsdp2")}
+
+
+@pytest.fixture(scope="module")
+def proofs() -> Mapping[str, Proof | str]:
+    return prove(SAME | {f"summed, {layout}": case for layout, case in OTHER.items()}, steps=8)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_layout_takes_the_step_of_one_process(proofs: Mapping[str, Proof | str], name: str) -> None:
+    assert same(proofs, [name]) == {}
+
+
+@pytest.mark.parametrize("layout", OTHER)
+def test_summed_gradients_are_seen(proofs: Mapping[str, Proof | str], layout: str) -> None:
+    proof = proofs[f"summed, {layout}"]
+    assert isinstance(proof, Proof), proof
+    assert not proof.same_step
 
 
 class WatchedTrainer(NativeTrainer):
