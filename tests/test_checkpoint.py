@@ -121,6 +121,7 @@ def test_the_best_one_stays(tmp_path: Path) -> None:
     assert steps_of(result.folder) == [best, 10]
 
 
+@pytest.mark.slow
 def test_a_time_between_checkpoints_is_kept(tmp_path: Path) -> None:
     result = train(tmp_path / "run", checkpoint={"every": "0.2s", "keep": 99}, steps=600)
     seconds = result.seconds + result.checkpoint_seconds

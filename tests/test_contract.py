@@ -195,6 +195,7 @@ def test_a_draw_in_a_compiled_block_is_refused_wherever_its_probability_comes_fr
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
+@pytest.mark.slow
 def test_a_draw_in_a_compiled_block_is_seen_without_the_check_too() -> None:
     with pytest.raises(samestep.UserError, match="the first step drew from PyTorch's generator"):
         samestep.train(recipe_of(odd.Odd(Attentive)), threads=1, compile=True, check=False, tensorboard=False)

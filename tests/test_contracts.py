@@ -66,6 +66,7 @@ def test_a_script_of_pytorch_is_bound_and_has_its_threads() -> None:
 
 
 @needs("deepspeed", "pip install 'samestep[deepspeed]'")
+@pytest.mark.slow
 def test_a_script_of_deepspeed_has_its_local_rank_as_an_argument() -> None:
     said = started("deepspeed", DS_ACCELERATOR="cpu")
     assert [each["cross"] for each in said] == [[0, 1]] * 2
@@ -111,6 +112,7 @@ def servers_left() -> list[int]:
 
 
 @needs("tensorflow", "pip install 'samestep[tensorflow]'")
+@pytest.mark.slow
 def test_a_script_of_tensorflow_finds_the_other_workers() -> None:
     said = started("keras")
     assert [each["threads"] for each in said] == [each.threads for each in bindings(this_machine(), 2)]

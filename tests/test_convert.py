@@ -137,6 +137,7 @@ def test_a_file_of_former_times(tmp_path: Path, mlp_file: Path) -> None:
     same(load_file(tmp_path / "weights.safetensors"), state)
 
 
+@pytest.mark.slow
 def test_language_models_tie(tmp_path: Path) -> None:
     """What others wrote may have a tied tensor under one of its names, or the other; a training takes both."""
     recipe = language(tmp_path, steps=1)
@@ -187,6 +188,7 @@ print(json.dumps(most))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_more_than_memory_holds_is_converted(tmp_path: Path, mlp_file: Path) -> None:
     mlp_file.rename(tmp_path / "small.pt")
     size = 96 << 20

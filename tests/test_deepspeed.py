@@ -183,6 +183,7 @@ def test_layouts_that_it_does_not_have_are_refused(layout: str, message: str) ->
         samestep.train(recipe(), layout=layout, engine="deepspeed")
 
 
+@pytest.mark.slow
 def test_low_precision_its_scheduler_and_its_tensorboard(tmp_path: Path) -> None:
     path = written(
         tmp_path,

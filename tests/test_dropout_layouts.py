@@ -8,7 +8,7 @@ from samestep.api import verify_layouts
 from samestep.job import Job, Run
 
 
-@pytest.mark.parametrize("name", ["bert", "encoder"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("encoder", marks=pytest.mark.slow)])
 def test_cut_models_drop_what_one_process_drops(name: str) -> None:
     optimizer = samestep.AdamW(lr=1e-2)
     recipe = samestep.Recipe(task=Tiny(name=name), batch=10, steps=3, clip=0.5, optimizer=optimizer)

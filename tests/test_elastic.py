@@ -17,6 +17,7 @@ TRAIN = ("-m", "samestep", "train", "job.yaml")
 STEPS = 60
 
 
+@pytest.mark.slow
 def test_every_round_has_a_store_of_its_own(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "two_rounds.py")
     with Agents(tmp_path, [script], "2:2", ["--max-restarts", "1"]) as agents:
@@ -136,6 +137,7 @@ def test_a_host_that_is_told_to_stop_lets_all_save(tmp_path: Path) -> None:
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_any_script_has_the_notice_to_save_where_a_host_joins(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "saves_on_notice.py")
     with Agents(tmp_path, [script, str(tmp_path)], "1:2", ["--gather", "1s"]) as agents:

@@ -200,6 +200,7 @@ def test_a_source_with_held_out_images_of_its_own_can_be_split_otherwise(source:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+@pytest.mark.slow
 def test_digits_are_learned_in_a_second(tmp_path: Path) -> None:
     made = task("digits")
     assert made.train_set().pixels.shape[1:] == (1, 8, 8)

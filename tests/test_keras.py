@@ -95,6 +95,7 @@ def test_training_records_what_workers_hold_and_send(tmp_path: Path) -> None:
         assert usage.sent == {"all-reduce": 4 * 22}  # a gradient and a loss, 2 (n - 1) / n times
 
 
+@pytest.mark.slow
 def test_servers_and_workers_learn_without_waiting(tmp_path: Path) -> None:
     recipe = samestep.Recipe(task="regression", batch=65, epochs=1, optimizer=samestep.SGD(lr=0.01, momentum=0.9))
     run: dict[str, Any] = {"engine": "keras-parameter-server", "micro_batch": 22, "threads": 1, "device": "cpu"}

@@ -129,7 +129,7 @@ def start_job(tmp_path: Path) -> subprocess.Popen[str]:
     [
         pytest.param(signal.SIGINT, True, 130, id="Ctrl-C"),
         pytest.param(signal.SIGINT, False, 130, id="SIGINT to the parent", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, False, 143, id="SIGTERM to the parent"),
+        pytest.param(signal.SIGTERM, False, 143, id="SIGTERM to the parent", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_all_ranks_within_seconds(
@@ -202,6 +202,7 @@ def test_the_same_file_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("mean squared error") == 1
 
 
+@pytest.mark.slow
 def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = str(TESTS.parent / "examples" / "regression.yaml")
@@ -229,7 +230,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     assert 'put the call under `if __name__ == "__main__":`' in done.stderr
 
 
-@pytest.mark.parametrize("example", ["train_in_python.py", "own_loop.py"])
+@pytest.mark.parametrize("example", [pytest.param("train_in_python.py", marks=pytest.mark.slow), "own_loop.py"])
 def test_an_example_runs(tmp_path: Path, example: str) -> None:
     script = TESTS.parent / "examples" / example
     done = subprocess.run(

@@ -264,6 +264,7 @@ def test_an_address_of_another_machine_is_no_place_to_start_from(
     assert says in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_over_ssh_the_root_cause_is_told_once(ssh: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *ssh, "--output", "files", "--", TOLD, "raise"]) == 1
     err = capfd.readouterr().err

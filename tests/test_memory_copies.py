@@ -21,7 +21,7 @@ def folders_named(said: str) -> set[Path]:
     return {Path("/dev/shm", name) for name in re.findall(r"samestep-memory-\w+", said)}
 
 
-@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
+@pytest.mark.parametrize("layout", [pytest.param("dp2", marks=pytest.mark.slow), "fsdp2"])
 def test_a_lost_rank_is_refilled_from_memory(tmp_path: Path, layout: str, capfd: pytest.CaptureFixture[str]) -> None:
     whole = train(tmp_path / "whole", layout)
     result = train(

@@ -162,6 +162,7 @@ def test_an_odd_model_takes_the_same_step(name: str, proofs: Mapping[str, Proof 
     assert same(proofs, [f"{name}: {layout}" for layout in FAST[name]]) == {}
 
 
+@pytest.mark.slow
 def test_an_odd_model_takes_the_same_step_on_four_ranks() -> None:
     bloom = recipe("bloom")  # whose first layer gives a stage of another size than what it takes
     cases: dict[str, Case] = {layout: (bloom, layout, {}) for layout in ("pp2 tp2", "fsdp2 cp2")}

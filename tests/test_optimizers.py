@@ -166,6 +166,7 @@ def test_a_file_beside_the_job_may_have_the_optimizer(tmp_path: Path) -> None:
 # Checkpoints.
 
 
+@pytest.mark.slow
 def test_states_go_on_under_another_layout(tmp_path: Path) -> None:
     """Muon's momentum and the average of the weights, saved by shards and slices, read by others."""
     recipe = llama(precision="fp64", average=Average(decay=0.7, start=1))

@@ -217,6 +217,7 @@ def test_shards_of_a_pipeline_hold_a_part_and_reduce_gradients_once_a_step(tmp_p
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
+@pytest.mark.slow
 def test_mixed_precision_trains(tmp_path: Path, precision: Any) -> None:
     task = NextWord(kind="tied-llama", dropout=0)
     plain = samestep.train(recipe(task, steps=4, epochs=None), folder=tmp_path / "plain", tensorboard=False)

@@ -58,7 +58,7 @@ def until(folder: Path, *names: str, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_collectives_give_what_their_definitions_say(ranks: int) -> None:
     assert local.start(wrong_collectives, ({"compiled": {}, "interpreted": NO_COMPILER},), ranks) == []
 

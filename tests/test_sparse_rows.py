@@ -67,6 +67,7 @@ def test_two_replicas_that_send_rows_take_the_steps_of_one_process(of_two: Mappi
     assert same(of_two, [*CASES, "tied, left to itself"]) == {}
 
 
+@pytest.mark.slow
 def test_three_replicas_that_send_rows_take_the_steps_of_one_process() -> None:
     cases = {name: (each, "dp3", run) for name, (each, run) in CASES.items()}
     assert same(prove(cases), list(cases)) == {}

@@ -119,6 +119,7 @@ print("done")
 ANSWER = "import itertools; [c.sendall(c.recv(1)) for _ in itertools.count()]"
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_dead_host_does_not_speak_for_the_one_that_is_booted(bed: Testbed) -> None:
     host_a, host_b = bed.hosts
     host_b.start([*PYTHON, LISTEN + "time.sleep(60)"])
