@@ -182,6 +182,25 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
+class Scored(Routed):
+    """Gives a number for each sample besides."""
+
+    def forward(self, hidden: Tensor, words: Tensor) -> Any:
+        return super().forward(hidden, words), self.gate(hidden).square().mean((1, 2))
+
+
+class ScoredNet(Net):
+    def __init__(self) -> None:
+        super().__init__(Scored)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden, scores = self.embed(words), 0.0
+        for layer in self.layers:
+            hidden, scored = layer(hidden, words)
+            scores = scores + scored
+        return self.head(hidden) * (1 + torch.as_tensor(scores)[:, None, None])
+
+
 def _transformers(kind: str, **options: Any) -> Callable[[], nn.Module]:
     """A tiny causal language model of a class of transformers."""
     sizes: dict[str, Any] = {
@@ -204,6 +223,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "dense": lambda: Net(lambda: Routed(dense=True)),
     "three": lambda: Net(lambda: Routed(experts=3)),
     "dropping": lambda: Net(lambda: Routed(dropout=0.1)),
+    "scored": ScoredNet,
     "uneven": lambda: Net(Uneven),
     "dictionary": lambda: Net(Switched),
     "stack": lambda: Net(Stacked),

@@ -34,7 +34,7 @@ def needs_programs(*names: str) -> pytest.MarkDecorator:
     """Skip what needs programs that are not installed."""
     missing = [name for name in names if program(name) is None]
     return pytest.mark.skipif(
-        bool(missing), reason=f"{', '.join(missing)} is not installed; tools/cluster-packages would do"
+        bool(missing), reason=f"{', '.join(missing)} is not installed; run tools/cluster-packages"
     )
 
 

@@ -84,15 +84,30 @@ WRONG: list[tuple[str, str, str, dict[str, Any]]] = [
     ("num_processes is 4, and layout", "fsdp2", "fp32", {"num_processes": 4}),
     ("mixed_precision is 'bf16', and recipe.precision is fp32", "fsdp2", "fp32", {"mixed_precision": "bf16"}),
     ("mixed_precision is 'no', and recipe.precision is bf16", "fsdp2", "bf16", {}),
-    ("DEEPSPEED; engine deepspeed", "fsdp2", "fp32", {"distributed_type": "DEEPSPEED"}),
+    ("DEEPSPEED; use engine deepspeed", "fsdp2", "fp32", {"distributed_type": "DEEPSPEED"}),
     ("MEGATRON_LM, which engine", "fsdp2", "fp32", {"distributed_type": "MEGATRON_LM"}),
-    ('MULTI_CPU, which layout "fsdp2" is not; such as dp2', "fsdp2", "fp32", {"distributed_type": "MULTI_CPU"}),
-    ('FSDP, which layout "dp2" is not; such as fsdp2', "dp2", "fp32", {}),
-    ('NO, which layout "dp2" is not; such as single', "dp2", "fp32", {"distributed_type": "NO"}),
+    (
+        'MULTI_CPU, which layout "fsdp2" is not; use a layout such as dp2',
+        "fsdp2",
+        "fp32",
+        {"distributed_type": "MULTI_CPU"},
+    ),
+    ('FSDP, which layout "dp2" is not; use a layout such as fsdp2', "dp2", "fp32", {}),
+    ('NO, which layout "dp2" is not; use a layout such as single', "dp2", "fp32", {"distributed_type": "NO"}),
     ("compute_environment is AMAZON_SAGEMAKER", "fsdp2", "fp32", {"compute_environment": "AMAZON_SAGEMAKER"}),
     ("no configuration that Accelerate reads: .*num_procs", "fsdp2", "fp32", {"num_procs": 2}),
-    ("does not take dynamo_config; run.compile", "fsdp2", "fp32", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}),
-    ("fsdp_version is 1; `accelerate to-fsdp2", "fsdp2", "fp32", {"fsdp_config": {"fsdp_version": 1}}),
+    (
+        "does not take dynamo_config; use run.compile",
+        "fsdp2",
+        "fp32",
+        {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+    ),
+    (
+        "fsdp_version is 1; use the file for 2 that `accelerate to-fsdp2",
+        "fsdp2",
+        "fp32",
+        {"fsdp_config": {"fsdp_version": 1}},
+    ),
     ("is ZeRO-2; true goes with fsdp2, false with zero2x2", "zero2x2", "fp32", {}),
     ("does not take fsdp_offload_params", "fsdp2", "fp32", {"fsdp_config": {"fsdp_offload_params": True}}),
     ("fsdp_config has fsdp_shards", "fsdp2", "fp32", {"fsdp_config": {"fsdp_shards": 2}}),
@@ -136,9 +151,9 @@ def test_a_file_that_is_no_configuration_is_refused(text: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("zero1x2", "no shards of the optimizer state alone; zero2x2 or fsdp2 would do"),
+        ("zero1x2", "no shards of the optimizer state alone; use zero2x2 or fsdp2"),
         ("tp2", 'engine "accelerate" does not split tensor'),
-        ("dp2 fsdp2 order=pp.fsdp.dp.cp.tp", "order=pp.dp.fsdp.cp.tp would do"),
+        ("dp2 fsdp2 order=pp.fsdp.dp.cp.tp", "order=pp.dp.fsdp.cp.tp"),
         ("fsdp2 offload=optimizer", "has no offload=optimizer"),
     ],
 )
@@ -150,5 +165,5 @@ def test_layouts_that_it_has_not_are_refused(layout: str, message: str) -> None:
 @pytest.mark.parametrize(("engine", "command"), [("accelerate", "pip install"), ("horovod", "make horovod")])
 def test_a_package_that_is_not_there_is_named(engine: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(samestep.UserError, match=f"needs {engine}, which is not installed; {command}"):
+    with pytest.raises(samestep.UserError, match=f"needs {engine}, which is not installed; use {command}"):
         registry.check(registry.resolve(engine), Layout.parse("dp2"), "fp32")

@@ -109,7 +109,7 @@ def test_statistics_are_those_of_the_global_batch(expected: own_loops.Taken) -> 
     assert own_loops.far(local, expected) > 1e-3
     assert refused == (
         "blocks.0.norm (BatchNorm1d) takes its statistics from the whole batch, and a step of 2 micro-batches a rank "
-        "never has it at once; run.micro_batch: null would do, and so would group norm or layer norm"
+        "never has it at once; use run.micro_batch: null, group norm or layer norm"
     )
 
 

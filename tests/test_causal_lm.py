@@ -299,12 +299,12 @@ def test_a_pretrained_model_brings_its_sizes_and_its_tokenizer(
 def test_pretrained_models_that_do_not_fit(source: Path, pretrained: Path, tmp_path: Path) -> None:
     folder = {"folder": str(pretrained)}
     assert mistake(source, folder, length=21) == (
-        "recipe.data.length is 21, but the model has positions for 20 tokens; 20 or less would do"
+        "recipe.data.length is 21, but the model has positions for 20 tokens; use 20 or less"
     )
     larger = word_tokenizer(tmp_path / "larger.json", "<pad>", "</s>")
     assert mistake(source, folder, tokenizer=str(larger)) == (
-        "recipe.data.tokenizer: its token ids go up to 32, but the model has 32 embeddings; the tokenizer that "
-        "belongs to the model, or a vocab_size of 33, would do"
+        "recipe.data.tokenizer: its token ids go up to 32, but the model has 32 embeddings; use the tokenizer that "
+        "belongs to the model, or a vocab_size of 33"
     )
     said = mistake(source, {**folder, "config": {"n_layer": 3}})
     assert said.startswith(f"recipe.model.folder: {pretrained} lacks fitting weights for 12 parameters, such as ")
@@ -317,18 +317,21 @@ def test_pretrained_models_that_do_not_fit(source: Path, pretrained: Path, tmp_p
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"hidden": 30, "heads": 4}, "recipe.model: hidden is 30 and heads is 4; hidden must be divisible by heads"),
+        ({"hidden": 30, "heads": 4}, "recipe.model: hidden is 30 and heads is 4, which doesn't divide it; use heads"),
         (
             {"heads": 4, "key_value_heads": 3},
-            "recipe.model: heads is 4 and key_value_heads is 3; heads must be divisible by key_value_heads, so "
-            "key_value_heads of 1, 2, 4 would do",
+            "recipe.model: heads is 4 and key_value_heads is 3, which doesn't divide it; use "
+            "key_value_heads of 1, 2, 4",
         ),
         (
             {"type": "lama"},
-            'recipe.model.type is "lama"; did you mean "llama"? llama, mistral, qwen2, qwen3, gpt2 or gpt_neox',
+            'recipe.model.type is "lama"; did you mean "llama"? use llama, mistral, qwen2, qwen3, gpt2 or gpt_neox',
         ),
         ({"type": "bert"}, 'recipe.model.type is "bert"; '),  # an encoder: it would look at the next token
-        ({"type": "gpt2", "key_value_heads": 2}, 'recipe.model.type "gpt2" takes no key_value_heads; llama, mistral'),
+        (
+            {"type": "gpt2", "key_value_heads": 2},
+            'recipe.model.type "gpt2" takes no key_value_heads; use llama, mistral',
+        ),
         ({"layers": 0}, "recipe.model.layers is 0; it should be greater than 0"),
         ({"heads": True}, "recipe.model.heads is true; it should be a number"),
         ({"layer": 2}, 'unknown key "recipe.model.layer"; did you mean "layers"?'),
@@ -337,7 +340,7 @@ def test_pretrained_models_that_do_not_fit(source: Path, pretrained: Path, tmp_p
         ({"config": {"rope": 1}}, 'unknown key "recipe.model.config.rope"; '),
         ({"config": {"hidden_act": 5}}, 'recipe.model: "llama" refuses its configuration: '),
         ({"config": {"hidden_act": "none"}}, 'recipe.model: "llama" can\'t be built as a language model: '),
-        ({"folder": "nowhere"}, "recipe.model.folder is nowhere: there is no such folder; a folder written by"),
+        ({"folder": "nowhere"}, "recipe.model.folder is nowhere: there is no such folder; use a folder written by"),
         ({"folder": "x", "tied": True}, "recipe.model: folder and tied are both given; tied comes with the model"),
     ],
 )
@@ -369,7 +372,7 @@ def test_a_text_of_one_token_is_too_short(tmp_path: Path) -> None:
     path.write_text("word1", encoding="utf-8")
     tokenizer = word_tokenizer(tmp_path / "tokenizer.json", "<pad>")  # no end: one token in all
     said = mistake(path, tokenizer=str(tokenizer), held_out=0)
-    assert said == f"{path} has fewer than two tokens to train on; a longer text would do"
+    assert said == f"{path} has fewer than two tokens to train on; use a longer text"
 
 
 def test_the_example_is_a_job() -> None:

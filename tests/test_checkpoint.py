@@ -290,7 +290,7 @@ def test_a_folder_with_checkpoints_is_not_written_over(saved: Path) -> None:
         ({"best_is": "most"}, "run.checkpoint.best_is"),
         ({"resume": "/nowhere"}, "run.checkpoint.resume is /nowhere: there is no such folder"),
         ({"resume": "{empty}"}, "no checkpoint is"),
-        ({"folder": "{file}/below"}, "is a file; a folder, or a new path, would do"),
+        ({"folder": "{file}/below"}, "is a file; use a folder, or a new path"),
         ({"often": 3}, "run.checkpoint.often"),
     ],
 )
@@ -306,7 +306,7 @@ def test_settings_that_can_not_be_meant(tmp_path: Path, settings: dict[str, Any]
 
 
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="best is f2, which the evaluation does not give; accuracy would do"):
+    with pytest.raises(CheckpointError, match="best is f2, which the evaluation does not give; use accuracy"):
         train(tmp_path / "run", checkpoint={"best": "f2"}, evaluation={"every": 2})
 
 

@@ -90,7 +90,7 @@ MISTAKES = {
     ),
     "processes that don't divide": (
         "train good.yaml --layout tp2|dp --processes 3",
-        r'layout "tp2 dp" was given 3 processes, .* no multiple of the 2 .*; 2, 4 or 6 would do',
+        r'layout "tp2 dp" was given 3 processes, .* no multiple of the 2 .*; use 2, 4 or 6',
     ),
     "a dimension that an engine does not split": (
         "train good.yaml --layout dp2 --engine data-parallel",
@@ -98,19 +98,19 @@ MISTAKES = {
     ),
     "an offload of what is not sharded": (
         "train good.yaml --layout dp2|offload=parameters",
-        r"offload=parameters is for shards of parameters; fsdp2 or zero2x2 would do",
+        r"offload=parameters is for shards of parameters; use fsdp2 or zero2x2",
     ),
     "half precision over shards": (
         "train good.yaml --layout fsdp2 --set recipe.precision=fp16",
-        r"recipe.precision is fp16, which shards and slices do not have yet; bf16 would do",
+        r"recipe.precision is fp16, which shards and slices do not have yet; use bf16",
     ),
     "fewer samples than ranks": (
         "train good.yaml --layout dp4 --set recipe.batch=3",
-        r"a batch of 3 leaves some of its 4 data ranks without a sample; a batch of 4 or more would do",
+        r"a batch of 3 leaves some of its 4 data ranks without a sample; use a batch of 4 or more",
     ),
     "half precision on a CPU": (
         "train good.yaml --layout dp2 --set recipe.precision=fp16",
-        r"recipe\.precision is fp16, .* bf16 or fp32 would do",
+        r"recipe\.precision is fp16, .* bf16 or fp32",
     ),
     "empty data file": (
         "train texts.yaml --layout dp2 --set recipe.data.source=empty.csv",
@@ -123,7 +123,7 @@ MISTAKES = {
     ),
     "held-out label out of range": (
         "train texts.yaml --layout dp2 --set recipe.data.eval_source=held_out.csv",
-        r"held_out\.csv:3: label 2 is out of range; .* 2 classes, so 0 to 1 would do",
+        r"held_out\.csv:3: label 2 is out of range of the 2 classes that .* has; use 0 to 1",
     ),
     "data that isn't UTF-8": (
         "train texts.yaml --layout dp2 --set recipe.data.source=latin.csv",
@@ -143,7 +143,7 @@ MISTAKES = {
     "--json that is a folder": ("verify good.yaml --layout dp2 --json .", r"--json \.: this is a folder"),
     "--folder that is a file": (
         "train good.yaml --layout dp2 --folder file",
-        r"run\.folder is file: file is a file; a folder, or a new path, would do",
+        r"run\.folder is file: file is a file; use a folder, or a new path",
     ),
     "--folder below a file": ("train good.yaml --layout dp2 --folder file/run", r"run\.folder is file/run: file is"),
     "no threads": ("train good.yaml --threads 0", r"--threads: run\.threads is 0; it should be greater than 0"),

@@ -44,7 +44,7 @@ def test_clocks_that_differ_are_told_once_with_what_would_do(
     err = capfd.readouterr().err
     found = re.fullmatch(
         rf"samestep: the clock of host-b is (\d\.\d) s {where} that of host-a \(give or take (\d\.\d) s\): another "
-        r"rank than the first may be named .*; NTP \(chrony, systemd-timesyncd\) on both would do\n",
+        r"rank than the first may be named .*; use NTP \(chrony, systemd-timesyncd\) on both\n",
         err,
     )
     assert found is not None, err

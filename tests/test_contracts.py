@@ -91,7 +91,7 @@ def test_a_script_of_accelerate_finds_what_the_user_configured(tmp_path: Path) -
     assert [each["precision"] for each in said] == ["bf16"] * 2
 
 
-@needs("horovod", "make horovod would do")
+@needs("horovod", "make horovod")
 def test_a_script_of_horovod_meets_twice_and_leaves_no_server() -> None:
     said = started("horovod")
     assert [each["cross"] for each in said] == [[0, 1]] * 2
@@ -206,7 +206,7 @@ def test_parameter_servers_stand_behind_a_chief_and_the_workers() -> None:
         "cluster": {"chief": ["h:0"], "worker": ["h:1", "h:2"], "ps": ["h:3", "h:4"]},
         "task": {"type": "worker", "index": 1},
     }
-    with pytest.raises(UserError, match=r"keras:servers=2: 3 ranks are too few .* 4 or more would do"):
+    with pytest.raises(UserError, match=r"keras:servers=2: 3 ranks are too few .* 4 or more"):
         keras.kinds_of(3, 2)
 
 
@@ -272,7 +272,7 @@ def test_ranks_that_nobody_told_where_to_meet_are_refused(environ: Mapping[str, 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="the package horovod is not installed; make horovod would do"):
+    with pytest.raises(UserError, match="the package horovod is not installed; use make horovod"):
         registry.expected("horovod", RANK_0, {}, 1)
 
 

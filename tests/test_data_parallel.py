@@ -26,5 +26,5 @@ def test_it_splits_no_dimension() -> None:
 
 def test_batch_norm_over_devices_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    with pytest.raises(samestep.UserError, match=r"1 \(BatchNorm1d\) would take .* layout dp2 would do"):
+    with pytest.raises(samestep.UserError, match=r"1 \(BatchNorm1d\) would take .* layout dp2"):
         data_parallel._check_batch_norm(model, devices=2)

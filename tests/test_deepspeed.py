@@ -170,10 +170,10 @@ def test_a_forward_that_would_wait_for_ever_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("dp2 fsdp2", 'DeepSpeed shards over all ranks; "fsdp4" would do'),
-        ("dp2 offload=optimizer", "from ZeRO 1 on; zero1x2 offload=optimizer would do"),
-        ("zero2x2 offload=parameters", "at ZeRO 3 alone; fsdp2 offload=parameters would do"),
-        ("zero1x2 offload=optimizer-disk", "to disk at ZeRO 3 alone; fsdp2 offload=optimizer-disk would do"),
+        ("dp2 fsdp2", 'DeepSpeed shards over all ranks; use "fsdp4"'),
+        ("dp2 offload=optimizer", "from ZeRO 1 on; use zero1x2 offload=optimizer"),
+        ("zero2x2 offload=parameters", "at ZeRO 3 alone; use fsdp2 offload=parameters"),
+        ("zero1x2 offload=optimizer-disk", "to disk at ZeRO 3 alone; use fsdp2 offload=optimizer-disk"),
         ("fsdp2 offload=parameters-disk", 'engine "deepspeed" has no offload=parameters-disk yet'),
         ("tp2", 'engine "deepspeed" does not split tensor yet'),
     ],

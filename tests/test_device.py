@@ -54,12 +54,14 @@ def test_more_ranks_than_accelerators_are_refused(visible: pytest.MonkeyPatch) -
 def test_slots_beyond_a_hosts_accelerators_are_refused(visible: pytest.MonkeyPatch) -> None:
     device.check_slots("worker-2", 4, None)
     device.check_slots("worker-2", 2, (0, 3))
-    with pytest.raises(UserError, match="worker-2: 5 slots are asked for, and there are 4 accelerators; 4 or fewer"):
+    with pytest.raises(
+        UserError, match="worker-2: 5 slots are asked for, and there are 4 accelerators; use 4 or fewer"
+    ):
         device.check_slots("worker-2", 5, None)
     visible.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     device.check_slots("worker-2", 2, (0, 1))
     says = "worker-2: slot 3, counted from 0, is asked for, .* 2 accelerators that CUDA_VISIBLE_DEVICES=6,7 leaves"
-    with pytest.raises(UserError, match=f"{says}; slots 0 to 1 would do"):
+    with pytest.raises(UserError, match=f"{says}; use slots 0 to 1"):
         device.check_slots("worker-2", 2, (0, 3))
     visible.setenv("CUDA_VISIBLE_DEVICES", "")
     device.check_slots("worker-2", 8, None)  # slots are places on its cores

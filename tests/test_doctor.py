@@ -154,7 +154,7 @@ WRONG = {
     "--hosts=a:65536": "a port is a number from 1 to 65535",
     "--hostfile=nowhere": "--hostfile nowhere: No such file or directory",
     "--hostfile=.": "--hostfile .: Is a directory",
-    "--hostfile=empty": "it names no host; a line such as worker-1 slots=4 would do",
+    "--hostfile=empty": "it names no host; use a line such as worker-1 slots=4",
     "--hostfile=binary": "--hostfile binary: it is no text",
     "--hostfile=bad": 'bad, line 3: "-worker" is no host',
     "--hosts=a --hostfile=bad": "--hosts and --hostfile both name hosts",
@@ -165,7 +165,7 @@ WRONG = {
     "--time-limit=inf": "--time-limit is inf",
     "--json=nowhere/x.json": "there is no folder nowhere",
     "nowhere": "nowhere: there is no such folder",
-    "bad": "bad is a file; the run's folder",
+    "bad": "bad is a file; use the run's folder",
     ".": ". holds no run: none of metrics.jsonl",
     ". --port=80": "--port is for the machine, and a run's folder is read alone",
 }

@@ -181,7 +181,7 @@ def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: P
 def test_a_silence_limit_that_ends_every_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "--no-ssh", "--node-rank", "0", "--num-nodes", "2", "--silence-limit", "1s"]
     assert main([*words, "--", "true"]) == 2
-    assert "hosts give a sign of life every 0.5 s; 2 s or more would do" in capsys.readouterr().err
+    assert "hosts give a sign of life every 0.5 s; use 2 s or more" in capsys.readouterr().err
 
 
 def test_whether_anything_listens_on_a_port() -> None:

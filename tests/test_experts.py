@@ -28,7 +28,7 @@ def recipe(name: str, **values: Any) -> samestep.Recipe:
 
 
 RECIPES = {name: recipe(name) for name in ("list", "masked", "dense", "dictionary", "stack", "mixtral")}
-RECIPES |= {name: recipe(name) for name in ("three", "coupled", "none", "uneven")}
+RECIPES |= {name: recipe(name) for name in ("three", "coupled", "none", "uneven", "scored")}
 
 TWO: Mapping[str, Case] = {
     "a list": (RECIPES["list"], "ep2", {}),
@@ -45,6 +45,7 @@ TWO: Mapping[str, Case] = {
     # Layouts that follow a forward, which asks for values here.
     "a list, sliced": (RECIPES["list"], "tp2", {}),
     "a list, in stages": (RECIPES["list"], "pp2", {"micro_batch": 2}),
+    "a number for each sample, in stages": (RECIPES["scored"], "pp2", {"micro_batch": 2}),
     "a list, tokens split": (RECIPES["list"], "cp2", {}),
     "uneven, tokens split": (RECIPES["uneven"], "cp2", {}),
     "a dictionary, sliced": (RECIPES["dictionary"], "tp2", {}),

@@ -221,7 +221,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("dp2", {"inject": {"rank": 0, "step": 99, "fault": "kill"}}, r"step 99 is never taken; the training's last one"),
     ("tp2", {"elastic": True}, r'layout "tp2" has no replicas or shards to go on with fewer of'),
-    ("dp2", {"elastic": True, "min_processes": 3}, r'run.min_processes is 3, and layout "dp2" has 2; fewer would do'),
+    ("dp2", {"elastic": True, "min_processes": 3}, r'run.min_processes is 3, and layout "dp2" has 2; use fewer'),
 ]
 
 

@@ -108,10 +108,10 @@ def test_only_visible_devices_of_this_machine_are_slots() -> None:
         (Filters(include="worker-1@"), "names no slots of a host"),
         (Filters(exclude="worker-1@worker-2@worker-3:0,1"), "leaves no slot of worker-1, worker-2, worker-3"),
         (Filters(num_nodes=0), "--num-nodes is 0, and there are 3: worker-1, worker-2, worker-3"),
-        (Filters(num_nodes=4), "a number from 1 to 3 would do"),
+        (Filters(num_nodes=4), "a number from 1 to 3"),
         (Filters(num_procs=0), "--num-procs is 0; it should be 1 or more"),
-        (Filters(num_procs=3), "worker-3 has 2 slots; 2 or fewer would do, or --exclude worker-3"),
-        (Filters(include="worker-3:1", num_procs=2), "worker-3 has 1 slot; 1 would do"),
+        (Filters(num_procs=3), "worker-3 has 2 slots; use 2 or fewer, or --exclude worker-3"),
+        (Filters(include="worker-3:1", num_procs=2), "worker-3 has 1 slot; use 1"),
     ],
 )
 def test_what_is_asked_for_and_not_there(filters: Filters, message: str) -> None:

@@ -30,7 +30,7 @@ from samestep.launch.world import join
 from samestep.proof import Proof
 from samestep.ranks import Ranks
 
-pytest.importorskip("horovod", reason="Horovod is not built; make horovod would do")
+pytest.importorskip("horovod", reason="Horovod is not built; use make horovod")
 
 ENGINE = {"engine": "horovod"}
 

@@ -147,7 +147,7 @@ def test_many_ranks_are_cut_short_on_the_screen(
     [
         (["--layout", "pp2 dp2"], "the hosts have 8 slots: --num-nodes, --num-procs or --include take fewer"),
         (["--layout", "xx2"], '"xx2" is not a part of a layout'),
-        (["--num-nodes", "3"], "a number from 1 to 2 would do"),
+        (["--num-nodes", "3"], "a number from 1 to 2"),
         (["--num-procs", "5"], "worker-1 has 4 slots"),
         (["--include", "worker-3"], 'there is no host "worker-3"'),
         (["--include", "worker-1", "--exclude", "worker-2"], "both given"),

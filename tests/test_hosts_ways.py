@@ -56,7 +56,7 @@ def ways() -> list[object]:
     for number, way in enumerate(WAYS):
         marks = [needs_programs(*way.programs)] if way.programs else []
         if way.package is not None and importlib.util.find_spec(way.package) is None:
-            marks.append(pytest.mark.skip(reason=f"{way.package} is not installed; tools/cluster-packages would do"))
+            marks.append(pytest.mark.skip(reason=f"{way.package} is not installed; run tools/cluster-packages"))
         found.append(pytest.param(way, id=f"{number}-{way.place}", marks=marks))
     return found
 

@@ -288,7 +288,7 @@ def test_losses_are_wide(source: Path) -> None:
         ({"width": 0}, "recipe.model.width is 0; it should be greater than 0"),
         (
             {"width": 12},
-            "recipe.model: width is 12 and norm is group, of 8 groups; a multiple of 8, or another norm, would do",
+            "recipe.model: width is 12 and norm is group, of 8 groups; use a multiple of 8, or another norm",
         ),
         ({"stem": "small"}, 'recipe.model: stem is given, but type is "small"; stem is for resnet18'),
         ({"layers": 3}, 'unknown key "recipe.model.layers"; known: norm, stem, type, width'),
@@ -303,12 +303,15 @@ def test_mistakes_in_the_model(source: Path, model: dict[str, Any], said: str) -
     [
         ({"held_out": 1}, "recipe.data.held_out is 1; it should be less than 1"),
         ({"size": 0}, "recipe.data.size is 0; it should be greater than 0"),
-        ({"size": 3}, "the images have 3 x 3 pixels, and the small network halves them twice; recipe.data.size of 4"),
+        (
+            {"size": 3},
+            "the images have 3 x 3 pixels, and the small network halves them twice; use recipe.data.size of 4",
+        ),
         ({"color": "red"}, "recipe.data.color is 'red'; it should be 'grey' or 'rgb'"),
         ({"limit": 1}, "recipe.data.limit is 1; it should be greater than or equal to 2"),
         ({"colour": "rgb"}, 'unknown key "recipe.data.colour"; did you mean "color"?'),
         ({"held_out": 0.1, "eval_source": "x"}, "recipe.data: eval_source and held_out are both given; "),
-        ({"held_out": 1e-9}, "recipe.data.held_out is 1e-09: it leaves no held-out samples of 90; a larger"),
+        ({"held_out": 1e-9}, "recipe.data.held_out is 1e-09: it leaves no held-out samples of 90; use a larger"),
         (
             {"eval_source": "digit"},
             'recipe.data.eval_source is "digit"; did you mean "digits"? known: digits, fashion',
@@ -327,26 +330,25 @@ def test_folders_that_are_no_sources(tmp_path: Path, photos: Path, source: Path)
     empty = tmp_path / "empty"
     empty.mkdir()
     assert mistake(empty) == (
-        f"recipe.data.source is {empty}: that folder has no folders in it; one a class, with images, would do"
+        f"recipe.data.source is {empty}: that folder has no folders in it; use one a class, with images"
     )
     file = photos / "dog" / "0.png"
     assert mistake(file) == (
-        f"recipe.data.source is {file}, which is a file; a folder with a folder of images a class would do"
+        f"recipe.data.source is {file}, which is a file; use a folder with a folder of images a class"
     )
     (empty / "one").mkdir()
     assert mistake(empty) == f"{empty}: 1 folder; at least two classes, each a folder with images, are needed"
     (empty / "two").mkdir()
-    assert mistake(empty) == f"{empty}/one has no images; files that end in .png, .jpg, .jpeg would do"
+    assert mistake(empty) == f"{empty}/one has no images; use files that end in .png, .jpg, .jpeg"
     assert mistake(photos, eval_source=str(source)) == (
-        "recipe.data.eval_source has the classes 0, 1, 2, but recipe.data.source has cat, dog; the same classes "
-        "would do"
+        "recipe.data.eval_source has the classes 0, 1, 2, but recipe.data.source has cat, dog; use the same classes"
     )
 
 
 def test_images_that_are_broken_or_of_several_sizes(photos: Path) -> None:
     Image.new("L", (20, 12)).save(photos / "cat" / "9.png")
     assert mistake(photos) == (
-        "recipe.data.size is missing, and images have 2 sizes, from 8 x 8 to 20 x 12; a size such as 8 would do"
+        "recipe.data.size is missing, and images have 2 sizes, from 8 x 8 to 20 x 12; use a size such as 8"
     )
     task(photos, size=8).check()
     broken = photos / "dog" / "9.jpeg"
@@ -380,19 +382,19 @@ def test_idx_files_that_are_broken(source: Path) -> None:
 def test_what_is_not_installed_is_named(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samestep.data.images, "_FASHION", tmp_path / "nowhere")
     assert mistake("fashion-mnist").startswith(
-        f'source "fashion-mnist": no folder {tmp_path}/nowhere; on Debian and Ubuntu apt-get install '
-        "dataset-fashion-mnist would do"
+        f'source "fashion-mnist": no folder {tmp_path}/nowhere; install dataset-fashion-mnist (Debian, '
+        "Ubuntu), or use "
     )
     # None there is how Python says that a module can't be imported.
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert mistake(photos) == f'{photos}: package pillow is not installed; pip install "samestep[images]" would do'
+    assert mistake(photos) == f'{photos}: package pillow is not installed; use pip install "samestep[images]"'
 
 
 def test_digits_of_another_version_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path_without = [entry for entry in sys.path if "site-packages" not in entry]
     monkeypatch.setattr(sys, "path", path_without)
-    fix = 'pip install "samestep[images]" would do'
-    assert mistake("digits") == f'source "digits": package scikit-learn is not installed; {fix}'
+    fix = 'pip install "samestep[images]"'
+    assert mistake("digits") == f'source "digits": package scikit-learn is not installed; use {fix}'
     path = tmp_path / "sklearn" / "datasets" / "data" / "digits.csv.gz"
     path.parent.mkdir(parents=True)
     (tmp_path / "sklearn" / "__init__.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
@@ -401,7 +403,7 @@ def test_digits_of_another_version_or_none(tmp_path: Path, monkeypatch: pytest.M
     path.write_bytes(gzip.compress(b"another file"))
     said = mistake("digits")
     assert said.startswith(f'source "digits": {path} holds other digits (sha256 ')
-    assert said.endswith(f"..., not 6ebb3d2fee24...); {fix}")
+    assert said.endswith(f"..., not 6ebb3d2fee24...); use {fix}")
 
 
 @pytest.mark.parametrize("name", ["digits.yaml", "fashion.yaml"])

@@ -170,7 +170,7 @@ def test_what_ranks_write_is_in_the_runs_folder_and_told_there(capfd: pytest.Cap
 def test_a_file_in_place_of_the_runs_folder(capfd: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB.replace("FOLDER", "job.yaml"), encoding="utf-8")
     assert main(["train", "job.yaml", "--num-procs", "2"]) == 2
-    says = "samestep: run.folder is job.yaml: job.yaml is a file; a folder, or a new path, would do\n"
+    says = "samestep: run.folder is job.yaml: job.yaml is a file; use a folder, or a new path\n"
     assert capfd.readouterr().err == says
 
 
@@ -254,15 +254,15 @@ WRONG = [
     (["--num-procs", "two", "--", TOLD], "argument --num-procs: invalid int value: 'two'"),
     (["--threads", "0", "--", TOLD], '--threads: "0" is no number; 1 or more is wanted'),
     (["--max-restarts", "-1", "--", TOLD], '--max-restarts: "-1" is no number; 0 or more is wanted'),
-    (["--start-timeout", "soon", "--", TOLD], '--start-timeout: "soon" is no time; 90s, 5m or 1h would do'),
-    (["--notice", "0", "--", TOLD], '--notice: "0" is no time; 90s, 5m or 1h would do'),
+    (["--start-timeout", "soon", "--", TOLD], '--start-timeout: "soon" is no time; use 90s, 5m or 1h'),
+    (["--notice", "0", "--", TOLD], '--notice: "0" is no time; use 90s, 5m or 1h'),
     (["--master-port", "99999", "--", TOLD], '--master-port: "99999" is no port; a number from 1 to 65535 is'),
     (
         ["--num-procs", "1", "--logs", "/dev/null", "--", TOLD],
         "can't be kept in /dev/null/localhost: Not a directory",
     ),
     (["--chdir", "/nowhere", "--", TOLD], "the folder /nowhere: No such file or directory; --chdir FOLDER says"),
-    (["--job-id", "a b", "--", TOLD], '--job-id "a b": letters, digits, dots'),
+    (["--job-id", "a b", "--", TOLD], '--job-id is "a b"; use letters, digits, dots'),
     (["--output", "printer", "--", TOLD], "invalid choice: 'printer'"),
     (["--ssh", "ssh 'x", "--", TOLD], "--ssh ssh 'x: a quote has no end"),
     (["--ssh", "", "--", TOLD], "--ssh is empty; a command is wanted"),
@@ -277,9 +277,9 @@ WRONG = [
     (["--no-ssh", "--num-nodes", "2", "--node-rank", "1", "--", TOLD], "--master-addr and the address of the host"),
     (["--no-ssh", "--num-nodes", "0", "--node-rank", "0", "--", TOLD], "--num-nodes is 0; it should be 1 or more"),
     (["--no-ssh", "--num-nodes", "-2", "--node-rank", "0", "--", TOLD], "--num-nodes is -2; it should be 1 or more"),
-    (["--gather", "later", "--", TOLD], '--gather: "later" is no time; 90s, 5m or 1h would do'),
-    (["--return-limit", "-1", "--", TOLD], '--return-limit: "-1" is no time; 90s, 5m or 1h would do'),
-    (["--silence-limit", "soon", "--", TOLD], '--silence-limit: "soon" is no time; 90s, 5m or 1h would do'),
+    (["--gather", "later", "--", TOLD], '--gather: "later" is no time; use 90s, 5m or 1h'),
+    (["--return-limit", "-1", "--", TOLD], '--return-limit: "-1" is no time; use 90s, 5m or 1h'),
+    (["--silence-limit", "soon", "--", TOLD], '--silence-limit: "soon" is no time; use 90s, 5m or 1h'),
     (["--device", "gpu", "--", TOLD], "argument --device: invalid choice: 'gpu'"),
     (["--remote-python", "", "--", TOLD], "--remote-python is empty; a command is wanted"),
     (

@@ -160,7 +160,7 @@ def test_what_listens_may_be_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samestep.launch.handshake, "_ANSWER", 1.0)
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,  # takes connections, and never answers
-        pytest.raises(StartError, match=r"is no job's store \(no answer\); another --master-port would do"),
+        pytest.raises(StartError, match=r"is no job's store \(no answer\); use another --master-port"),
     ):
         Handshake(part(1, listening.getsockname()[1]))
 

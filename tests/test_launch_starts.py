@@ -109,7 +109,7 @@ def test_agents_of_open_mpi_5_meet_where_the_user_says() -> None:
     part = part_here(found, wanted(address="10.0.0.5"))
     assert part is not None
     assert (part.job, part.address, part.node_rank) == ("prterun-head-1-1", "10.0.0.5", 1)
-    with pytest.raises(UserError, match='--job-id "a@1": letters, digits'):
+    with pytest.raises(UserError, match='--job-id is "a@1"; use letters, digits'):
         part_here(found, wanted(address="10.0.0.5", job="a@1"))
 
 
@@ -142,9 +142,9 @@ def test_a_machine_beyond_the_first_hosts_has_no_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"nodes": (1, 3)}, "--nodes 1:3, and there are 2 hosts; 2 or fewer would do"),
-        ({"num_nodes": 3}, "--num-nodes is 3, and there are 2 hosts; 2 or fewer would do"),
-        ({"node_rank": 7}, "--node-rank is 7, and 2 hosts have the ranks 0 to 1; one of them would do"),
+        ({"nodes": (1, 3)}, "--nodes 1:3, and there are 2 hosts; use 2 or fewer"),
+        ({"num_nodes": 3}, "--num-nodes is 3, and there are 2 hosts; use 2 or fewer"),
+        ({"node_rank": 7}, "--node-rank is 7, and 2 hosts have the ranks 0 to 1; use one of them"),
     ],
 )
 def test_more_hosts_than_there_are(hosts: Found, asked: dict[str, Any], says: str) -> None:

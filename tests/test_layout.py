@@ -192,10 +192,10 @@ UNKNOWN = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + 
         (
             "3d",
             6,
-            'layout "3d" was given 6 processes, which is no multiple of the 4 that its sized parts take; '
-            "4, 8 or 12 would do",
+            'layout "3d" was given 6 processes, which is no multiple of the 4 that its sized parts take; use '
+            "4, 8 or 12",
         ),
-        ("ddp", 0, 'layout "ddp" was given 0 processes; 1, 2 or 3 would do'),
+        ("ddp", 0, 'layout "ddp" was given 0 processes; use 1, 2 or 3'),
         ("dp8", 4, 'layout "dp8" needs 8 processes, not 4; "dp4" would use 4 processes'),
         ("pp2 dp2", 6, 'layout "pp2 dp2" needs 4 processes, not 6; "pp2 dp3" would use 6 processes'),
         ("tp8", 4, 'layout "tp8" needs 8 processes, not 4; ask for 8 processes'),
@@ -251,22 +251,22 @@ def test_a_wrong_value_in_python_is_refused_too(values: dict[str, Any], expected
         (
             Layout(tensor=3),
             ModelShape(heads=8),
-            'layout "tp3": 8 attention heads are not divisible by 3; tp1, tp2, tp4 or tp8 would do',
+            'layout "tp3": 8 attention heads are not divisible by 3; use tp1, tp2, tp4 or tp8',
         ),
         (
             Layout(tensor=4),  # key-value heads need not divide: ranks share them
             ModelShape(heads=6, key_value_heads=2),
-            'layout "tp4": 6 attention heads are not divisible by 4; tp1, tp2, tp3 or tp6 would do',
+            'layout "tp4": 6 attention heads are not divisible by 4; use tp1, tp2, tp3 or tp6',
         ),
         (
             Layout(tensor=11),  # of 60 sizes, the six nearest
             ModelShape(heads=5040),
-            'layout "tp11": 5040 attention heads are not divisible by 11; tp7, tp8, tp9, tp10, tp12 or tp14 would do',
+            'layout "tp11": 5040 attention heads are not divisible by 11; use tp7, tp8, tp9, tp10, tp12 or tp14',
         ),
         (
             Layout(pipeline=4, stages=2),
             ModelShape(layers=6),
-            'layout "pp4 stages=2": 8 pipeline stages for 6 layers; 6 stages or fewer would do',
+            'layout "pp4 stages=2": 8 pipeline stages for 6 layers; use 6 stages or fewer',
         ),
     ],
 )
@@ -299,8 +299,8 @@ def test_a_batch_smaller_than_the_data_ranks_is_refused() -> None:
     layout = Layout(replicate=2, shard=2, zero=1, tensor=8)
     layout.check_batch(4, None)
     assert message(lambda: layout.check_batch(3, None)) == (
-        'layout "dp2 zero1x2 tp8": a batch of 3 leaves some of its 4 data ranks without a sample; '
-        "a batch of 4 or more would do"
+        'layout "dp2 zero1x2 tp8": a batch of 3 leaves some of its 4 data ranks without a sample; use '
+        "a batch of 4 or more"
     )
 
 
@@ -310,9 +310,9 @@ def test_a_batch_smaller_than_the_data_ranks_is_refused() -> None:
         (
             16,
             8,
-            "16 samples a rank in micro-batches of 8 make 2, fewer than the 4 pipeline ranks; a micro_batch of 5",
+            "16 samples a rank in micro-batches of 8 make 2, fewer than the 4 pipeline ranks; use a micro_batch of 5",
         ),
-        (3, 1, "3 samples a rank in micro-batches of 1 make 3, fewer than the 4 pipeline ranks; a batch of 4"),
+        (3, 1, "3 samples a rank in micro-batches of 1 make 3, fewer than the 4 pipeline ranks; use a batch of 4"),
     ],
 )
 def test_fewer_micro_batches_than_pipeline_ranks_are_refused(batch: int, micro_batch: int, fix: str) -> None:

@@ -336,7 +336,7 @@ def test_a_layout_without_a_size_takes_the_processes(shown: Any) -> None:
         (["ddp"], 'layout "ddp": dp (replicate) has no size and the number of processes is not known'),
         (["dp4", "--processes", "3"], 'layout "dp4" needs 4 processes, not 3; "dp3" would use 3 processes'),
         (["dp4", "--processes", "many"], "argument --processes: invalid int value: 'many'"),
-        (["dp", "--processes", "0"], 'layout "dp" was given 0 processes; 1, 2 or 3 would do'),
+        (["dp", "--processes", "0"], 'layout "dp" was given 0 processes; use 1, 2 or 3'),
         (["dp4", "--batch", "3"], 'layout "dp4": a batch of 3 leaves some of its 4 data ranks without a sample'),
         (["single", "--batch", "-1"], 'layout "single": a batch of -1 leaves some of its 1 data ranks'),
         (["dp4", "--batch", "1.5"], "argument --batch: invalid int value: '1.5'"),

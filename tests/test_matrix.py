@@ -64,7 +64,7 @@ def test_the_sets_are_layouts_of_at_most_eight_ranks() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("", UserError, 'names no layout; all, fast, experts or "dp2, fsdp2 tp2" would do'),
+        ("", UserError, 'names no layout; use all, fast, experts or "dp2, fsdp2 tp2"'),
         (",", UserError, "names no layout"),
         ("dp2, dq2", LayoutError, '"dq2" is not a part of a layout'),
     ],

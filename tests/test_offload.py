@@ -213,7 +213,7 @@ def test_shards_of_an_optimizer_that_needs_whole_matrices_are_refused() -> None:
         (["--layout", "dp2 offload=parameters-disk"], "offload=parameters-disk is for shards of parameters"),
         (
             ["--layout", "single offload=optimizer-disk", "--set", "run.offload_folder=nowhere"],
-            "run.offload_folder is nowhere: there is no such folder; a folder that is there would do",
+            "run.offload_folder is nowhere: there is no such folder; use a folder that is there",
         ),
         (
             ["--layout", "single offload=optimizer-disk", "--set", "run.offload_folder=job.yaml"],

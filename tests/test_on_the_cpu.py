@@ -57,8 +57,8 @@ def test_more_slots_than_accelerators_are_refused_unless_the_job_is_on_the_cpu()
     outcome = agent.run(part)
     assert outcome.exit_code == 2
     assert outcome.message == (
-        "worker-2: 2 slots are asked for, and there is 1 accelerator that CUDA_VISIBLE_DEVICES=0 leaves; "
-        "1 or fewer would do, or --device cpu for a job on the CPU"
+        "worker-2: 2 slots are asked for, and there is 1 accelerator that CUDA_VISIBLE_DEVICES=0 leaves; use "
+        "1 or fewer, or --device cpu for a job on the CPU"
     )
 
 

@@ -243,9 +243,9 @@ def message(task: samestep.Task, layout: str, **values: Any) -> str:
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        ("pp2 stages=2", "schedule 1f1b runs 1 stage a rank, not 2; schedule=interleaved-1f1b would do"),
+        ("pp2 stages=2", "schedule 1f1b runs 1 stage a rank, not 2; use schedule=interleaved-1f1b"),
         ("pp2 schedule=zbv-zero-bubble stages=3", "runs 2 stages a rank, not 3; 4 stages over 2 ranks are what"),
-        ("pp2 fsdp2 schedule=zbv-zero-bubble", "shards of parameters would be put away in between; zero1, or"),
+        ("pp2 fsdp2 schedule=zbv-zero-bubble", "shards of parameters would be put away in between; use zero1, or"),
         ("pp2 schedule=interleaved-zero-bubble recompute=full", "recompute=full would compute every block again"),
     ],
 )
@@ -254,7 +254,7 @@ def test_what_does_not_go_together_is_refused_before_any_process_starts(layout: 
 
 
 def test_fp16_is_refused() -> None:
-    with pytest.raises(samestep.LayoutError, match="fp16, which pipelines do not have; bf16 would do"):
+    with pytest.raises(samestep.LayoutError, match="fp16, which pipelines do not have; use bf16"):
         samestep.train(recipe(Points(), precision="fp16"), layout="pp2")
 
 
@@ -299,14 +299,14 @@ class Alone:
 @pytest.mark.parametrize(
     ("task", "layout", "cut_at", "said"),
     [
-        (NextWord(kind="llama"), "pp5", (), "5 pipeline stages for 4 layers; 4 stages or fewer would do"),
+        (NextWord(kind="llama"), "pp5", (), "5 pipeline stages for 4 layers; use 4 stages or fewer"),
         (
             NextWord(kind="llama"),
             "pp2",
             ("model.layer.1",),
             'no layer "model.layer.1"; did you mean "model.layers.1"',
         ),
-        (NextWord(kind="llama"), "pp3", ("model.layers.1",), "1 name, which makes 2 stages; the layout has 3, so 2"),
+        (NextWord(kind="llama"), "pp3", ("model.layers.1",), "1 name, which makes 2 stages; the layout has 3; use 2"),
         (NextWord(kind="llama"), "pp2", ("model.layers.0",), "the first layer of a stage but the first, in order"),
         (tasks.Keeping(), "pp2", (), "last takes a tensor that layers.0 computes and does not return"),
         (tasks.Keeping(), "pp2", ("layers.1",), "last takes a tensor that layers.0 computes and does not return"),

@@ -44,13 +44,13 @@ def test_the_lines_of_a_hostfile_are_shown(hostfile: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "it names no host with a slot; a line such as worker-1 slots=4 would do"),
+        ("", "it names no host with a slot; use a line such as worker-1 slots=4"),
         ("# nobody\n", "it names no host with a slot"),
         ("worker-1 slots=0", "it names no host with a slot"),
         ("\nworker-1 slots=four", 'line 2: "slots=four": slots are a whole number'),
         ("worker-1 slots=-1", 'line 1: "slots=-1": slots are a whole number'),
         ("worker-1 slots", 'line 1: "slots" is not known'),
-        ("worker-1 slot=4", 'line 1: "slot=4" is not known; a line such as worker-1 slots=4 would do'),
+        ("worker-1 slot=4", 'line 1: "slot=4" is not known; use a line such as worker-1 slots=4'),
         ("worker-1 slots=4 slots=2", '"slots=2" says the slots of worker-1 a second time'),
         ("worker-1:4 slots=2", '"slots=2" says the slots of worker-1:4 a second time'),
         ("worker-1 slots=4 max_slots=2", "slots=4 is more than max_slots=2"),

@@ -81,7 +81,7 @@ class Broken(Task):
 class Picky(Task):
     def __init__(self, hidden: int):
         from samestep.errors import UserError
-        raise UserError(f"recipe.args.hidden is {{hidden}}; 7 would do")
+        raise UserError(f"recipe.args.hidden is {{hidden}}; use 7")
 {METHODS}
 class Partial(Task):
     def loss(self, output, batch): ...
@@ -276,7 +276,7 @@ TASKS_THERE = "Plain, Own, WithData, MayHaveData, Loose, Odd, AsDataclass, Broke
             {"data": {"folder": "x"}, "model": {"layers": "two"}},
             "recipe.model.layers is 'two'; it should be a whole number",
         ),
-        ("Picky", {"args": {"hidden": 1}}, "recipe.args.hidden is 1; 7 would do"),
+        ("Picky", {"args": {"hidden": 1}}, "recipe.args.hidden is 1; use 7"),
     ],
 )
 def test_a_wrong_class_or_argument_is_refused_in_one_line(

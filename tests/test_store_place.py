@@ -45,8 +45,8 @@ def test_a_name_that_leads_to_the_loopback_on_itself_is_no_place(names: dict[str
         Handshake(part())
     assert time.monotonic() - began < 2
     assert str(error.value) == (
-        "worker-1 leads to 127.0.1.1 on worker-1 itself, where no other host reaches it; "
-        "its address instead of the name would do, as --master-addr on all hosts"
+        "worker-1 leads to 127.0.1.1 on worker-1 itself, where no other host reaches it; use "
+        "its address instead of the name, as --master-addr on all hosts"
     )
 
 
@@ -110,8 +110,8 @@ def test_a_name_on_the_loopback_is_no_place_where_the_way_to_the_hosts_is_not_kn
     words = ["--hostfile", str(tmp_path / "hosts"), "--master-addr", "worker-1", "--ssh", "false"]
     assert main(["launch", *words, "--", "true"]) == 2
     assert capfd.readouterr().err == (
-        "samestep: --master-addr worker-1 leads to 127.0.1.1 on this machine, where no other host reaches it; "
-        "its address instead of the name would do\n"
+        "samestep: --master-addr worker-1 leads to 127.0.1.1 on this machine, where no other host reaches it; use "
+        "its address instead of the name\n"
     )
 
 

@@ -321,9 +321,9 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
 @pytest.mark.parametrize(
     ("layout", "values", "message"),
     [
-        ("tp3", {}, 'layout "tp3": 4 attention heads are not divisible by 3; tp1, tp2 or tp4 would do'),
+        ("tp3", {}, 'layout "tp3": 4 attention heads are not divisible by 3; use tp1, tp2 or tp4'),
         ("tp2", {"precision": "fp16"}, "recipe.precision is fp16, which shards and slices do not have yet"),
-        ("dp2 sequence=split", {}, "sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do"),
+        ("dp2 sequence=split", {}, "sequence=split is for the ranks of tensor parallel; use tp2 sequence=split"),
     ],
 )
 def test_sizes_and_options_are_checked_before_any_rank_starts(

@@ -253,7 +253,7 @@ def test_two_messages_a_unit_and_no_logits_are_sent(found: dict[str, Any]) -> No
 
 def test_a_loop_of_ones_own_gives_an_example(found: dict[str, Any]) -> None:
     assert (
-        "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples would do"
+        "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples"
         in found["own loop"]["refused"]
     )
     assert found["own loop"]["classes"] == (2, 3)

@@ -98,7 +98,7 @@ def test_a_crash_ends_connections_and_a_cut_power_is_silent(bed: Testbed) -> Non
         end()
         assert not host_b.is_up
         assert call.finish(10).split()[1] == heard
-        with pytest.raises(RuntimeError, match=r"host-b is down; boot\(\) would do"):
+        with pytest.raises(RuntimeError, match=r"host-b is down; call boot\(\)"):
             host_b.run(["true"])
         host_b.boot()
         assert host_b.run(["hostname", "-i"]).stdout.split() == [host_b.address]
@@ -257,8 +257,8 @@ def test_nothing_is_left_of_a_failing_and_of_a_killed_run(
 def test_why_there_can_be_no_hosts_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = why_not.__wrapped__
     monkeypatch.setattr(possible, "program", lambda name: None if name in ("sshd", "tc") else name)
-    assert ask(ssh=True) == "iproute2, openssh-server is not installed; tools/cluster-packages would do"
-    assert ask(ssh=False) == "iproute2 is not installed; tools/cluster-packages would do"
+    assert ask(ssh=True) == "iproute2, openssh-server is not installed; run tools/cluster-packages"
+    assert ask(ssh=False) == "iproute2 is not installed; run tools/cluster-packages"
     monkeypatch.undo()
     monkeypatch.setattr(possible, "_TRIAL", "echo no such thing >&2; exit 1")
     assert ask(ssh=False) == "the kernel refuses namespaces, bridges or mounts: no such thing"

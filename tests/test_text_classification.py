@@ -245,15 +245,18 @@ def test_long_texts_get_positions(source: Path) -> None:
     [
         (
             {"hidden": 30, "heads": 4},
-            "recipe.model: hidden is 30 and heads is 4; hidden must be divisible by heads, so heads of 1, 2, 3, 5, "
-            "6, 10, 15, 30 would do",
+            "recipe.model: hidden is 30 and heads is 4, which doesn't divide it; use heads of 1, 2, 3, 5, "
+            "6, 10, 15, 30",
         ),
         (
             {"type": "brt"},
-            'recipe.model.type is "brt"; did you mean "bert"? bert, roberta, distilbert, electra or albert would do',
+            'recipe.model.type is "brt"; did you mean "bert"? use bert, roberta, distilbert, electra or albert',
         ),
-        ({"type": "vit"}, 'recipe.model.type is "vit"; bert, roberta, distilbert, electra or albert would do'),
-        ({"type": "fnet"}, 'recipe.model.type "fnet" takes no heads; bert, roberta, distilbert, electra or albert'),
+        ({"type": "vit"}, 'recipe.model.type is "vit"; use bert, roberta, distilbert, electra or albert'),
+        (
+            {"type": "fnet"},
+            'recipe.model.type "fnet" takes no heads; use bert, roberta, distilbert, electra or albert',
+        ),
         ({"type": "funnel"}, 'recipe.model: "funnel" refuses its configuration: This model does not support'),
         ({"layers": 0}, "recipe.model.layers is 0; it should be greater than 0"),
         ({"layer": 2}, 'unknown key "recipe.model.layer"; did you mean "layers"?'),
@@ -272,15 +275,15 @@ def test_long_texts_get_positions(source: Path) -> None:
         ),
         (
             {"config": {"max_position_embeddings": 8}},
-            "recipe.data.max_length is 16, but the model has positions for 8 tokens; 8 or less would do",
+            "recipe.data.max_length is 16, but the model has positions for 8 tokens; use 8 or less",
         ),
         (
             {"type": "roberta", "config": {"max_position_embeddings": 16}},
-            "recipe.data.max_length is 16, but the model has positions for 15 tokens; 15 or less would do",
+            "recipe.data.max_length is 16, but the model has positions for 15 tokens; use 15 or less",
         ),
         (
             {"folder": "nowhere"},
-            "recipe.model.folder is nowhere: there is no such folder; a folder written by save_pretrained would do",
+            "recipe.model.folder is nowhere: there is no such folder; use a folder written by save_pretrained",
         ),
         (
             {"folder": "nowhere", "layers": 2},
@@ -288,8 +291,8 @@ def test_long_texts_get_positions(source: Path) -> None:
         ),
         (
             {"folder": "package:not_there/model"},
-            'recipe.model.folder is "package:not_there/model": package not_there is not installed; '
-            "pip install --no-deps not-there would do",
+            'recipe.model.folder is "package:not_there/model": package not_there is not installed; use '
+            "pip install --no-deps not-there",
         ),
     ],
 )
@@ -333,13 +336,13 @@ def test_tokenizers_that_will_not_do(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     word_tokenizer(padding=None).save(str(path))
     assert mistake(source, tokenizer=str(path)) == (
-        f"recipe.data.tokenizer: the tokenizer in {path} has no padding token; one with [PAD] or <pad> or <|pad|> or "
-        f"<|padding|> would do"
+        f"recipe.data.tokenizer: the tokenizer in {path} has no padding token; use one with [PAD] or <pad> or "
+        "<|pad|> or <|padding|>"
     )
     path.write_text("{}", encoding="utf-8")
     said = mistake(source, tokenizer=str(path))
     assert said.startswith(f"recipe.data.tokenizer: {path} can't be loaded as a tokenizer: ")
-    assert said.endswith("; a tokenizer.json, or a folder with one, would do")
+    assert said.endswith("; use a tokenizer.json, or a folder with one")
     assert mistake(source, tokenizer=str(tmp_path)).startswith(
         f"recipe.data.tokenizer: {tmp_path} can't be loaded as"
     )
@@ -389,15 +392,15 @@ def test_a_pretrained_classifier_of_other_classes_gets_a_new_head(
 def test_pretrained_models_that_do_not_fit(source: Path, pretrained: Path, tmp_path: Path) -> None:
     folder = {"folder": str(pretrained)}
     assert mistake(source, folder, max_length=21) == (
-        "recipe.data.max_length is 21, but the model has positions for 20 tokens; 20 or less would do"
+        "recipe.data.max_length is 21, but the model has positions for 20 tokens; use 20 or less"
     )
     path = tmp_path / "tokenizer.json"
     larger = word_tokenizer()
     larger.add_tokens(["more", "words"])
     larger.save(str(path))
     assert mistake(source, folder, tokenizer=str(path)) == (
-        "recipe.data.tokenizer: its token ids go up to 35, but the model has 34 embeddings; the tokenizer that "
-        "belongs to the model, or a vocab_size of 36, would do"
+        "recipe.data.tokenizer: its token ids go up to 35, but the model has 34 embeddings; use the tokenizer that "
+        "belongs to the model, or a vocab_size of 36"
     )
     said = mistake(source, {**folder, "config": {"num_hidden_layers": 3}})
     assert said.startswith(
@@ -427,7 +430,7 @@ def test_broken_folders_of_a_pretrained_model(source: Path, pretrained: Path) ->
     )
     (pretrained / "config.json").unlink()
     assert mistake(source, folder, tokenizer=str(tokenizer)) == (
-        f"recipe.model.folder is {pretrained}: it has no config.json; a folder written by save_pretrained would do"
+        f"recipe.model.folder is {pretrained}: it has no config.json; use a folder written by save_pretrained"
     )
 
 

@@ -169,7 +169,7 @@ def verify_layouts(
     the reason. Raises UserError for what is wrong with the job.
     """
     if job.run.engine_config is not None:
-        raise UserError("--layouts goes without run.engine_config, which is for one layout; --layout would do")
+        raise UserError("--layouts goes without run.engine_config, which is for one layout; use --layout")
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = _check(_alone(job), Layout())
@@ -336,7 +336,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     if here or job.run.device == "cpu":
         Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
-        raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; engine native would do')
+        raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; use engine native')
     engines.check_buckets(job.run.bucket_mb, engine, layout, recipe.communication)
     if job.run.profile is not None and not engine.abilities.profiles:
         raise UserError(
@@ -352,12 +352,10 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
         raise UserError(f'recipe.adapter is given, and engine "{engine.name}" has no adapters; use engine native')
     if job.run.checkpoint is not None and not engine.abilities.checkpoints:
         raise UserError(
-            f'run.checkpoint is given, and engine "{engine.name}" saves no checkpoints here; engine native would do'
+            f'run.checkpoint is given, and engine "{engine.name}" saves no checkpoints here; use engine native'
         )
     if job.run.cut_at is not None and layout.pipeline == 1:
-        raise UserError(
-            f'run.cut_at names pipeline stages, and layout "{layout}" has none; pp2 would do, or no cut_at'
-        )
+        raise UserError(f'run.cut_at names pipeline stages, and layout "{layout}" has none; use pp2, or no cut_at')
     check_faults(job, layout, skips=engine.abilities.skips)
     check_offload_folder(job.run.offload_folder)
     layout.check_batch(recipe.batch, job.run.micro_batch)

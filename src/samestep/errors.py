@@ -10,7 +10,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one message that names the value, the place and what would do.
+    """A mistake in what the user gave: one message that names the value, the place and what to use instead.
 
     The command line prints the message alone and exits with 2.
     """
@@ -23,7 +23,7 @@ class LayoutError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that can't be written or read: what is wrong with which file, and what would do."""
+    """A checkpoint that can't be written or read: what is wrong with which file, and what to use instead."""
 
 
 class RankFailedError(Exception):
@@ -42,7 +42,7 @@ class RankFailedError(Exception):
 
 
 class HostLostError(Exception):
-    """A job over several hosts that can't go on here: which host or store was lost, and what would do.
+    """A job over several hosts that can't go on here: which host or store was lost, and what to use instead.
 
     The command line prints it and exits with 1.
     """

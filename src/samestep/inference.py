@@ -76,7 +76,7 @@ def predict_job(job: Job, checkpoint: Path, file: Path | None, new_tokens: int =
     job = _alone(job)
     task = check_job(job)
     if file is None:
-        _check_held_out(task, "--input would do")
+        _check_held_out(task, "--input")
     elif task.predicts_from is None:
         raise UserError(
             f"--input {file}: task {type(task).__name__} predicts its held-out samples alone; leave --input out, or "
@@ -101,11 +101,11 @@ def _alone(job: Job) -> Job:
     return replace(job, recipe=recipe, run=Run(device=run.device, threads=run.threads, workers=run.workers))
 
 
-def _check_held_out(task: Task, would_do: str) -> None:
+def _check_held_out(task: Task, instead: str) -> None:
     samples = task.eval_set()
     if samples is None or len(samples) == 0:
         raise UserError(
-            f"task {type(task).__name__} has no held-out samples; {would_do or 'recipe.data.held_out would do'}"
+            f"task {type(task).__name__} has no held-out samples; use {instead or 'recipe.data.held_out'}"
         )
 
 

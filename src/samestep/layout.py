@@ -208,7 +208,7 @@ class Layout:
         if batch < self.data_ranks:
             raise LayoutError(
                 f'layout "{self}": a batch of {batch} leaves some of its {self.data_ranks} data ranks without a '
-                f"sample; a batch of {self.data_ranks} or more would do"
+                f"sample; use a batch of {self.data_ranks} or more"
             )
         if self.pipeline > 1 and micro_batch is not None:
             per_rank = -(-batch // self.data_ranks)
@@ -216,9 +216,9 @@ class Layout:
             if count < self.pipeline:
                 largest = -(-per_rank // (self.pipeline - 1)) - 1  # of which a rank's samples fill every stage
                 fix = (
-                    f"a micro_batch of {largest} or less would do"
+                    f"use a micro_batch of {largest} or less"
                     if largest
-                    else f"a batch of {self.pipeline * self.data_ranks} or more in micro-batches of 1 would do"
+                    else f"use a batch of {self.pipeline * self.data_ranks} or more in micro-batches of 1"
                 )
                 raise LayoutError(
                     f'layout "{self}": {per_rank} samples a rank in micro-batches of {micro_batch} make {count}, '
@@ -234,8 +234,8 @@ class Layout:
         stages = self.pipeline * self.stages_a_rank
         if shape.layers is not None and self.pipeline > 1 and shape.layers < stages:
             raise LayoutError(
-                f'layout "{self}": {stages} pipeline stages for {shape.layers} layers; '
-                f"{shape.layers} stages or fewer would do"
+                f'layout "{self}": {stages} pipeline stages for {shape.layers} layers; use '
+                f"{shape.layers} stages or fewer"
             )
 
     def _check_divides(self, dimension: str, total: int | None, what: str, divisible: int | None) -> None:
@@ -246,9 +246,7 @@ class Layout:
         divisors = [n for n in range(1, divisible + 1) if divisible % n == 0]
         nearest = sorted(sorted(divisors, key=lambda n: abs(n - parts))[:6])
         would_do = _either([f"{letters}{n}" for n in nearest])
-        raise LayoutError(
-            f'layout "{letters}{parts}": {total} {what} are not divisible by {parts}; {would_do} would do'
-        )
+        raise LayoutError(f'layout "{letters}{parts}": {total} {what} are not divisible by {parts}; use {would_do}')
 
 
 def _whole_order(order: str) -> list[str]:
@@ -357,7 +355,7 @@ def _left_over(text: str, values: Mapping[str, int | str], processes: int) -> in
     if processes < 1 or processes % taken:
         why = "" if taken == 1 else f", which is no multiple of the {taken} that its sized parts take"
         raise LayoutError(
-            f'layout "{text}" was given {_processes(processes)}{why}; '
-            f"{_either([str(taken * n) for n in (1, 2, 3)])} would do"
+            f'layout "{text}" was given {_processes(processes)}{why}; use '
+            f"{_either([str(taken * n) for n in (1, 2, 3)])}"
         )
     return processes // taken

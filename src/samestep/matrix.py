@@ -106,7 +106,7 @@ def layouts_of(text: str) -> Sequence[str]:
         return _SETS[text.strip()]
     wanted = [part.strip() for part in text.split(",") if part.strip()]
     if not wanted:
-        raise UserError(f'--layouts "{text}" names no layout; {", ".join(_SETS)} or "dp2, fsdp2 tp2" would do')
+        raise UserError(f'--layouts "{text}" names no layout; use {", ".join(_SETS)} or "dp2, fsdp2 tp2"')
     for layout in wanted:
         Layout.parse(layout)
     return wanted

@@ -118,7 +118,7 @@ class Host:
     def pid(self) -> int:
         """The process number, outside the host, of its first process."""
         if self._first is None:
-            raise RuntimeError(f"{self.name} is down; boot() would do")
+            raise RuntimeError(f"{self.name} is down; call boot()")
         return self._pid
 
     def boot(self) -> None:

@@ -31,7 +31,7 @@ def why_not(*, ssh: bool = True) -> str | None:
     needed = {**_PACKAGES, **({"sshd": "openssh-server", "ssh": "openssh-client"} if ssh else {})}
     missing = sorted({package for name, package in needed.items() if program(name) is None})
     if missing:
-        return f"{', '.join(missing)} is not installed; tools/cluster-packages would do"
+        return f"{', '.join(missing)} is not installed; run tools/cluster-packages"
     try:
         command = ["unshare", *NAMESPACES, "sh", "-ec", _TRIAL]
         tried = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

@@ -85,11 +85,11 @@ def check_shared(folder: Path, group: dist.ProcessGroup) -> None:
     if first:
         probe.unlink(missing_ok=True)
     if fault is not None:
-        raise CheckpointError(f"run.checkpoint: {fault}; a folder that all hosts may write would do")
+        raise CheckpointError(f"run.checkpoint: {fault}; use a folder that all hosts may write")
     if blind:
         raise CheckpointError(
             f"run.checkpoint: {hosts[blind[0]]} (rank {blind[0]}) doesn't see what {hosts[0]} writes into {folder}; "
-            "run.checkpoint.folder on a file system that all hosts share would do"
+            "use run.checkpoint.folder on a file system that all hosts share"
         )
 
 

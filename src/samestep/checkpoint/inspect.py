@@ -53,7 +53,7 @@ def listed(place: Path) -> list[Listed]:
             found += [_unfinished(path) for path in sorted(folder.glob(f"*{folders.UNFINISHED}"))]
     if not found:
         raise CheckpointError(
-            f"{place} holds no checkpoint; a run's folder, the one with its checkpoints, or a checkpoint would do"
+            f"{place} holds no checkpoint; use a run's folder, the one with its checkpoints, or a checkpoint"
             if place.exists()
             else f"there is no folder {place}"
         )

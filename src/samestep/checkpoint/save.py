@@ -163,8 +163,8 @@ class Saver:
             return
         if hidden := [name for name in info.files if not (unfinished / name).is_file()]:
             raise CheckpointError(
-                f"{unfinished / hidden[0]} was written by another rank and can't be seen by rank 0; a folder that "
-                "all hosts share would do"
+                f"{unfinished / hidden[0]} was written by another rank and can't be seen by rank 0; "
+                "use a folder that all hosts share"
             )
         write_durably(unfinished / INFO_FILE, text)
         if self._durable:

@@ -264,9 +264,9 @@ def _seconds(text: str) -> float:
         try:
             seconds = seconds_of(text)
         except (ValueError, KeyError):
-            raise argparse.ArgumentTypeError(f'"{text}" is no time; 90s, 5m or 1h would do') from None
+            raise argparse.ArgumentTypeError(f'"{text}" is no time; use 90s, 5m or 1h') from None
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f'"{text}" is no time; 90s, 5m or 1h would do')
+        raise argparse.ArgumentTypeError(f'"{text}" is no time; use 90s, 5m or 1h')
     return seconds
 
 

@@ -98,7 +98,7 @@ def _missing(engine: str) -> str | None:
 
 def _refused(job: Job, task: Task, method: Method) -> str | None:
     if method.cores is not None and job.run.device == "auto" and accelerators():
-        return "it is for CPUs, and the job runs on an accelerator; --device cpu would do"
+        return "it is for CPUs, and the job runs on an accelerator; use --device cpu"
     if method.start.precisions is not None:
         if job.run.compile and not method.start.compiles:
             return f"run.compile is true, and {method.name}'s script doesn't compile"

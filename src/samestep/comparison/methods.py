@@ -145,7 +145,7 @@ def chosen(wanted: Sequence[str | Method] | None, processes: int) -> list[Method
         if name:
             found[name] = _found(name, processes, table) if isinstance(each, str) else each.of(processes)
     if not found:
-        raise UserError('methods names none; "single, ddp-torchrun, native:dp2 tp2" would do')
+        raise UserError('methods names none; use "single, ddp-torchrun, native:dp2 tp2"')
     return list(found.values())
 
 

@@ -27,7 +27,7 @@ def recognises(path: Path) -> bool:
 def open_(path: Path) -> Iterator[Weights]:
     file = _file(path)
     if file is None:
-        raise CheckpointError(f"{path} has none of {', '.join(_FILES)}; a folder of Accelerate's save_state would do")
+        raise CheckpointError(f"{path} has none of {', '.join(_FILES)}; use a folder of Accelerate's save_state")
     with _FILES[file](path / file) as weights:
         # Accelerate saves a model as it wrapped it.
         yield state_dict.without_ddp(weights) if state_dict.is_ddp(weights.names()) else weights

@@ -77,7 +77,7 @@ def convert(
     to = to or _format_of_name(target)
     wanted = _known("--to", to)
     if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype is {dtype}; {', '.join(DTYPES)} would do")
+        raise UserError(f"--dtype is {dtype}; use {', '.join(DTYPES)}")
     asked = Asked(shard_bytes=_bytes(shard_size), pretrained=lambda weights: _pretrained(weights, job))
     _check_free(target)
     with form.open(source) as weights:
@@ -158,9 +158,9 @@ def _bytes(text: str) -> int:
     try:
         size = int(float(number) * _UNITS[unit])
     except (KeyError, ValueError):
-        raise UserError(f"--shard-size is {text}; a size such as 500MB or 4GB would do") from None
+        raise UserError(f"--shard-size is {text}; use a size such as 500MB or 4GB") from None
     if size < 1:
-        raise UserError(f"--shard-size is {text}; more than nothing would do")
+        raise UserError(f"--shard-size is {text}; use more than nothing")
     return size
 
 
@@ -202,12 +202,12 @@ def _recipe_of(weights: Weights) -> Recipe | None:
 
 def _check_free(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise UserError(f"{target} is there already; another path would do")
+        raise UserError(f"{target} is there already; use another path")
     if target.name in ("", ".."):
         raise UserError(f"{target} is no name for a new file or folder")
     there = next(path for path in target.absolute().parents if path.exists())
     if not there.is_dir():
-        raise UserError(f"{target} can't be written: {there} is a file; another path would do")
+        raise UserError(f"{target} can't be written: {there} is a file; use another path")
 
 
 def _write(form: Format, target: Path, weights: Weights, asked: Asked) -> None:
@@ -220,7 +220,7 @@ def _write(form: Format, target: Path, weights: Weights, asked: Asked) -> None:
         _place(form, into, target)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CheckpointError(f"{target} can't be written: {reason}; another folder would do") from None
+        raise CheckpointError(f"{target} can't be written: {reason}; use another folder") from None
     finally:
         _clear(into)
 
@@ -232,7 +232,7 @@ def _place(form: Format, into: Path, target: Path) -> None:
     files = sorted(into.iterdir(), key=lambda path: path.suffix == ".json")  # an index last
     for file in files:
         if (target.parent / file.name).exists():
-            raise CheckpointError(f"{target.parent / file.name} is there already; another folder would do")
+            raise CheckpointError(f"{target.parent / file.name} is there already; use another folder")
     for file in files:
         file.rename(target.parent / file.name)
 

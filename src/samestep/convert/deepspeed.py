@@ -198,7 +198,7 @@ def _check(folder: Path, models: Sequence[Any]) -> None:
     if not models or not all(
         isinstance(each, Mapping) and isinstance(each.get("module"), Mapping) for each in models
     ):
-        raise CheckpointError(f"{folder} has no module in its *_model_states.pt; a checkpoint of DeepSpeed would do")
+        raise CheckpointError(f"{folder} has no module in its *_model_states.pt; use a checkpoint of DeepSpeed")
     if any(models[0].get("num_experts") or ()):
         raise CheckpointError(f"{folder} is of a mixture of experts, whose files are not put together here")
 

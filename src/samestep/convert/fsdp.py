@@ -28,9 +28,7 @@ def fits(path: Path) -> bool:
 def open_(path: Path) -> Iterator[Weights]:
     folder = _folder(path)
     if folder is None:
-        raise CheckpointError(
-            f"{path} has no {METADATA_FILE} and no folder {_OF_ACCELERATE}; a folder of one would do"
-        )
+        raise CheckpointError(f"{path} has no {METADATA_FILE} and no folder {_OF_ACCELERATE}; use a folder of one")
     tensors = Tensors(folder)
     keys = _keys_of_model(tensors)
     if not keys:

@@ -40,7 +40,7 @@ def recognises(path: Path) -> bool:
 def open_(path: Path) -> Iterator[Weights]:
     file = _file(path)
     if file is None:
-        raise CheckpointError(f"{path} has none of {', '.join(_FILES)}; a folder of save_pretrained would do")
+        raise CheckpointError(f"{path} has none of {', '.join(_FILES)}; use a folder of save_pretrained")
     with _FILES[file](path / file) as weights:
         yield replace(weights, pretrained_folder=path if (path / _CONFIG).is_file() else None)
 
@@ -60,7 +60,7 @@ def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
     else:
         raise CheckpointError(
             "a Hugging Face folder has the model's configuration and tokenizer, and nothing here says what they are; "
-            "--job JOB.yaml, of the job whose weights these are, would do"
+            "use --job JOB.yaml, of the job whose weights these are"
         )
     _say_dtype(into / _CONFIG, weights)
     safetensors.write_as(into, "model", names, weights, asked.shard_bytes)

@@ -27,7 +27,7 @@ def open_(path: Path) -> Iterator[Weights]:
     """The weights of a checkpoint, or of the newest one of a folder or a run. Raises CheckpointError if damaged."""
     found = candidates(path)
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint of samestep; the folder of one, or a run's, would do")
+        raise CheckpointError(f"{path} holds no checkpoint of samestep; use the folder of one, or a run's")
     info = read_info(found[0])
     if fault := fault_of(found[0], info.files):
         raise CheckpointError(f"checkpoint {found[0]} is damaged: {fault}")
@@ -47,9 +47,7 @@ def open_(path: Path) -> Iterator[Weights]:
 def write(into: Path, name: str, weights: Weights, _: Asked) -> None:
     """A checkpoint of the weights alone, before the first step; a training from it begins with a new optimizer."""
     if step_of(Path(name)) not in (None, 0):
-        raise CheckpointError(
-            f"{name} is the name of a later step, and converted weights are at step 0; step-0 would do"
-        )
+        raise CheckpointError(f"{name} is the name of a later step, and converted weights are at step 0; use step-0")
     info = Info(
         step=0,
         epoch=None,

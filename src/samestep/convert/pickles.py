@@ -41,8 +41,8 @@ def load(path: Path, allowed: Iterable[Allowed] = ()) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: {refusal(error)}; the weights alone (torch.save(model.state_dict(), file)), or a safetensors "
-            "file, would do"
+            f"{path}: {refusal(error)}; "
+            "use the weights alone (torch.save(model.state_dict(), file)), or a safetensors file"
         ) from None
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path}") from None

@@ -109,7 +109,7 @@ def _of_index(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from None
     for file in found.values():
         if Path(file).name != file:
-            raise CheckpointError(f"{path} names the file {file}; the names of files beside it alone would do")
+            raise CheckpointError(f"{path} names the file {file}; use the names of files beside it alone")
     return {name: path.parent / file for name, file in found.items()}
 
 
@@ -123,7 +123,7 @@ def _entry(path: Path, holder: Any, name: str) -> Entry:
 
 def _dtype_of(path: Path, name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise CheckpointError(f"{path} holds tensors of type {name}; {', '.join(_DTYPES)} would do")
+        raise CheckpointError(f"{path} holds tensors of type {name}; use {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 

@@ -40,7 +40,7 @@ def open_ddp(path: Path) -> Iterator[Weights]:
     state = state_dict_of(path)
     if not is_ddp(state):
         name = next(name for name in state if not name.startswith(_DDP))
-        raise CheckpointError(f"{path} is no file of DDP: {name} doesn't begin with {_DDP}; state-dict would do")
+        raise CheckpointError(f"{path} is no file of DDP: {name} doesn't begin with {_DDP}; use state-dict")
     yield without_ddp(weights_of(state))
 
 

@@ -56,7 +56,7 @@ def _files(path: Path, source: str, where: str) -> list[Path]:
     if path.suffix == _SUFFIX:
         return [path]
     if path.exists():
-        raise UserError(f"{where} is {source}; a file that ends in {_SUFFIX}, or a folder of such files, would do")
+        raise UserError(f"{where} is {source}; use a file that ends in {_SUFFIX}, or a folder of such files")
     raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a {_SUFFIX} file or a folder')
 
 

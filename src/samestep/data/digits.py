@@ -17,17 +17,17 @@ def read() -> ImageSource:
     """Read the digits (Alpaydin & Kaynak 1998). Raises UserError where scikit-learn is not installed."""
     folder = package_folder("sklearn")
     if folder is None:
-        raise UserError(f'source "digits": package scikit-learn is not installed; {_INSTALL} would do')
+        raise UserError(f'source "digits": package scikit-learn is not installed; use {_INSTALL}')
     path = folder / "datasets" / "data" / "digits.csv.gz"
     try:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:
-        raise UserError(f'source "digits": {path} can\'t be read: {error}; {_INSTALL} would do') from None
+        raise UserError(f'source "digits": {path} can\'t be read: {error}; use {_INSTALL}') from None
     found = hashlib.sha256(content).hexdigest()
     if found != _SHA256:
         raise UserError(
-            f'source "digits": {path} holds other digits (sha256 {found[:12]}..., not {_SHA256[:12]}...); '
-            f"{_INSTALL} would do"
+            f'source "digits": {path} holds other digits (sha256 {found[:12]}..., not {_SHA256[:12]}...); use '
+            f"{_INSTALL}"
         )
     rows = np.loadtxt(content.decode("ascii").splitlines(), delimiter=",", dtype=np.uint8)  # [images, 65]
     pixels = rows[:, :64].reshape(-1, 8, 8)  # from 0 to 16

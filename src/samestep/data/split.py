@@ -35,8 +35,8 @@ def check_split(train: int, held: int, held_out: float, where: str) -> None:
         return
     side, change = ("training", "smaller") if not train else ("held-out", "larger")
     raise UserError(
-        f"{where} is {held_out}: it leaves no {side} samples of {train + held}; "
-        f"a {change} fraction, or an eval_source, would do"
+        f"{where} is {held_out}: it leaves no {side} samples of {train + held}; use "
+        f"a {change} fraction, or an eval_source"
     )
 
 

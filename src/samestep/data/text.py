@@ -97,7 +97,7 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: not JSON at column {error.colno}: {error.msg}") from None
         if not isinstance(record, dict):
-            raise UserError(f'{path}:{number}: {_shown(line)} is no object; {{"text": ..., "label": ...}} would do')
+            raise UserError(f'{path}:{number}: {_shown(line)} is no object; use {{"text": ..., "label": ...}}')
         _check_columns(f"{path}:{number}", record)
         yield number, record
 
@@ -135,7 +135,7 @@ def _collect(path: Path, records: Iterator[tuple[int, Mapping[str, Any]]]) -> La
         if type(labels[-1]) is not type(labels[0]):
             raise UserError(
                 f"{place}: label {labels[-1]!r} is {_kind(labels[-1])}, but the first one, {labels[0]!r}, is "
-                f"{_kind(labels[0])}; either would do, for all"
+                f"{_kind(labels[0])}; use either, for all"
             )
         lines.append(number)
     if not texts:
@@ -210,7 +210,7 @@ def read_source(source: str, where: str) -> LabelledTexts:
     if path.suffix in READERS:
         return _function(READERS[path.suffix])(path)
     if path.exists():
-        raise UserError(f"{where} is {source}; a file that ends in {' or '.join(READERS)} would do")
+        raise UserError(f"{where} is {source}; use a file that ends in {' or '.join(READERS)}")
     raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a {" or ".join(READERS)} file')
 
 
@@ -246,8 +246,8 @@ class Classes:
         if isinstance(label, str):
             return f'{place}: label "{label}" is not in {self.said_by}; {closest(label, self.names)}'
         return (
-            f"{place}: label {label} is out of range; {self.said_by} has {len(self.names)} classes, "
-            f"so 0 to {len(self.names) - 1} would do"
+            f"{place}: label {label} is out of range of the {len(self.names)} classes that "
+            f"{self.said_by} has; use 0 to {len(self.names) - 1}"
         )
 
 

@@ -73,7 +73,7 @@ def load(path: Path, where: str) -> TextTokenizer:
     parts = load_parts(path, where)
     if parts.padding is None:
         raise UserError(
-            f"{where}: the tokenizer in {path} has no padding token; one with {' or '.join(_PADDING_NAMES)} would do"
+            f"{where}: the tokenizer in {path} has no padding token; use one with {' or '.join(_PADDING_NAMES)}"
         )
     return TextTokenizer(tokenizer=parts.tokenizer, padding=parts.padding)
 
@@ -96,8 +96,7 @@ def load_parts(path: Path, where: str) -> TokenizerParts:
     except Exception as error:  # the libraries raise whatever a broken file makes them trip over
         reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
         raise UserError(
-            f"{where}: {path} can't be loaded as a tokenizer: {reason}; "
-            f"a tokenizer.json, or a folder with one, would do"
+            f"{where}: {path} can't be loaded as a tokenizer: {reason}; use a tokenizer.json, or a folder with one"
         ) from error
 
 

@@ -112,8 +112,8 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
     """
     if layout.size > LARGEST:
         raise UserError(
-            f'layout "{layout}": {layout.size} ranks are too many to show; a layout of the same kind with {LARGEST} '
-            "ranks or fewer would do"
+            f'layout "{layout}": {layout.size} ranks are too many to show; '
+            f"use a layout of the same kind with {LARGEST} ranks or fewer"
         )
     if batch is not None:
         layout.check_batch(batch, None)

@@ -33,8 +33,8 @@ def draw(shown: Holdings) -> str:
     layout = shown.layout
     if layout.size > LARGEST:
         raise UserError(
-            f'layout "{layout}": {layout.size} ranks are too many for a picture; a layout of the same kind with '
-            f"{LARGEST} ranks or fewer would do"
+            f'layout "{layout}": {layout.size} ranks are too many for a picture; use a layout of the same kind with '
+            f"{LARGEST} ranks or fewer"
         )
     columns = _Columns(ranks=layout.size)
     drawing = Drawing(_style([name for name in _COLORS if name != "expert" or layout.expert > 1]))

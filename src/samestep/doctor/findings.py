@@ -50,7 +50,7 @@ def read_hostfile(file: Path) -> tuple[Host, ...]:
         if words:
             hosts.append(_host(words[0], f"--hostfile {file}, line {number}"))
     if not hosts:
-        raise UserError(f"--hostfile {file}: it names no host; a line such as worker-1 slots=4 would do")
+        raise UserError(f"--hostfile {file}: it names no host; use a line such as worker-1 slots=4")
     return tuple(hosts)
 
 

@@ -324,7 +324,7 @@ def engines(asked: Asked) -> Iterator[Finding]:
     """Which engines can be used with what is installed."""
     for name in ENGINES:
         missing = {
-            module: install.removesuffix(" would do")
+            module: install.removeprefix("use ")
             for module, install in resolve(name).abilities.packages.items()
             if importlib.util.find_spec(module) is None
         }

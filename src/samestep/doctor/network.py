@@ -144,7 +144,7 @@ def port(asked: Asked) -> Iterator[Finding]:
     if reason is None:
         yield ok(subject, "free")
     elif reason == errno.EACCES:
-        yield problem(subject, "only root may listen on it", "a port from 1024 on would do", held_by=[])
+        yield problem(subject, "only root may listen on it", "use a port from 1024 on", held_by=[])
     else:
         held_by = holders(asked.port)
         who = ", ".join(map(str, held_by)) or NOBODY_LISTENS

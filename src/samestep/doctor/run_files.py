@@ -65,9 +65,9 @@ def number(value: Any) -> float:
 def read_run(folder: Path) -> RunFiles:
     """Read a run's folder. Raises UserError where there is none."""
     if not folder.exists():
-        raise UserError(f"{folder}: there is no such folder; a run's folder, such as runs/reviews, would do")
+        raise UserError(f"{folder}: there is no such folder; use a run's folder, such as runs/reviews")
     if not folder.is_dir():
-        raise UserError(f"{folder} is a file; the run's folder, {folder.parent}, would do")
+        raise UserError(f"{folder} is a file; use the run's folder, {folder.parent}")
     if not any((folder / name).exists() for name in _KNOWN):
         raise UserError(f"{folder} holds no run: none of {', '.join(_KNOWN)} is there")
     report, error = _report(folder / REPORT_FILE)

@@ -55,7 +55,7 @@ def chosen(faults: Sequence[str] | None, processes: int) -> list[Drill]:
         if fault not in known:
             raise UserError(f'unknown fault "{fault}"; {closest(fault, known)}')
         if known[fault].processes > processes:
-            raise UserError(f'fault "{fault}" wants {known[fault].processes} processes; layout dp2 would do')
+            raise UserError(f'fault "{fault}" wants {known[fault].processes} processes; use layout dp2')
         picked.append(known[fault])
     return picked
 
@@ -68,9 +68,9 @@ def drill_job(job: Job, *, steps: int, faults: Sequence[str] | None = None, time
     if environment.ranks() is not None:
         raise UserError("drill starts its own processes; start it without a launcher")
     if steps < FEWEST_STEPS:
-        raise UserError(f"--steps is {steps}; {FEWEST_STEPS} or more would do")
+        raise UserError(f"--steps is {steps}; use {FEWEST_STEPS} or more")
     if not time_limit > 0:
-        raise UserError(f"--time-limit is {time_limit:g}; a number of seconds above 0 would do")
+        raise UserError(f"--time-limit is {time_limit:g}; use a number of seconds above 0")
     job = _of(job, steps)
     layout = layout_of(job)
     picked = chosen(faults, layout.size)

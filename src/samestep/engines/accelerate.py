@@ -84,7 +84,7 @@ def read(path: Path) -> Any:
     except Exception as error:  # a parser's, or one of many kinds for a key or a value
         raise UserError(f"{path}: no configuration that Accelerate reads: {error}") from None
     if not isinstance(config, ClusterConfig):
-        raise UserError(f"{path}: compute_environment is AMAZON_SAGEMAKER; LOCAL_MACHINE would do")
+        raise UserError(f"{path}: compute_environment is AMAZON_SAGEMAKER; use LOCAL_MACHINE")
     return config
 
 
@@ -110,7 +110,7 @@ def check(path: Path, layout: Layout, precision: str) -> None:
         )
     for section, instead in _REFUSED.items():
         if getattr(config, section):
-            raise UserError(f'{path}: engine "accelerate" does not take {section}; {instead} would do')
+            raise UserError(f'{path}: engine "accelerate" does not take {section}; use {instead}')
     _check_sizes(path, config.parallelism_config, layout)
     if layout.zero:
         _check_shards(path, config.fsdp_config, layout)
@@ -119,9 +119,7 @@ def check(path: Path, layout: Layout, precision: str) -> None:
 def _check_type(path: Path, config: Any, layout: Layout) -> None:
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
     if kind == "DEEPSPEED":
-        raise UserError(
-            f"{path}: distributed_type is DEEPSPEED; engine deepspeed with its own configuration would do"
-        )
+        raise UserError(f"{path}: distributed_type is DEEPSPEED; use engine deepspeed with its own configuration")
     if kind == "FSDP":
         fits, would_do = layout.zero >= 2, "fsdp2"
     elif kind in _REPLICAS:
@@ -130,12 +128,12 @@ def _check_type(path: Path, config: Any, layout: Layout) -> None:
         fits, would_do = layout.size == 1, "single"
     else:
         raise UserError(
-            f'{path}: distributed_type is {kind}, which engine "accelerate" does not have; '
-            "NO, MULTI_CPU, MULTI_GPU or FSDP would do (in quotes)"
+            f'{path}: distributed_type is {kind}, which engine "accelerate" does not have; use '
+            "NO, MULTI_CPU, MULTI_GPU or FSDP (in quotes)"
         )
     if not fits:
         raise UserError(
-            f'{path}: distributed_type is {kind}, which layout "{layout}" is not; such as {would_do} would do'
+            f'{path}: distributed_type is {kind}, which layout "{layout}" is not; use a layout such as {would_do}'
         )
 
 
@@ -153,8 +151,8 @@ def _check_shards(path: Path, given: Mapping[str, Any], layout: Layout) -> None:
     version = given.get("fsdp_version", 1)
     if str(version) != "2":
         raise UserError(
-            f"{path}: fsdp_version is {version}; `accelerate to-fsdp2 --config_file {path.name} --output_file NEW` "
-            "writes the file for 2, which would do"
+            f"{path}: fsdp_version is {version}; use the file for 2 that "
+            f"`accelerate to-fsdp2 --config_file {path.name} --output_file NEW` writes"
         )
     reshard = given.get("fsdp_reshard_after_forward", True)
     if reshard is not (layout.zero == 3):
@@ -164,7 +162,7 @@ def _check_shards(path: Path, given: Mapping[str, Any], layout: Layout) -> None:
         )
     for key, value in given.items():
         if key in _REFUSED_OF_FSDP and value:
-            raise UserError(f'{path}: engine "accelerate" does not take {key}; {_REFUSED_OF_FSDP[key]} would do')
+            raise UserError(f'{path}: engine "accelerate" does not take {key}; use {_REFUSED_OF_FSDP[key]}')
         if key not in _REFUSED_OF_FSDP and key not in _PLUGIN and key not in _UNUSED_OF_FSDP:
             raise UserError(f"{path}: fsdp_config has {key}, which Accelerate does not know; take it out")
     from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
@@ -202,7 +200,7 @@ def check_model(settings: Mapping[str, Any], model: nn.Module) -> None:
             if lists and sum(parameter.numel() for parameter in module.parameters()) > least:
                 raise UserError(
                     f"fsdp_auto_wrap_policy is SIZE_BASED_WRAP, by which Accelerate makes a unit of {name} "
-                    f"({type(module).__name__}), and FSDP2 takes no lists; TRANSFORMER_BASED_WRAP would do"
+                    f"({type(module).__name__}), and FSDP2 takes no lists; use TRANSFORMER_BASED_WRAP"
                 )
 
 
@@ -216,20 +214,20 @@ class Accelerate(Engine):
         checkpoints=True,
         adapters=True,
         config="a file that `accelerate config` wrote",
-        packages={"accelerate": 'pip install "samestep[accelerate]" would do'},
+        packages={"accelerate": 'use pip install "samestep[accelerate]"'},
         skips=True,
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
         if layout.zero == 1:
             raise LayoutError(
-                f'layout "{layout}": engine "accelerate" has no shards of the optimizer state alone; '
-                f"zero2x{layout.shard} or fsdp{layout.shard} would do"
+                f'layout "{layout}": engine "accelerate" has no shards of the optimizer state alone; use '
+                f"zero2x{layout.shard} or fsdp{layout.shard}"
             )
         if layout.zero and layout.replicate > 1 and layout.order != DEFAULT_ORDER:
             raise LayoutError(
                 f'layout "{layout}": engine "accelerate" numbers the ranks of replicas of shards in one order only; '
-                f"order={DEFAULT_ORDER} would do"
+                f"use order={DEFAULT_ORDER}"
             )
         if config is not None:
             check(config, layout, precision)
@@ -238,8 +236,7 @@ class Accelerate(Engine):
         config = read(how.details.engine_config) if how.details.engine_config is not None else None
         if config is not None and config.use_cpu and how.device.type != "cpu":
             raise UserError(
-                f"{how.details.engine_config}: use_cpu is true, and the job runs on {how.device}; "
-                "--device cpu would do"
+                f"{how.details.engine_config}: use_cpu is true, and the job runs on {how.device}; use --device cpu"
             )
         keep_no_cache(model)
         now = ForwardContext()

@@ -80,5 +80,5 @@ def _check_batch_norm(model: nn.Module, devices: int) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UserError(
                 f"engine data-parallel: {name} ({type(module).__name__}) would take its statistics from one device's "
-                f"samples, which is another step than one process takes; layout dp{devices} would do"
+                f"samples, which is another step than one process takes; use layout dp{devices}"
             )

@@ -70,8 +70,8 @@ def read(path: Path | None) -> Settings:
     settings = checked_file(Settings, path, "Horovod's settings")
     if settings.messages == "mpi" and not environment.under_mpirun():
         raise UserError(
-            f"{path}: messages is mpi, and no mpirun started this process; `mpirun -np 2 samestep ...`, "
-            "`horovodrun --mpi -np 2 samestep ...`, or messages: gloo, would do"
+            f"{path}: messages is mpi, and no mpirun started this process; use `mpirun -np 2 samestep ...`, "
+            "`horovodrun --mpi -np 2 samestep ...`, or messages: gloo"
         )
     return settings
 
@@ -84,8 +84,8 @@ def check_built(settings: Settings) -> None:
 
     if not hvd.mpi_built():
         raise UserError(
-            "Horovod's messages are to go by MPI, and it was built without; `apt-get install libopenmpi-dev` and "
-            "`make horovod`, or messages: gloo, would do"
+            "Horovod's messages are to go by MPI, and it was built without; use `apt-get install libopenmpi-dev` and "
+            "`make horovod`, or messages: gloo"
         )
 
 
@@ -120,7 +120,7 @@ def _rendezvous() -> Iterator[dict[str, str]]:
     if (name := next((host for _, host in places if host is not None), None)) is not None:
         raise UserError(
             f"engine horovod: on {name} the name {name} leads to no address that other hosts reach, and Horovod's "
-            "gloo goes by it; its address in /etc/hosts there would do"
+            "gloo goes by it; put its address into /etc/hosts there"
         )
     slots = slots_of(local_ranks)
     with serving(own, slots) if rank == 0 else nullcontext() as served:
@@ -142,7 +142,7 @@ class Horovod(Engine):
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         checkpoints=True,
         config="a YAML file with compression, fusion_threshold_mb, cycle_time_ms, messages",
-        packages={"horovod": "make horovod builds it against this PyTorch"},
+        packages={"horovod": "use make horovod, which builds it against this PyTorch"},
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:

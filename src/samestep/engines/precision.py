@@ -24,7 +24,7 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name == "fp16" and device.type == "cpu":
-            raise UserError("recipe.precision is fp16, which needs an accelerator; bf16 or fp32 would do on a CPU")
+            raise UserError("recipe.precision is fp16, which needs an accelerator; use bf16 or fp32 on a CPU")
         self._name = name
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(name)

@@ -38,7 +38,7 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
             f'run.engine_config is {config}, and engine "{engine.name}" has no configuration file of its own'
         )
     if config is not None and not config.is_file():
-        raise UserError(f"run.engine_config is {config}, which is no file; {able.config} would do")
+        raise UserError(f"run.engine_config is {config}, which is no file; use {able.config}")
     for module, command in able.packages.items():
         if importlib.util.find_spec(module) is None:
             raise UserError(f'engine "{engine.name}" needs {module}, which is not installed; {command}')
@@ -55,22 +55,20 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
     schedule.check(layout, precision)
     if layout.offloads_parameters and layout.zero < 2:
         offload = "parameters" if layout.offloads("parameters") else "parameters-disk"
-        raise LayoutError(
-            f'layout "{layout}": offload={offload} is for shards of parameters; fsdp2 or zero2x2 would do'
-        )
+        raise LayoutError(f'layout "{layout}": offload={offload} is for shards of parameters; use fsdp2 or zero2x2')
     if layout.sequence == "split" and layout.tensor == 1:
         raise LayoutError(
-            f'layout "{layout}": sequence=split is for the ranks of tensor parallel; tp2 sequence=split would do'
+            f'layout "{layout}": sequence=split is for the ranks of tensor parallel; use tp2 sequence=split'
         )
     if precision == "fp16" and not able.scales_shards and (layout.zero >= 2 or layout.tensor > 1):
         # Whether a gradient overflowed is seen by the rank that holds that part of it, and not by the others.
         raise LayoutError(
-            f'layout "{layout}": recipe.precision is fp16, which shards and slices do not have yet; bf16 would do'
+            f'layout "{layout}": recipe.precision is fp16, which shards and slices do not have yet; use bf16'
         )
     if precision not in able.precisions:
         would_do = ", ".join(sorted(able.precisions))
         raise UserError(
-            f'recipe.precision is {precision}, which engine "{engine.name}" does not have; {would_do} would do'
+            f'recipe.precision is {precision}, which engine "{engine.name}" does not have; use {would_do}'
         )
     engine.check(layout, precision, config)
 

@@ -19,29 +19,29 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
             )
     if run.on_nonfinite != "stop" and not skips:
         raise UserError(
-            f'run.on_nonfinite is {run.on_nonfinite}, and engine "{run.engine}" takes every step; '
-            "stop, or engine native, would do"
+            f'run.on_nonfinite is {run.on_nonfinite}, and engine "{run.engine}" takes every step; use '
+            "stop, or engine native"
         )
     if run.elastic and layout.data_ranks == 1:
         raise UserError(
-            f'run.elastic is true, and layout "{layout}" has no replicas or shards to go on with fewer of; '
-            "a layout with dp2, zero1x2, fsdp2 or more would do"
+            f'run.elastic is true, and layout "{layout}" has no replicas or shards to go on with fewer of; use '
+            "a layout with dp2, zero1x2, fsdp2 or more"
         )
     if run.min_processes > layout.size:
         raise UserError(
-            f'run.min_processes is {run.min_processes}, and layout "{layout}" has {layout.size}; fewer would do'
+            f'run.min_processes is {run.min_processes}, and layout "{layout}" has {layout.size}; use fewer'
         )
     if run.checkpoint is not None and run.checkpoint.memory is not None and not run.max_restarts:
         raise UserError(
             f"run.checkpoint.memory is {run.checkpoint.memory}, and copies in memory are for restarts, of which "
-            "there are none; run.max_restarts of 1 or more would do"
+            "there are none; use run.max_restarts of 1 or more"
         )
     alone = environment.ranks() is not None and environment.told_round() is None
     if alone and (run.max_restarts or run.elastic):
         what = f"run.max_restarts is {run.max_restarts}" if run.max_restarts else "run.elastic is true"
         raise UserError(
-            f"{what}, and a launcher started these ranks, which alone can start them anew; its own restarts, "
-            "or samestep's own start, would do"
+            f"{what}, and a launcher started these ranks, which alone can start them anew; use its own restarts, "
+            "or samestep's own start"
         )
 
 

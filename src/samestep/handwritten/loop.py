@@ -107,7 +107,7 @@ class Loop:
             if self.device.type == "cpu":
                 raise UserError(
                     "the model has batch norm, whose statistics PyTorch's SyncBatchNorm shares between accelerators "
-                    "only; on CPUs each rank's samples alone would make another step; a layout of samestep would do"
+                    "only; on CPUs each rank's samples alone would make another step; use a layout of samestep"
                 )
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         devices = None if self.device.type == "cpu" else [self.device]

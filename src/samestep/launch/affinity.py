@@ -153,9 +153,9 @@ def chosen(machine: Machine, ranks: int, choice: BindChoice) -> tuple[BindChoice
             return "none", f"{amount}: the system shares the cores out"
         return "cores", f"{amount}: each rank has its own"
     if choice != "none" and not bindable:
-        raise UserError(f"--bind {choice}: this system doesn't bind processes to cores; --bind none would do")
+        raise UserError(f"--bind {choice}: this system doesn't bind processes to cores; use --bind none")
     if choice == "cores" and ranks > cores:
-        raise UserError(f"--bind cores: {amount}; --bind none, or {_count(cores, 'rank')} at most, would do")
+        raise UserError(f"--bind cores: {amount}; use --bind none, or {_count(cores, 'rank')} at most")
     return choice, "as asked"
 
 

@@ -40,7 +40,7 @@ class Difference:
         return (
             f"the clock of {mine} is {abs(seconds):.1f} s {where} that of {self.host} "
             f"(give or take {unsure:.1f} s): another rank than the first may be named as the one that failed first, "
-            "and with 2 s or more hosts may lose each other; NTP (chrony, systemd-timesyncd) on both would do"
+            "and with 2 s or more hosts may lose each other; use NTP (chrony, systemd-timesyncd) on both"
         )
 
 

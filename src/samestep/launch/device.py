@@ -91,7 +91,7 @@ def check_slots(host: str, slots: int, chosen: Sequence[int] | None, choice: Dev
     would_do = "slot 0" if there == 1 else f"slots 0 to {there - 1}"
     raise UserError(
         f"{host}: {asked} asked for, and there {'is 1 accelerator' if there == 1 else f'are {there} accelerators'}"
-        f"{left}; {would_do if chosen is not None else f'{there} or fewer'} would do, or "
+        f"{left}; use {would_do if chosen is not None else f'{there} or fewer'}, or "
         "--device cpu for a job on the CPU"
     )
 

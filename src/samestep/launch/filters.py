@@ -134,7 +134,7 @@ def _choose(host: Host, slots: set[int]) -> Host:
 def _first_hosts(cluster: Cluster, count: int) -> Cluster:
     if not 0 < count <= len(cluster.hosts):
         there = f"there {'is' if len(cluster.hosts) == 1 else 'are'} {len(cluster.hosts)}: {_names(cluster)}"
-        raise UserError(f"--num-nodes is {count}, and {there}; a number from 1 to {len(cluster.hosts)} would do")
+        raise UserError(f"--num-nodes is {count}, and {there}; use a number from 1 to {len(cluster.hosts)}")
     return _with_hosts(cluster, dict(enumerate(cluster.hosts[:count])))
 
 
@@ -143,9 +143,9 @@ def _so_many_ranks(cluster: Cluster, count: int, *, shared: bool) -> Cluster:
         raise UserError(f"--num-procs is {count}; it should be 1 or more")
     small = min(cluster.hosts, key=lambda host: host.slots)
     if count > small.slots and not (shared and small.chosen is None):
-        there = "1 slot; 1" if small.slots == 1 else f"{small.slots} slots; {small.slots} or fewer"
+        there = "1 slot; use 1" if small.slots == 1 else f"{small.slots} slots; use {small.slots} or fewer"
         without = f", or --exclude {small.name}" if len(cluster.hosts) > 1 else ""
-        raise UserError(f"--num-procs is {count}, and {small.name} has {there} would do{without}")
+        raise UserError(f"--num-procs is {count}, and {small.name} has {there}{without}")
     hosts = {
         index: replace(host, slots=count, chosen=None if host.chosen is None else host.chosen[:count])
         for index, host in enumerate(cluster.hosts)

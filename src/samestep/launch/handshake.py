@@ -74,8 +74,8 @@ class Handshake:
         if not isinstance(store, Exception):
             return store
         raise StartError(
-            f"{self._part.host}: what listens at {self._where} is no job's store ({_first_line(store)}); "
-            "another --master-port would do"
+            f"{self._part.host}: what listens at {self._where} is no job's store ({_first_line(store)}); use "
+            "another --master-port"
         )
 
     def _await_port(self, address: str, port: int) -> None:

@@ -42,9 +42,9 @@ def node_rank_of(found: Found, given: int | None, most: int, *, named: bool) -> 
     """
     if given is not None:
         if not 0 <= given < most:
-            there = f"{most} hosts have the ranks 0 to {most - 1}; one of them"
-            ranks = "1 host has the rank 0; that" if most == 1 else there
-            raise UserError(f"--node-rank is {given}, and {ranks} would do, or more hosts by --num-nodes")
+            there = f"{most} hosts have the ranks 0 to {most - 1}; use one of them"
+            ranks = "1 host has the rank 0; use that" if most == 1 else there
+            raise UserError(f"--node-rank is {given}, and {ranks}, or more hosts by --num-nodes")
         return given
     this = found.cluster.this
     if this is not None and this < most and (named or most == 1):
@@ -71,8 +71,8 @@ def check_one_a_host() -> None:
     launcher = _STARTED_BY.get(ranks.launcher, ranks.launcher)
     raise UserError(
         f"{launcher} started {ranks.local_world_size} processes on this host, and each would start all of its ranks; "
-        "one a host (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, torchrun --nproc-per-node 1), or the "
-        "command without samestep launch, would do"
+        "use one a host (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, torchrun --nproc-per-node 1), or the "
+        "command without samestep launch"
     )
 
 
@@ -179,8 +179,8 @@ def _one_of_many(found: Found, wanted: LaunchRequest) -> NodeSpec:
         raise UserError(found.no_address)
     if address is None and most > 1:
         raise UserError(
-            f"{most} hosts must know where they meet: --master-addr and the address of the host with --node-rank 0 "
-            "would do, the same on all"
+            f"{most} hosts must know where they meet; "
+            "use --master-addr and the address of the host with --node-rank 0, the same on all"
         )
     port = wanted.port or found.main_port or _port_of(found)
     host = cluster.hosts[node_rank] if named else replace(cluster.hosts[0], name=socket.gethostname())
@@ -269,8 +269,8 @@ def _no_store(wanted: LaunchRequest, other: str, error: OSError) -> str:
     if wanted.address is not None:
         return f"--master-addr {wanted.address} is no address of this machine, where the hosts meet: {error.strerror}"
     return (
-        f"the address of this machine towards {other} can't be found: {error.strerror}; "
-        "--master-addr and an address of this machine that the hosts reach would do"
+        f"the address of this machine towards {other} can't be found: {error.strerror}; use "
+        "--master-addr and an address of this machine that the hosts reach"
     )
 
 
@@ -319,12 +319,12 @@ def _nodes(wanted: LaunchRequest, there: int | None) -> tuple[int, int]:
     """Fewest and most hosts; `there`: how many the place offers, where it says so."""
     check_size(wanted)
     if wanted.nodes is None and wanted.num_nodes is None and there is None:
-        raise UserError("--no-ssh needs to know how many hosts there are: --num-nodes 2, the same on all, would do")
+        raise UserError("--no-ssh needs to know how many hosts there are; use --num-nodes 2, the same on all")
     fewest, most = wanted.nodes or ((wanted.num_nodes or there or 1),) * 2
     if there is not None and most > there:
         asked = f"--nodes {fewest}:{most}" if wanted.nodes is not None else f"--num-nodes is {most}"
         raise UserError(
-            f"{asked}, and there {'is 1 host; 1' if there == 1 else f'are {there} hosts; {there} or fewer'} would do"
+            f"{asked}, and there {'is 1 host; use 1' if there == 1 else f'are {there} hosts; use {there} or fewer'}"
         )
     return fewest, most
 
@@ -333,7 +333,7 @@ def _job_of(found: Found, wanted: LaunchRequest, default: str | None = None) -> 
     """The id of the job: given, the place's, or made here."""
     if wanted.job:
         if not _ID.fullmatch(wanted.job):
-            raise UserError(f'--job-id "{wanted.job}": letters, digits, dots, dashes and underscores would do')
+            raise UserError(f'--job-id is "{wanted.job}"; use letters, digits, dots, dashes and underscores')
         return wanted.job
     job = found.cluster.job or default
     if job is None:

@@ -33,8 +33,8 @@ class Limits:
         least = _SIGNS * self.beat
         if self.silence < least:
             raise UserError(
-                f"--silence-limit is {self.silence:g} s, and hosts give a sign of life every {self.beat:g} s; "
-                f"{least:g} s or more would do"
+                f"--silence-limit is {self.silence:g} s, and hosts give a sign of life every {self.beat:g} s; use "
+                f"{least:g} s or more"
             )
 
 

@@ -204,7 +204,7 @@ def _given_store(address: str, port: int, ranks: Ranks) -> dist.TCPStore:
         return store_at(found, port)
     except OSError as error:
         why = why_not(port, error) or f"can't be used: {error.strerror}"
-        raise UserError(f"MASTER_PORT is {port}, which on rank 0's host {why}; a free one would do") from None
+        raise UserError(f"MASTER_PORT is {port}, which on rank 0's host {why}; use a free one") from None
 
 
 def _store_of_rank_0(address: str, port: int, timeout: float) -> dist.TCPStore:

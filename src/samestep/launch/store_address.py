@@ -31,7 +31,7 @@ def resolved(part: NodeSpec, deadline: float) -> str:
         if time.monotonic() > deadline:
             raise UserError(
                 f"{part.host}: the name {part.address} does not resolve ({reason}), nor has it for "
-                f"{part.start_timeout:.0f} s; a line in /etc/hosts, or an address instead of the name would do"
+                f"{part.start_timeout:.0f} s; use a line in /etc/hosts, or an address instead of the name"
             )
         if not told:
             told = True
@@ -52,8 +52,8 @@ def to_serve_at(part: NodeSpec, resolved: str) -> str:
     if address is not None:
         return address
     raise UserError(
-        f"{part.address} leads to {resolved} on {part.host} itself, where no other host reaches it; "
-        "its address instead of the name would do, as --master-addr on all hosts"
+        f"{part.address} leads to {resolved} on {part.host} itself, where no other host reaches it; use "
+        "its address instead of the name, as --master-addr on all hosts"
     )
 
 
@@ -73,8 +73,8 @@ def to_meet_at(named: str, others: Iterable[str]) -> str:
     if towards:  # all hosts are this machine
         return named
     raise UserError(
-        f"--master-addr {named} leads to {resolved} on this machine, where no other host reaches it; "
-        "its address instead of the name would do"
+        f"--master-addr {named} leads to {resolved} on this machine, where no other host reaches it; use "
+        "its address instead of the name"
     )
 
 
@@ -97,7 +97,7 @@ def served(part: NodeSpec, address: str) -> "dist.TCPStore":
     except OSError as error:
         if (why := why_not(part.port, error)) is not None:
             raise UserError(
-                f"port {part.port} on {part.host} {why}; another --master-port would do, the same on all hosts"
+                f"port {part.port} on {part.host} {why}; use another --master-port, the same on all hosts"
             ) from None
         raise UserError(
             f"{part.host} has node rank 0 and can't serve the job's store at {part.address}:{part.port}: "

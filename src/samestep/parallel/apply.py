@@ -178,8 +178,8 @@ def _experts(model: nn.Module, layout: Layout, details: Details) -> list[Experts
 
 def _no_example(layout: Layout) -> UserError:
     return UserError(
-        f'layout "{layout}" cuts the model itself, for which its forward must be followed once; '
-        "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples would do"
+        f'layout "{layout}" cuts the model itself, for which its forward must be followed once; use '
+        "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples"
     )
 
 
@@ -217,5 +217,5 @@ def _check_batch_norm(model: nn.Module, layout: Layout) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise LayoutError(
                 f'layout "{layout}": {name} ({type(module).__name__}) would take its statistics from one '
-                "micro-batch's samples, which is another step than one process takes; group norm would do"
+                "micro-batch's samples, which is another step than one process takes; use group norm"
             )

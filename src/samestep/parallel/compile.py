@@ -17,7 +17,7 @@ def check_compile(layout: Layout) -> None:
     if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1:
         what = "blocks that exchange tokens with experts" if layout.expert > 1 else "blocks on parts of the tokens"
         what = "stages" if layout.pipeline > 1 else what
-        raise LayoutError(f'layout "{layout}": {what} are not compiled yet; run.compile: false would do')
+        raise LayoutError(f'layout "{layout}": {what} are not compiled yet; use run.compile: false')
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

@@ -145,8 +145,8 @@ def _saved_number(optimizer: Optimizer, key: str, value: Any) -> tuple[str, Tens
         if type(value) is of:
             return f"{key}#{kind}", torch.tensor(value, dtype=dtype)
     raise UserError(
-        f"a checkpoint can't hold {key} of {type(optimizer).__name__}, which is a {type(value).__name__}; "
-        "an optimizer whose state is tensors and numbers, such as AdamW or SGD, would do"
+        f"a checkpoint can't hold {key} of {type(optimizer).__name__}, which is a {type(value).__name__}; use "
+        "an optimizer whose state is tensors and numbers, such as AdamW or SGD"
     )
 
 
@@ -165,7 +165,7 @@ def _piece(name: str, parameter: nn.Parameter | None, key: str, value: Tensor, p
     if value.ndim and parameter.shape != whole:
         raise UserError(
             f"a checkpoint can't hold {key} of {name}: it has shape {tuple(value.shape)}, the parameter "
-            f"{tuple(parameter.shape)}, so what it is in the whole model is not known; layout single or dp would do"
+            f"{tuple(parameter.shape)}, so what it is in the whole model is not known; use layout single or dp"
         )
     return whole_piece(value)
 

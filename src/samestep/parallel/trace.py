@@ -190,23 +190,30 @@ def imagine(
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any],
     valued: Callable[[Tensor], bool] | None = None,
+    *,
+    computed: bool = False,
 ) -> Any:
     """What a module would give for these arguments: a nest in which every tensor is a `Seen`.
 
     The identity of one that is an argument as it was is the argument's number among all tensors, and else -1.
-    `valued`: which arguments keep their values, since the forward asks for them; none.
+    `valued`: which arguments keep their values, since the forward asks for them; none. `computed`: the output is
+    computed, of any numbers, since a size in the forward depends on them, as that of what `nonzero` gives does.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        with mode:
-            state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
-            given = [
-                _on_the_cpu(tensor) if valued is not None and valued(tensor) else _unreal(tensor)
-                for tensor in tensors_in((arguments, keywords))
-            ]
-        if valued is None:
-            stack.enter_context(mode)
+        if computed:
+            state = {name: _real(tensor) for name, tensor in _named_tensors(module)}
+            given = [_any_numbers(tensor) for tensor in tensors_in((arguments, keywords))]
+        else:
+            with mode:
+                state = {name: _unreal(tensor) for name, tensor in _named_tensors(module)}
+                given = [
+                    _on_the_cpu(tensor) if valued is not None and valued(tensor) else _unreal(tensor)
+                    for tensor in tensors_in((arguments, keywords))
+                ]
+            if valued is None:
+                stack.enter_context(mode)
         stack.enter_context(Followed())
         stack.enter_context(_without_log())
         taken = iter(given)
@@ -239,6 +246,11 @@ def _real(tensor: Tensor) -> Tensor:
     else:
         values = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
     return values.requires_grad_(isinstance(tensor, nn.Parameter) and differs)
+
+
+def _any_numbers(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU with the same values, or where it has none (NaN) with zeros."""
+    return tensor.detach().as_subclass(Tensor).to("cpu", copy=True).nan_to_num()
 
 
 def _on_the_cpu(tensor: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ class DecoderModel:
         if self.key_value_heads and self.heads % self.key_value_heads:
             fitting = [str(count) for count in range(1, self.heads + 1) if self.heads % count == 0]
             raise ValueError(
-                f"heads is {self.heads} and key_value_heads is {self.key_value_heads}; heads must be divisible by "
-                f"key_value_heads, so key_value_heads of {', '.join(fitting)} would do"
+                f"heads is {self.heads} and key_value_heads is {self.key_value_heads}, which doesn't divide it; use "
+                f"key_value_heads of {', '.join(fitting)}"
             )
         return self
 
@@ -124,7 +124,7 @@ def build(model: DecoderModel, config: "PreTrainedConfig") -> "PreTrainedModel":
     if lacking:
         raise UserError(
             f"{transformers_model.FOLDER}: {folder} lacks fitting weights for {len(lacking)} parameters, such as "
-            f"{lacking[0]}; a folder written by save_pretrained, and no config that changes sizes, would do"
+            f"{lacking[0]}; use a folder written by save_pretrained, and no config that changes sizes"
         )
     return built
 
@@ -261,7 +261,7 @@ class CausalLM(Task):
     def check(self) -> None:
         """Raise UserError for what is wrong with the data, or where model and data don't fit."""
         if not len(self.train_set()):
-            raise UserError(f"{self._data.source} has fewer than two tokens to train on; a longer text would do")
+            raise UserError(f"{self._data.source} has fewer than two tokens to train on; use a longer text")
         check(self._model, self._config, self._vocabulary, self._data.length)
 
     def model(self) -> "nn.Module":

@@ -130,8 +130,8 @@ class ImageModel:
             raise ValueError(f'stem is given, but type is "{self.type}"; stem is for resnet18')
         if self.norm == "group" and self.width is not None and self.width % GROUPS:
             raise ValueError(
-                f"width is {self.width} and norm is group, of {GROUPS} groups; a multiple of {GROUPS}, or another "
-                f"norm, would do"
+                f"width is {self.width} and norm is group, of {GROUPS} groups; "
+                f"use a multiple of {GROUPS}, or another norm"
             )
         return self
 
@@ -156,8 +156,8 @@ def check(model: ImageModel, size: tuple[int, int]) -> None:
     """Raise UserError where the images are too small for the network."""
     if model.type == "small" and min(size) < 4:
         raise UserError(
-            f"the images have {size[1]} x {size[0]} pixels, and the small network halves them twice; "
-            f"recipe.data.size of 4 or more would do"
+            f"the images have {size[1]} x {size[0]} pixels, and the small network halves them twice; use "
+            f"recipe.data.size of 4 or more"
         )
 
 
@@ -252,7 +252,7 @@ def _sides(data: ImageData, source: ImageSource) -> tuple[LabelledImages, Labell
         if other.names != source.names:
             raise UserError(
                 f"recipe.data.eval_source has the classes {', '.join(other.names)}, but recipe.data.source has "
-                f"{', '.join(source.names)}; the same classes would do"
+                f"{', '.join(source.names)}; use the same classes"
             )
         return _limited(source.train, data.limit), _limited(other.train, data.limit)
     train = _limited(source.train, data.limit)
@@ -277,7 +277,7 @@ def _shape(every: list[NDArray[np.uint8]], size: int | None) -> tuple[int, ...]:
         (height, width), (other_height, other_width) = shapes[0], shapes[-1]
         raise UserError(
             f"recipe.data.size is missing, and images have {len(shapes)} sizes, from {width} x {height} to "
-            f"{other_width} x {other_height}; a size such as {max(shapes[0])} would do"
+            f"{other_width} x {other_height}; use a size such as {max(shapes[0])}"
         )
     return shapes[0] if size is None else (size, size)
 

@@ -61,7 +61,7 @@ def lines_of(file: Path) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"--input {file}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
-        raise UserError(f"--input {file} can't be read: {error.strerror}; a text file would do") from None
+        raise UserError(f"--input {file} can't be read: {error.strerror}; use a text file") from None
     if not lines:
-        raise UserError(f"--input {file} is empty; a text in each line would do")
+        raise UserError(f"--input {file} is empty; use a text in each line")
     return lines

@@ -192,6 +192,5 @@ def check_heads(hidden: int, heads: int) -> None:
     if hidden % heads:
         fitting = [str(count) for count in range(1, hidden + 1) if hidden % count == 0]
         raise ValueError(
-            f"hidden is {hidden} and heads is {heads}; hidden must be divisible by heads, so heads of "
-            f"{', '.join(fitting)} would do"
+            f"hidden is {hidden} and heads is {heads}, which doesn't divide it; use heads of {', '.join(fitting)}"
         )

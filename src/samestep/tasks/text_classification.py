@@ -120,8 +120,8 @@ def build(model: TextModel, config: "PreTrainedConfig") -> "PreTrainedModel":
     if encoder:
         raise UserError(
             f"{transformers_model.FOLDER}: {folder} lacks fitting weights for {len(encoder)} parameters of the "
-            f"encoder, such as {encoder[0]}; a folder written by save_pretrained, and no config that changes sizes, "
-            f"would do"
+            f"encoder, such as {encoder[0]}; use a folder written by save_pretrained, and no config that "
+            "changes sizes"
         )
     return built
 

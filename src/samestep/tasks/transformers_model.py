@@ -97,7 +97,7 @@ def folder_of(folder: str | None) -> Path | None:
     path = locate(folder, FOLDER)
     if not (path / "config.json").is_file():
         there = "it has no config.json" if path.is_dir() else "there is no such folder"
-        raise UserError(f"{FOLDER} is {folder}: {there}; a folder written by save_pretrained would do")
+        raise UserError(f"{FOLDER} is {folder}: {there}; use a folder written by save_pretrained")
     return path
 
 
@@ -107,7 +107,7 @@ def default_config(model_type: str, known: Collection[str], known_to_fit: str) -
 
     if model_type not in known:
         hint = closest(model_type, known).partition("known:")[0]
-        raise UserError(f'recipe.model.type is "{model_type}"; {hint}{known_to_fit} would do')
+        raise UserError(f'recipe.model.type is "{model_type}"; {hint}use {known_to_fit}')
     return AutoConfig.for_model(model_type)
 
 
@@ -120,7 +120,7 @@ def sized(plain: "PreTrainedConfig", wanted: Mapping[str, int], known_to_fit: st
     for size, value in wanted.items():
         there = [key for key in _SIZE_KEYS[size] if hasattr(plain, key)]
         if not there:
-            raise UserError(f'recipe.model.type "{plain.model_type}" takes no {size}; {known_to_fit} would do')
+            raise UserError(f'recipe.model.type "{plain.model_type}" takes no {size}; use {known_to_fit}')
         sizes |= dict.fromkeys(there, value)
     return sizes
 
@@ -172,9 +172,7 @@ def trial(
         raise
     except Exception as error:  # each model type has checks of its own
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f'recipe.model: "{name}" can\'t be built as {kind}: {reason}; {known_to_fit} would do'
-        ) from error
+        raise UserError(f'recipe.model: "{name}" can\'t be built as {kind}: {reason}; use {known_to_fit}') from error
 
 
 def check_size(model: "nn.Module", rows: int, vocabulary: int, length: int, length_key: str) -> None:
@@ -182,12 +180,12 @@ def check_size(model: "nn.Module", rows: int, vocabulary: int, length: int, leng
     if vocabulary > rows:
         raise UserError(
             f"recipe.data.tokenizer: its token ids go up to {vocabulary - 1}, but the model has {rows} embeddings; "
-            f"the tokenizer that belongs to the model, or a vocab_size of {vocabulary}, would do"
+            f"use the tokenizer that belongs to the model, or a vocab_size of {vocabulary}"
         )
     most = positions(model)
     if most is not None and length > most:
         raise UserError(
-            f"{length_key} is {length}, but the model has positions for {most} tokens; {most} or less would do"
+            f"{length_key} is {length}, but the model has positions for {most} tokens; use {most} or less"
         )
 
 

@@ -164,7 +164,7 @@ class Checkpoints:
         if loader is None:
             if resume == "auto":
                 return 0
-            raise CheckpointError(f"run.checkpoint.resume is {resume}, where no checkpoint is; resume: auto would do")
+            raise CheckpointError(f"run.checkpoint.resume is {resume}, where no checkpoint is; use resume: auto")
         for change in changes(loader.info.recipe, self._recipe):
             self._session.warn(f"{change}; the training goes on with the new value")
         load_state(self._trainer, loader, self._session.world, self._session.layout)
@@ -183,8 +183,8 @@ class Checkpoints:
             return False
         if self._best_metric not in scalars(metrics):
             raise CheckpointError(
-                f"run.checkpoint.best is {self._best_metric}, which the evaluation does not give; "
-                f"{', '.join(scalars(metrics))} would do"
+                f"run.checkpoint.best is {self._best_metric}, which the evaluation does not give; use "
+                f"{', '.join(scalars(metrics))}"
             )
         value = float(metrics[self._best_metric])
         sign = -1 if self._lowest else 1
@@ -298,17 +298,15 @@ def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
         return
     if settings.resume not in ("never", "auto") and not Path(settings.resume).is_dir():
         raise CheckpointError(
-            f"run.checkpoint.resume is {settings.resume}: there is no such folder; never, auto, or the path of a "
-            "checkpoint would do"
+            f"run.checkpoint.resume is {settings.resume}: there is no such folder; use never, auto, or the path of a "
+            "checkpoint"
         )
     place = settings.folder or (folder / CHECKPOINTS if folder is not None else None)
     if place is None:
         return
     there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir():
-        raise CheckpointError(
-            f"run.checkpoint.folder is {place}: {there} is a file; a folder, or a new path, would do"
-        )
+        raise CheckpointError(f"run.checkpoint.folder is {place}: {there} is a file; use a folder, or a new path")
     if settings.resume == "never" and (steps := steps_in(place)):
         raise CheckpointError(
             f"{place} holds checkpoints of a training, up to step {steps[-1]:,}; resume: auto (--resume) goes on "

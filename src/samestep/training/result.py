@@ -59,7 +59,7 @@ def check_folder(folder: Path | None, key: str = "run.folder") -> None:
         return
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if not there.is_dir():
-        raise UserError(f"{key} is {folder}: {there} is a file; a folder, or a new path, would do")
+        raise UserError(f"{key} is {folder}: {there} is a file; use a folder, or a new path")
 
 
 def folder_of(job: Job) -> Path:

@@ -318,7 +318,7 @@ class Session:
 
     def _checkpointed(self, what: str) -> Checkpointed:
         if not isinstance(self.trainer, Checkpointed):
-            raise UserError(f'session.{what}: engine "{self.engine.name}" saves no checkpoints; native would do')
+            raise UserError(f'session.{what}: engine "{self.engine.name}" saves no checkpoints; use native')
         return self.trainer
 
     def _find_base(self, trainer: Checkpointed) -> None:

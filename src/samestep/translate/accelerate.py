@@ -68,7 +68,7 @@ class ReadAccelerate(Reader):
         keys = Keys(given, draft)
         kind = str(keys.take("distributed_type") or "NO")
         if kind not in (*_KINDS, *_KINDS_OF_SAGEMAKER) and not kind.startswith("MULTI_"):
-            raise UserError(f"distributed_type is {kind}; {', '.join(_KINDS)} or MULTI_GPU would do")
+            raise UserError(f"distributed_type is {kind}; use {', '.join(_KINDS)} or MULTI_GPU")
         if keys.word("compute_environment", ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")) == "AMAZON_SAGEMAKER":
             draft.remark("compute_environment", "AMAZON_SAGEMAKER", "a distribution dictionary can be translated")
         processes = keys.whole("num_processes", least=-1)  # -1: said by who starts it
@@ -138,7 +138,7 @@ def _strategy(place: str, given: Any) -> tuple[int, bool]:
     names = list(_STRATEGIES)
     name = names[int(given) - 1] if str(given) in {"1", "2", "3", "4", "5"} else str(given).upper()
     if name not in _STRATEGIES:
-        raise UserError(f"{place} is {given}; {', '.join(names)} would do")
+        raise UserError(f"{place} is {given}; use {', '.join(names)}")
     return _STRATEGIES[name]
 
 
@@ -146,8 +146,8 @@ def _read_deepspeed(keys: Keys, draft: Draft, hosts: int) -> Sizes:
     section = keys.section("deepspeed_config")
     if (file := section.take("deepspeed_config_file")) is not None:
         raise UserError(
-            f"deepspeed_config.deepspeed_config_file is {file}, which says the rest; samestep translate {file}, with "
-            "--processes, would do"
+            f"deepspeed_config.deepspeed_config_file is {file}, which says the rest; "
+            f"use samestep translate {file}, with --processes"
         )
     stage = section.whole("zero_stage", least=0)
     stage = 2 if stage is None else stage  # accelerate's default
@@ -240,7 +240,7 @@ def _filled(sizes: Sizes, processes: int | None) -> Sizes:
         return sizes
     taken = sizes.model * (sizes.replicas or 1) * (sizes.data or 1)
     if processes % taken or (sizes.data is not None and processes != taken):
-        raise UserError(f"num_processes is {processes}, and the sizes make {taken}; {taken} would do")
+        raise UserError(f"num_processes is {processes}, and the sizes make {taken}; use {taken}")
     return sizes if sizes.data is not None else replace(sizes, data=processes // taken)
 
 
@@ -253,7 +253,7 @@ def _precision(keys: Keys, draft: Draft) -> None:
     elif given == "fp8":
         draft.set("recipe.precision", "bf16", "the source says fp8, which there is not")
     elif given not in ("no", "false"):  # YAML reads a bare no as false
-        raise UserError(f"mixed_precision is {given}; no, fp16, bf16 or fp8 would do")
+        raise UserError(f"mixed_precision is {given}; use no, fp16, bf16 or fp8")
 
 
 def _compile(keys: Keys, draft: Draft) -> None:

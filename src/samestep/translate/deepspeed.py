@@ -345,7 +345,7 @@ def _data_ranks(sizes: Sizes, asked: Asked) -> int | None:
         return None
     if asked.processes % sizes.model:
         raise UserError(
-            f"--processes is {asked.processes}, and the model is split over {sizes.model}; a multiple would do"
+            f"--processes is {asked.processes}, and the model is split over {sizes.model}; use a multiple"
         )
     return asked.processes // sizes.model
 
@@ -361,8 +361,8 @@ def _contradiction(batch: int, micro: int | None, accumulation: int | None, data
     return UserError(
         f"train_batch_size is {batch}, and {' x '.join(filter(None, parts))} = {product} "
         f"{'is not that' if data and micro and accumulation else 'does not divide it'}; train_batch_size = "
-        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, so a batch of "
-        f"{' or '.join(map(str, [product] if data and micro and accumulation else near))} would do"
+        "train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks, so use a batch of "
+        f"{' or '.join(map(str, [product] if data and micro and accumulation else near))}"
     )
 
 
@@ -445,7 +445,7 @@ def micro_batch_of(job: Job, layout: Layout) -> int:
         raise UserError(
             f'recipe.batch is {batch}, which the {ranks} data ranks of layout "{layout}" don\'t share evenly; '
             "DeepSpeed wants train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data "
-            f"ranks, so {' or '.join(map(str, near))} would do"
+            f"ranks, so use {' or '.join(map(str, near))}"
         )
     wanted = job.run.micro_batch or samples
     if job.run.micro_batch is None and layout.pipeline > 1:
@@ -563,7 +563,7 @@ def _offload(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> di
     if not wanted:
         return {}
     if layout.zero == 0:
-        remarks.append(f"run.layout offload={layout.offload}: DeepSpeed offloads what ZeRO shards; zero1xN would do")
+        remarks.append(f"run.layout offload={layout.offload}: DeepSpeed offloads what ZeRO shards; use zero1xN")
         return {}
     place: dict[str, str] = {"device": "cpu"}
     if {"optimizer-disk", "parameters-disk"} & wanted:

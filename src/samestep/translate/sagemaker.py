@@ -150,7 +150,7 @@ def _data_ranks(keys: Keys, draft: Draft, sizes: Sizes, asked: Asked) -> int | N
         return 1 if first_version and not replicas and not shares else None
     if asked.processes % sizes.model:
         raise UserError(
-            f"--processes is {asked.processes}, and the model is split over {sizes.model}; a multiple would do"
+            f"--processes is {asked.processes}, and the model is split over {sizes.model}; use a multiple"
         )
     return asked.processes // sizes.model
 
@@ -167,7 +167,7 @@ def _shards(keys: Keys, sizes: Sizes, data: int | None) -> Sizes:
     if degree == 1:
         return replace(sizes, data=data)
     if data is not None and data % degree:
-        raise UserError(f"{data} data ranks can't be shared out to shards of {degree}; a multiple of it would do")
+        raise UserError(f"{data} data ranks can't be shared out to shards of {degree}; use a multiple of it")
     return replace(sizes, zero=3, replicas=data // degree if data else None, data=degree)
 
 
@@ -178,8 +178,8 @@ def _order(keys: Keys, sizes: Sizes) -> str | None:
     letters = _PLACEMENTS.get(letters.lower(), letters.upper())
     if sorted(letters) != sorted(_PLACED):
         raise UserError(
-            f"{keys.place('placement_strategy')} is {given!r}; cluster, spread or an order of the letters D, P and T "
-            "would do"
+            f"{keys.place('placement_strategy')} is {given!r}; use cluster, spread or an order of the letters "
+            "D, P and T"
         )
     split = (sizes.data != 1 or sizes.replicas != 1) + (sizes.pipeline > 1) + (sizes.tensor * sizes.context > 1)
     return ".".join(_PLACED[letter] for letter in letters) if split > 1 else None

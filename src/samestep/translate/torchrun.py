@@ -103,7 +103,7 @@ def _processes(options: Namespace, draft: Draft) -> int | None:
     hosts, a_host = str(options.nnodes), str(options.nproc_per_node)
     least, _, most = hosts.partition(":")
     if not least.isdecimal() or (most and not most.isdecimal()) or int(least) < 1:
-        raise UserError(f"--nnodes is {hosts}; a number such as 2, or a range such as 1:4, would do")
+        raise UserError(f"--nnodes is {hosts}; use a number such as 2, or a range such as 1:4")
     if most and most != least:
         draft.remark("--nnodes", hosts, "the layout takes the ranks that are there when it starts")
         return None
@@ -111,5 +111,5 @@ def _processes(options: Namespace, draft: Draft) -> int | None:
         draft.remark("--nproc-per-node", a_host, "the layout takes the ranks that torchrun starts")
         return None
     if not a_host.isdecimal() or int(a_host) < 1:
-        raise UserError(f"--nproc-per-node is {a_host}; a number such as 2, or auto, cpu or gpu, would do")
+        raise UserError(f"--nproc-per-node is {a_host}; use a number such as 2, or auto, cpu or gpu")
     return int(least) * int(a_host)

@@ -167,7 +167,7 @@ def translate(words: Sequence[str], from_: str | None, to: str, asked: Asked) ->
     source = source_of(words)
     form = from_ or _format_of(source)
     if form == JOB and to == JOB:
-        raise UserError(f"{source.name} is a job file already; --to {' or --to '.join(WRITERS)} would do")
+        raise UserError(f"{source.name} is a job file already; use --to {' or --to '.join(WRITERS)}")
     job, draft = (_job_of(source), None) if form == JOB else _read(form, source, asked)
     if to == JOB:
         assert draft is not None  # a job file alone has none, and is refused above

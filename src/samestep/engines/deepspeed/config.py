@@ -65,7 +65,7 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
     asked = {name: _given(config.get(name, {}), "enabled") for name in ("fp16", "bf16", "bfloat16")}
     low = {"bf16" if name == "bfloat16" else name for name, enabled in asked.items() if enabled is True}
     if len(low) > 1:
-        raise UserError("the DeepSpeed configuration enables fp16 and bf16; one of them would do")
+        raise UserError("the DeepSpeed configuration enables fp16 and bf16; use one of them")
     if low:
         return low.pop()
     return "fp32" if any(enabled is False for enabled in asked.values()) else None
@@ -108,12 +108,12 @@ def sizes(config: Mapping[str, Any], asked: Asked) -> tuple[int | None, int | No
         raise UserError(
             f"the DeepSpeed configuration has train_batch_size {total}, which is not {micro} "
             f"(train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) x {asked.ranks} (ranks) = "
-            f'{micro * steps * asked.ranks}; two of the three and "auto" for the other would do'
+            f'{micro * steps * asked.ranks}; use two of the three and "auto" for the other'
         )
     if total is not None and asked.batch is not None and total != asked.batch:
         raise UserError(
-            f"recipe.batch is {asked.batch} and the DeepSpeed configuration makes batches of {total}; "
-            f'recipe.batch: {total} would do, or "auto" for train_batch_size'
+            f"recipe.batch is {asked.batch} and the DeepSpeed configuration makes batches of {total}; use "
+            f'recipe.batch: {total}, or "auto" for train_batch_size'
         )
     if steps is not None and micro is None and asked.batch is not None:
         micro = -(-asked.batch // (steps * asked.ranks))
@@ -123,8 +123,8 @@ def sizes(config: Mapping[str, Any], asked: Asked) -> tuple[int | None, int | No
 def _divided(total: int, by: int, product: str) -> int:
     if total % by:
         raise UserError(
-            f"the DeepSpeed configuration has train_batch_size {total}, which {product} does not divide; "
-            f"{total // by * by or by} or {total // by * by + by} would do"
+            f"the DeepSpeed configuration has train_batch_size {total}, which {product} does not divide; use "
+            f"{total // by * by or by} or {total // by * by + by}"
         )
     return total // by
 
@@ -233,7 +233,7 @@ def optimizer_of(given: configuration.Config, recipe: Recipe) -> AdamW | SGD:
     if theirs is None and configuration.has_auto(section):
         raise UserError(
             f'the DeepSpeed configuration has optimizer {section}, whose "auto" samestep fills for an optimizer that '
-            f"recipes have alone, and {_foreign(section)} is none; a value for each would do"
+            f"recipes have alone, and {_foreign(section)} is none; use a value for each"
         )
     if recipe.optimizer != AdamW() and recipe.optimizer != theirs:
         raise UserError(
@@ -249,7 +249,7 @@ def check_proof(given: configuration.Config) -> None:
     if section is not None and (what := _foreign(section)):
         raise UserError(
             f"the DeepSpeed configuration has {what}, which recipes don't have, so there is no reference to hold it "
-            "against; AdamW, Adam with adam_w_mode, or SGD would do, and samestep train takes it as it is"
+            "against; use AdamW, Adam with adam_w_mode, or SGD, and samestep train takes it as it is"
         )
 
 
@@ -295,25 +295,24 @@ def check_layout(layout: Layout, stage: int | None) -> None:
         ranks = layout.data_ranks
         fix = f"pp{layout.pipeline} zero1x{ranks}" if ranks > 1 else f"pp{layout.pipeline} zero1x2"
         raise LayoutError(
-            f'layout "{layout}": DeepSpeed\'s pipeline goes with ZeRO 1 alone, which shards no gradients; '
-            f'"{fix}" would do'
+            f'layout "{layout}": DeepSpeed\'s pipeline goes with ZeRO 1 alone, which shards no gradients; use "{fix}"'
         )
     if layout.replicate > 1 and layout.shard > 1:
         raise LayoutError(
-            f'layout "{layout}": DeepSpeed shards over all ranks; '
-            f'"{replace(layout, replicate=1, shard=layout.data_ranks)}" would do'
+            f'layout "{layout}": DeepSpeed shards over all ranks; use '
+            f'"{replace(layout, replicate=1, shard=layout.data_ranks)}"'
         )
     if layout.offloads("optimizer-disk") and stage != 3:
         raise LayoutError(
-            f'layout "{layout}": DeepSpeed offloads to disk at ZeRO 3 alone; fsdp2 offload=optimizer-disk would do'
+            f'layout "{layout}": DeepSpeed offloads to disk at ZeRO 3 alone; use fsdp2 offload=optimizer-disk'
         )
     if layout.offloads("optimizer") and stage == 0:
         raise LayoutError(
-            f'layout "{layout}": DeepSpeed offloads the optimizer from ZeRO 1 on; zero1x2 offload=optimizer would do'
+            f'layout "{layout}": DeepSpeed offloads the optimizer from ZeRO 1 on; use zero1x2 offload=optimizer'
         )
     if layout.offloads("parameters") and stage != 3:
         raise LayoutError(
-            f'layout "{layout}": DeepSpeed offloads parameters at ZeRO 3 alone; fsdp2 offload=parameters would do'
+            f'layout "{layout}": DeepSpeed offloads parameters at ZeRO 3 alone; use fsdp2 offload=parameters'
         )
 
 
@@ -321,23 +320,23 @@ def check_pipeline(layout: Layout, precision: str) -> None:
     """Refuse what DeepSpeed's pipeline doesn't have."""
     if layout.schedule != "1f1b" or layout.stages > 1:
         raise LayoutError(
-            f'layout "{layout}": DeepSpeed\'s pipeline has one schedule, 1f1b, of one stage a rank; '
-            f'"{replace(layout, schedule="1f1b", stages=1)}" would do, or engine native'
+            f'layout "{layout}": DeepSpeed\'s pipeline has one schedule, 1f1b, of one stage a rank; use '
+            f'"{replace(layout, schedule="1f1b", stages=1)}", or engine native'
         )
     if layout.balance != "speed":
         raise LayoutError(
-            f'layout "{layout}": DeepSpeed\'s pipeline cuts by the number of parameters alone; '
-            f'"{replace(layout, balance="speed")}" would do, or engine native'
+            f'layout "{layout}": DeepSpeed\'s pipeline cuts by the number of parameters alone; use '
+            f'"{replace(layout, balance="speed")}", or engine native'
         )
     if layout.offload != "none":
         raise LayoutError(
-            f'layout "{layout}": engine deepspeed has no offload in a pipeline; '
-            f'"{replace(layout, offload="none")}" would do'
+            f'layout "{layout}": engine deepspeed has no offload in a pipeline; use '
+            f'"{replace(layout, offload="none")}"'
         )
     if precision != "fp32":
         raise UserError(
             f'layout "{layout}": recipe.precision is {precision}, in which DeepSpeed\'s pipeline has an optimizer '
-            "with gradients that can't be weighed by a count that is known after backward; fp32 would do"
+            "with gradients that can't be weighed by a count that is known after backward; use fp32"
         )
 
 
@@ -345,13 +344,13 @@ def check_pipeline_asked(given: Config, cut_at: Sequence[str]) -> None:
     """Refuse what a job or a configuration can say of pipelines and can't have here."""
     if cut_at:
         raise UserError(
-            "run.cut_at names pipeline stages, and engine deepspeed cuts by the number of parameters; no cut_at "
-            "would do, or engine native"
+            "run.cut_at names pipeline stages, and engine deepspeed cuts by the number of parameters; use no cut_at"
+            ", or engine native"
         )
     section = given.get("pipeline")
     if isinstance(section, dict) and section.get("activation_checkpoint_interval"):
         raise UserError(
             "the DeepSpeed configuration has pipeline.activation_checkpoint_interval "
             f"{section['activation_checkpoint_interval']}: DeepSpeed would compute layers again with other dropout; "
-            "0 would do, or engine native, with recompute=full"
+            "use 0, or engine native, with recompute=full"
         )

@@ -134,7 +134,7 @@ class DeepSpeed(Engine):
         if engine.zero_optimization() and not hasattr(engine.optimizer, "override_loss_scale"):
             raise UserError(
                 f"DeepSpeed makes a {type(engine.optimizer).__name__} of this configuration, whose gradients can't "
-                "be weighed by a count that is known after backward; no data_types, or stage 2, would do"
+                "be weighed by a count that is known after backward; use no data_types, or stage 2"
             )
         common: dict[str, Any] = {"engine": engine, "package": package, "model": model, "now": now}
         common |= {"layout": how.layout, "mesh": how.mesh, "device": how.device, "place": place}
@@ -160,4 +160,4 @@ def _check_precision(config: dict[str, Any], package: Any, device: torch.device)
     with quietly(device):
         accelerator = package.accelerator.get_accelerator()
     if configuration.precision_of(config) == "fp16" and not accelerator.is_fp16_supported():
-        raise UserError(f"DeepSpeed has no fp16 on {device.type}; bf16 or fp32 would do")
+        raise UserError(f"DeepSpeed has no fp16 on {device.type}; use bf16 or fp32")

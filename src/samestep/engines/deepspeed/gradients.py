@@ -101,8 +101,8 @@ class SameOrder:
             others = "other ranks" if order is None else "the first forward"
             raise UserError(
                 f"engine deepspeed: a forward {what} where {others} did not, and ZeRO 3 gathers a layer's parameters "
-                "from all ranks when it runs, so they would wait for ever; layout dp, or a model that runs the same "
-                "layers in every forward, would do"
+                "from all ranks when it runs, so they would wait for ever; "
+                "use layout dp, or a model that runs the same layers in every forward"
             )
 
 
@@ -226,7 +226,7 @@ class ShardedGradients(Gradients):
         raise UserError(
             f"engine deepspeed: in a step some ranks' samples used parameters that others' did not "
             f"({', '.join(apart[:3])}{', ...' if apart[3:] else ''}), for whose gradients ZeRO would wait for ever; "
-            "layout dp, or a model that uses all its parameters in every step, would do"
+            "use layout dp, or a model that uses all its parameters in every step"
         )
 
     def unused(self) -> int:

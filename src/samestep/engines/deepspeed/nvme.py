@@ -47,7 +47,7 @@ def check(given: Mapping[str, Any]) -> None:
     if _device(given, "offload_param") == "nvme":
         raise UserError(
             "the DeepSpeed configuration has offload_param on nvme, from where DeepSpeed 0.19 takes parameters for "
-            'bf16 whatever they are; "device": "cpu", or engine native with offload=parameters-disk, would do'
+            'bf16 whatever they are; use "device": "cpu", or engine native with offload=parameters-disk'
         )
 
 
@@ -67,8 +67,8 @@ def build(device_type: str) -> None:
     except subprocess.TimeoutExpired:
         raise UserError(
             f"DeepSpeed's extension async_io is not built after {_LONGEST_BUILD} seconds; a build that was killed "
-            "leaves a file named lock for which others wait: to delete async_io/lock and pin_memory/lock in "
-            "~/.cache/torch_extensions/* (or TORCH_EXTENSIONS_DIR) would do"
+            "leaves a file named lock for which others wait: delete async_io/lock and pin_memory/lock in "
+            "~/.cache/torch_extensions/* (or TORCH_EXTENSIONS_DIR)"
         ) from None
     if returncode:
         raise _missing((said.strip().splitlines() or ["without a word"])[-1])
@@ -111,7 +111,7 @@ def load(device: torch.device) -> None:
 def _missing(reason: str) -> UserError:
     return UserError(
         f"offload to disk by engine deepspeed is the work of its extension async_io, which can't be built here "
-        f"({reason}); `apt-get install libaio-dev g++` and `pip install ninja` would do, and so would engine native"
+        f"({reason}); use `apt-get install libaio-dev g++` and `pip install ninja`, or engine native"
     )
 
 

@@ -27,7 +27,7 @@ from samestep.tasks.out_of_range import in_one_sentence
 
 Layers = Sequence[tuple[str, nn.Module]]  # each with its name in the model
 
-_INSTEAD = "engine native would do, which cuts any model"
+_INSTEAD = "use engine native, which cuts any model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def check_model(model: nn.Module, layout: Layout) -> Layers:
         raise UserError(f"engine deepspeed: {more[0]} belongs to no layer of the nn.Sequential; {_INSTEAD}")
     trained = sum(_is_trained(layer) for _, layer in layers)
     if trained < layout.pipeline:
-        few = f"pp{trained} would do" if trained > 1 else "a layout without pp would do"
+        few = f"use pp{trained}" if trained > 1 else "use a layout without pp"
         raise UserError(
             f'layout "{layout}": {layout.pipeline} pipeline stages for {trained} layers with parameters to train; '
             + few
@@ -156,7 +156,7 @@ def cut(model: nn.Module, *, package: Any, layout: Layout, mesh: Mesh, device: t
         if not any(_is_trained(layer) for _, layer in layers[begin:end]):
             raise UserError(
                 f'layout "{layout}": DeepSpeed cuts by the number of parameters, and leaves stage {stage} (layers '
-                f"{begin} to {end - 1} of {len(layers)}) without one to train; fewer stages would do"
+                f"{begin} to {end - 1} of {len(layers)}) without one to train; use fewer stages"
             )
         for name, layer in layers[begin:end]:
             held = [*layer.state_dict(), *(key for key, _ in layer.named_parameters())]

@@ -203,8 +203,8 @@ class DeepSpeedTrainer(Trainer):
         if totals[2]:
             raise UserError(
                 f"engine deepspeed: a step left {int(totals[2])} parameters (counted over all ranks) unused, and "
-                "ZeRO takes their gradient for zero, by which AdamW still moves them; layout dp, or a model that "
-                "uses all its parameters in every step, would do"
+                "ZeRO takes their gradient for zero, by which AdamW still moves them; use layout dp, or a model that "
+                "uses all its parameters in every step"
             )
         # A batch without a term (every token masked) has a gradient of zero; 0 / 0 would make weights of NaN.
         totals[1].clamp_(min=1)
@@ -248,8 +248,8 @@ class DeepSpeedTrainer(Trainer):
         named = Path(folder) / tag if tag is not None else Path(folder) / "latest"
         if not named.exists():
             raise UserError(
-                f"{folder} holds no DeepSpeed checkpoint{f' {tag}' if tag else ''} ({named} is missing); "
-                "a folder that save_checkpoint wrote would do"
+                f"{folder} holds no DeepSpeed checkpoint{f' {tag}' if tag else ''} ({named} is missing); use "
+                "a folder that save_checkpoint wrote"
             )
         with quietly(self._device):
             _, client_state = self.engine.load_checkpoint(str(folder), tag=tag)

@@ -71,7 +71,7 @@ def agree(kinds: Sequence[str]) -> ClusterTask:
 
 
 # What the engines need, and what installs it.
-PACKAGES: Mapping[str, str] = dict.fromkeys(("tensorflow", "tf_keras"), 'pip install "samestep[tensorflow]" would do')
+PACKAGES: Mapping[str, str] = dict.fromkeys(("tensorflow", "tf_keras"), 'use pip install "samestep[tensorflow]"')
 
 
 def start(precision: str, device: torch.device, *, replicas: int = 1) -> Tools:
@@ -88,8 +88,8 @@ def start(precision: str, device: torch.device, *, replicas: int = 1) -> Tools:
         there = tf.config.list_physical_devices("GPU")
         if device.type != "cpu" and not there:
             raise UserError(
-                "PyTorch has accelerators here and TensorFlow sees none; a TensorFlow that is built for them "
-                "in place of tensorflow-cpu, or --device cpu, would do"
+                "PyTorch has accelerators here and TensorFlow sees none; use a TensorFlow that is built for them "
+                "in place of tensorflow-cpu, or --device cpu"
             )
         wanted = [] if device.type == "cpu" else there if replicas > 1 else there[device.index or 0 :][:1]
         with suppress(RuntimeError):  # it runs already
@@ -152,7 +152,7 @@ def check_loop(engine: str, details: Details) -> None:
     if details.batch is None:
         raise UserError(
             f"engine {engine} trains a recipe's task and not a model in a loop of one's own, which would not see it "
-            "change; samestep.train, or engine native, would do"
+            "change; use samestep.train, or engine native"
         )
 
 
@@ -176,7 +176,7 @@ class Mirrored(KerasEngine):
         if len(names) < replicas:
             raise UserError(
                 f"engine {self.name}: TensorFlow was started in this process with {len(names)} devices, and can't "
-                f"get {replicas} any more; a process of its own, or --threads {len(names)}, would do"
+                f"get {replicas} any more; use a process of its own, or --threads {len(names)}"
             )
         return tools, _mirrored(tools.tf, tuple(names[:replicas]))
 

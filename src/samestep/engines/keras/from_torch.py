@@ -177,8 +177,8 @@ def check(model: nn.Module) -> None:
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
             if id(parameter) in owners:
                 raise UserError(
-                    f"{owners[id(parameter)]} and {name} are one tied parameter, which engine keras has not; "
-                    "engine native would do"
+                    f"{owners[id(parameter)]} and {name} are one tied parameter, which engine keras has not; use "
+                    "engine native"
                 )
             owners[id(parameter)] = name
 
@@ -187,7 +187,7 @@ def convert(model: nn.Module, tools: Tools, example: Any) -> Converted:
     """Make the Keras model in the strategy's scope that is entered. `example`: what the model may be called with."""
     check(model)
     if not isinstance(example, Tensor):
-        raise UserError(f"engine keras: the model is called with a {type(example).__name__}; one tensor would do")
+        raise UserError(f"engine keras: the model is called with a {type(example).__name__}; use one tensor")
     given = tools.layers.Input(example.shape[1:], dtype=_DTYPES.get(example.dtype, tools.dtype))
     values: dict[fx.Node, Any] = {}
     weights: dict[str, Weight] = {}
@@ -230,8 +230,8 @@ def _graph(model: nn.Module) -> fx.Graph:
         return _Tracer().trace(model)
     except Exception as error:  # whatever a forward does with what stands for a tensor
         raise UserError(
-            f"engine keras: the forward of {type(model).__name__} can't be followed ({error}); "
-            f"one without conditions on its tensors, of {_there()}, would do"
+            f"engine keras: the forward of {type(model).__name__} can't be followed ({error}); use "
+            f"one without conditions on its tensors, of {_there()}"
         ) from None
 
 
@@ -244,7 +244,7 @@ def _check_module(model: nn.Module, node: fx.Node) -> None:
         )
     calls = sum(other.op == "call_module" and other.target == node.target for other in node.graph.nodes)
     if calls > 1 and any(True for _ in module.parameters()):
-        raise UserError(f"{name} is called {calls} times in one forward, which engine keras has not; once would do")
+        raise UserError(f"{name} is called {calls} times in one forward, which engine keras has not; call it once")
 
 
 def _check_function(model: nn.Module, node: fx.Node) -> None:
@@ -259,7 +259,7 @@ def _check_function(model: nn.Module, node: fx.Node) -> None:
 def _check_inputs(model: nn.Module, node: fx.Node) -> None:
     inputs = [other.name for other in node.graph.nodes if other.op == "placeholder"]
     if len(inputs) > 1:
-        raise UserError(f"engine keras: the model is called with {', '.join(inputs)}; one tensor would do")
+        raise UserError(f"engine keras: the model is called with {', '.join(inputs)}; use one tensor")
 
 
 def _check_attribute(model: nn.Module, node: fx.Node) -> None:

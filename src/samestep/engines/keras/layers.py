@@ -126,7 +126,7 @@ def _group_norm(tools: Tools, module: nn.GroupNorm, given: Any) -> tuple[Any, Se
 
 def _layer_norm(tools: Tools, module: nn.LayerNorm, given: Any) -> tuple[Any, Sequence[Weight]]:
     if is_image(given):
-        raise _refuse(module, "it would average over other dimensions of an image; group norm would do")
+        raise _refuse(module, "it would average over other dimensions of an image; use group norm")
     last = list(range(-len(module.normalized_shape), 0))
     layer = tools.layers.LayerNormalization(
         axis=last,
@@ -169,7 +169,7 @@ def _adaptive_average_pool(tools: Tools, module: nn.AdaptiveAvgPool2d, given: An
 
 def _flatten(tools: Tools, module: nn.Flatten, given: Any) -> tuple[Any, Sequence[Weight]]:
     if module.start_dim != 1 or module.end_dim != -1:
-        raise _refuse(module, "Keras's flattens everything but the samples; start_dim=1, end_dim=-1 would do")
+        raise _refuse(module, "Keras's flattens everything but the samples; use start_dim=1, end_dim=-1")
     return tools.layers.Flatten(dtype=tools.dtype)(channels_first(tools, given)), []
 
 
@@ -238,7 +238,7 @@ def _mean(tools: Tools, given: Any, dim: Any, keepdim: bool = False) -> Any:
     axes = [axis % rank for axis in dims]
     if is_image(given):
         if not keepdim and set(axes) != {2, 3}:
-            raise UserError(f"mean over dimensions {dims} of an image has no Keras counterpart; (2, 3) would do")
+            raise UserError(f"mean over dimensions {dims} of an image has no Keras counterpart; use (2, 3)")
         axes = [_IMAGE_AXES[axis] for axis in axes]
     return tools.apply(lambda tensor: tools.tf.reduce_mean(tensor, axes, keepdims=keepdim), given)
 

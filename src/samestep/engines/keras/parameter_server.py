@@ -51,8 +51,8 @@ class ParameterServer(Engine):
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         if layout.size < _FEWEST:
             raise LayoutError(
-                f'layout "{layout}": engine "{self.name}" wants a chief, a worker and a server at least; dp{_FEWEST} '
-                "or more would do"
+                f'layout "{layout}": engine "{self.name}" wants a chief, a worker and a server at least; '
+                f"use dp{_FEWEST} or more"
             )
         from_torch.counterpart(task.loss)
         from_torch.check(task.model())

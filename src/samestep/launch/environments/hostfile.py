@@ -10,7 +10,7 @@ from samestep.launch.environments.base import Found, Given, Read, which
 # A name or an IPv4 address, or an IPv6 address in brackets; then slots, as MPICH and Horovod write them. None begins
 # with a dash: to ssh that is an option, not a host.
 _HOST = re.compile(r"(?:(?P<name>\w[\w.-]*)|\[(?P<address>[0-9A-Fa-f:.]+)\])(?::(?P<slots>\d+))?", re.ASCII)
-_FORM = "a line such as worker-1 slots=4 would do"
+_FORM = "use a line such as worker-1 slots=4"
 _LARGEST = 1024  # slots of a host; a larger number is a port in the wrong place
 
 
@@ -44,9 +44,7 @@ def read_hostfile(file: Path) -> tuple[tuple[Host, ...], tuple[Read, ...]]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise UserError(
-            f"--hostfile {file}: {reason}; a file with {_FORM.removesuffix(' would do')} would do"
-        ) from None
+        raise UserError(f"--hostfile {file}: {reason}; use a file with lines such as worker-1 slots=4") from None
     slots: dict[str, int] = {}
     read = []
     for number, line in enumerate(lines, start=1):

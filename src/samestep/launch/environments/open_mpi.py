@@ -79,8 +79,8 @@ def _mpirun_addresses(read: Variables) -> list[str]:
 def _no_address(addresses: list[str]) -> str:
     """Of several addresses nobody knows by which the others reach it; Open MPI 5 names none."""
     return (
-        f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host; on several hosts samestep "
-        "launch wants one: --master-addr ADDRESS, the address of the first host, would do, or --mca "
+        f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host, and on several hosts samestep "
+        "launch wants one; use --master-addr ADDRESS, the address of the first host, or --mca "
         "oob_tcp_if_include INTERFACE, an option of mpirun; or leave samestep launch away, and start a process a rank"
     )
 

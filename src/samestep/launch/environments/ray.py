@@ -45,7 +45,7 @@ class Ray:
         source, address = ("--ray", given.ray) if given.ray else ("RAY_ADDRESS", given.environ.get("RAY_ADDRESS", ""))
         assert address is not None
         if importlib.util.find_spec("ray") is None:
-            raise UserError(f"{source} is {address}, and Ray is not installed; pip install ray would do")
+            raise UserError(f"{source} is {address}, and Ray is not installed; use pip install ray")
         _check_answers(source, address)
         nodes = [node for node in _nodes(source, address) if node.get("Alive")]
         accelerated = given.device != "cpu" and any(node["Resources"].get("GPU", 0) >= 1 for node in nodes)

@@ -75,5 +75,5 @@ CONTRACT = Contract(
     expected=_expected,
     options={"config": "a file of `accelerate config`; its default one where that exists"},
     package="accelerate",
-    installs='pip install "samestep[accelerate]" would do',
+    installs='use pip install "samestep[accelerate]"',
 )

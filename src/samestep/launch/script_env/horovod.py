@@ -34,7 +34,7 @@ def _check_name(rank: Rank) -> None:
         name = socket.gethostname()
         raise UserError(
             f"--engine horovod: on {name} the name {name} leads to no address that other hosts reach, and Horovod's "
-            "gloo goes by it, whatever HOROVOD_GLOO_IFACE says; its address in /etc/hosts there would do"
+            "gloo goes by it, whatever HOROVOD_GLOO_IFACE says; put its address into /etc/hosts there"
         )
 
 
@@ -73,4 +73,4 @@ def variables_of(slot: Slot, address: str, port: int, interface: str | None) -> 
     }
 
 
-CONTRACT = Contract(expected=_expected, package="horovod", installs="make horovod would do")
+CONTRACT = Contract(expected=_expected, package="horovod", installs="use make horovod")

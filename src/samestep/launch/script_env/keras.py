@@ -53,7 +53,7 @@ def kinds_of(ranks: int, servers: int) -> list[str]:
     if ranks < servers + 2:
         raise UserError(
             f"--engine keras:servers={servers}: {ranks} ranks are too few for a chief, a worker and {servers} "
-            f"server{'s' if servers > 1 else ''}; {servers + 2} or more would do"
+            f"server{'s' if servers > 1 else ''}; use {servers + 2} or more"
         )
     return [CHIEF, *[WORKER] * (ranks - 1 - servers), *[SERVER] * servers]
 

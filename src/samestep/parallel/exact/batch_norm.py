@@ -100,8 +100,8 @@ def _check_whole(moment: Moment, what: str) -> None:
     if moment.micro_batches > 1:
         raise UserError(
             f"{what} takes its statistics from the whole batch, and a step "
-            f"of {moment.micro_batches} micro-batches a rank never has it at once; run.micro_batch: null would do, "
-            "and so would group norm or layer norm"
+            f"of {moment.micro_batches} micro-batches a rank never has it at once; use run.micro_batch: null, "
+            "group norm or layer norm"
         )
 
 
@@ -219,8 +219,8 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
     count = sums[-1].detach()
     if count <= 1:
         raise UserError(
-            f"batch norm: a global batch of one number for each of {given.size(1)} features has no variance; "
-            "a recipe.batch that doesn't leave one sample for the last step would do"
+            f"batch norm: a global batch of one number for each of {given.size(1)} features has no variance; use "
+            "a recipe.batch that doesn't leave one sample for the last step"
         )
     mean = sums[:-1] / count
     # Squares of what is left after the mean: a difference of two large sums would lose digits.

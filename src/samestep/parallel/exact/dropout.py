@@ -57,7 +57,7 @@ def explicit_attention(
     return drop(scores.softmax(-1).masked_fill(nothing, 0.0)) @ value
 
 
-_SWITCH_OFF = "recipe.dropout: false would do"
+_SWITCH_OFF = "use recipe.dropout: false"
 
 
 def same_dropout(model: nn.Module, now: ForwardContext) -> "Dropout":
@@ -238,7 +238,7 @@ class Dropout(TorchFunctionMode):
         if self.now.moment is None:
             raise UserError(
                 f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where nobody "
-                'knows its sample; the layout option "recompute=full" in place of its own checkpointing would do'
+                'knows its sample; use the layout option "recompute=full" in place of its own checkpointing'
             )
         return self.now.moment
 

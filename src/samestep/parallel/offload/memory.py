@@ -117,6 +117,6 @@ def check_offload_folder(folder: Path | None) -> None:
         return
     if not folder.is_dir():
         what = "this is a file" if folder.exists() else "there is no such folder"
-        raise UserError(f"run.offload_folder is {folder}: {what}; a folder that is there would do")
+        raise UserError(f"run.offload_folder is {folder}: {what}; use a folder that is there")
     if not os.access(folder, os.W_OK):
-        raise UserError(f"run.offload_folder is {folder}: it can't be written to; one that can would do")
+        raise UserError(f"run.offload_folder is {folder}: it can't be written to; use one that can")

@@ -212,5 +212,5 @@ def _check_shards(parameters: Sequence[Tensor], kind: Any) -> None:
     if kind not in BY_NUMBER and any(isinstance(parameter, DTensor) for parameter in parameters):
         raise LayoutError(
             f"offload of optimizer {getattr(kind, '__name__', kind)}: of shards of parameters only "
-            f"{', '.join(each.__name__ for each in BY_NUMBER)} can be offloaded; dp or zero1 would do"
+            f"{', '.join(each.__name__ for each in BY_NUMBER)} can be offloaded; use dp or zero1"
         )

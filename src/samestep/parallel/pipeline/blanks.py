@@ -193,17 +193,23 @@ class BlankOutput:
         return map_tensors(lambda seen: found[seen.identity], self._call.output, Seen) if found else None
 
     def _imagine(self, arguments: Any, keywords: Any) -> Any:
+        leaves = pytree.tree_leaves((arguments, keywords))
+        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        if key in self._known:
+            return self._known[key]
         if not self._wants_values:
-            leaves = pytree.tree_leaves((arguments, keywords))
-            key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-            if key in self._known:
-                return self._known[key]
             try:
                 found = self._known[key] = imagine(self._imagined, arguments, keywords)
                 return found
             except Exception:  # whatever a model's own code raises where it finds no values
                 self._wants_values = True
-        return imagine(self._imagined, arguments, keywords, valued=lambda tensor: not isinstance(tensor, BlankHidden))
+        try:
+            return imagine(
+                self._imagined, arguments, keywords, valued=lambda tensor: not isinstance(tensor, BlankHidden)
+            )
+        except Exception:  # the same, of values that this stage doesn't have
+            found = self._known[key] = imagine(self._imagined, arguments, keywords, computed=True)
+            return found
 
 
 def _is_plain(output: Any) -> bool:

@@ -132,7 +132,7 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
 def _too_few(layout: Layout, stages: int, possible: int, layers: Sequence[str], why_not: Mapping[int, str]) -> str:
     if possible > 1:
         but = f", since {next(iter(why_not.values()))}" if why_not else ""
-        return f"{stages} pipeline stages for {possible} layers{but}; {possible} stages or fewer would do"
+        return f"{stages} pipeline stages for {possible} layers{but}; use {possible} stages or fewer"
     given = f"{layers[0]} and the like are not called, so there is" if layers and not possible else "it has"
     if why_not:
         return (
@@ -174,7 +174,7 @@ def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> lis
     if len(starts) != stages:
         raise UserError(
             f"run.cut_at has {len(cut_at)} name{'' if len(cut_at) == 1 else 's'}, which makes {len(starts)} stages; "
-            f"the layout has {stages}, so {stages - 1} would do"
+            f"the layout has {stages}; use {stages - 1}"
         )
     return starts
 

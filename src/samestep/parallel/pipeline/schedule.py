@@ -67,7 +67,7 @@ def check(layout: Layout, precision: str) -> None:
     rules = SCHEDULES[layout.schedule]
     if rules.most_stages is not None and layout.stages_a_rank > rules.most_stages:
         fix = (
-            "schedule=interleaved-1f1b would do"
+            "use schedule=interleaved-1f1b"
             if rules.most_stages == 1
             else f"{rules.most_stages * layout.pipeline} stages over {layout.pipeline} ranks are what it is made for"
         )
@@ -77,12 +77,12 @@ def check(layout: Layout, precision: str) -> None:
         )
     if precision == "fp16":
         # Whether a gradient overflowed is seen by the rank that holds that stage, and not by the others.
-        raise LayoutError(f'layout "{layout}": recipe.precision is fp16, which pipelines do not have; bf16 would do')
+        raise LayoutError(f'layout "{layout}": recipe.precision is fp16, which pipelines do not have; use bf16')
     if layout.context > 1 or (layout.tensor > 1 and layout.sequence == "split"):
         what = "context parallel" if layout.context > 1 else "sequence=split"
         raise LayoutError(
             f'layout "{layout}": a stage learns how many tokens there are where they are split, at the first block, '
-            f"so pipelines do not have {what} yet; fsdp2 cp2, or pp2 tp2, would do"
+            f"so pipelines do not have {what} yet; use fsdp2 cp2, or pp2 tp2"
         )
     if rules.splits_backward:
         _check_split(layout)
@@ -93,12 +93,12 @@ def _check_split(layout: Layout) -> None:
     if layout.zero >= 2:
         raise LayoutError(
             f'layout "{layout}": schedule {layout.schedule} computes gradients of inputs and of weights apart, and '
-            "shards of parameters would be put away in between; zero1, or schedule=1f1b, would do"
+            "shards of parameters would be put away in between; use zero1, or schedule=1f1b"
         )
     if layout.recompute != "none":
         raise LayoutError(
             f'layout "{layout}": schedule {layout.schedule} computes gradients of inputs and of weights apart, and '
-            f"recompute={layout.recompute} would compute every block again for each; schedule=1f1b would do"
+            f"recompute={layout.recompute} would compute every block again for each; use schedule=1f1b"
         )
 
 

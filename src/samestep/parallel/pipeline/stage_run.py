@@ -48,8 +48,8 @@ class StageRun:
         if stage > self._stage:
             raise RuntimeError(
                 f"{unit} of pipeline stage {stage} is called before stage {self._stage} is done: the forward calls "
-                "its layers in another order, or fewer of them, than with the samples that it was followed with; "
-                "a layout without pp would do"
+                "its layers in another order, or fewer of them, than with the samples that it was followed with; use "
+                "a layout without pp"
             )
         assert module is not None
         self._inside = True
@@ -68,7 +68,7 @@ class StageRun:
         if not numbers:
             raise RuntimeError(
                 f"{unit} is called, and was not with the samples that the forward was followed with, so no pipeline "
-                "stage has it; a layout without pp would do"
+                "stage has it; use a layout without pp"
             )
         count = self._counts.get(unit, 0)
         self._counts[unit] = count + 1
@@ -78,7 +78,7 @@ class StageRun:
             return numbers[-1]
         raise RuntimeError(
             f"{unit} is called more often than with the samples that the forward was followed with ({len(numbers)} "
-            "times), so no pipeline stage knows which call is whose; a layout without pp would do"
+            "times), so no pipeline stage knows which call is whose; use a layout without pp"
         )
 
     def _from_before(self, number: int, output: Any) -> Any:
@@ -116,6 +116,6 @@ class StageRun:
         last = self._plan.calls[self._plan.ends[self._stage] - 1].unit
         return RuntimeError(
             f"the forward does not call {last}, the last of pipeline stage {self._stage}, as it did with the samples "
-            "that it was followed with (layer drop and the like decide by chance what is called); "
-            "a layout without pp would do"
+            "that it was followed with (layer drop and the like decide by chance what is called); use "
+            "a layout without pp"
         )

@@ -174,8 +174,8 @@ def find_lists(model: nn.Module, blocks: Sequence[str], trace: Trace, layout: st
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     if not lists:
         raise LayoutError(
-            f'layout "{layout}": {type(model).__name__} has no list of repeated blocks to split tokens in; '
-            "sequence=whole would do"
+            f'layout "{layout}": {type(model).__name__} has no list of repeated blocks to split tokens in; use '
+            "sequence=whole"
         )
     found: list[list[str]] = []
     refused: LayoutError | None = None
@@ -243,7 +243,7 @@ def _only_call(name: str, trace: Trace, layout: str) -> Call:
     if len(calls) != 1:
         raise LayoutError(
             f'layout "{layout}": {name} is called {len(calls)} times in a forward, and sequence=split is for blocks '
-            "that are called once; sequence=whole would do"
+            "that are called once; use sequence=whole"
         )
     return calls[0]
 
@@ -260,7 +260,7 @@ def _find_hidden(calls: Sequence[Call], layout: str) -> tuple[Key, int]:
                     return key, index
     raise LayoutError(
         f'layout "{layout}": {before.name} gives no [batch, tokens, features] that {block.name} takes as it is, '
-        "so there are no tokens to split between them; sequence=whole would do"
+        "so there are no tokens to split between them; use sequence=whole"
     )
 
 
