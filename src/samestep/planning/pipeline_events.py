@@ -1,0 +1,193 @@
+"""A pipeline's step played event by event: each rank runs its actions in order, and waits for what they need.
+
+A forward needs the stage before it to have computed the same micro-batch, a backward the stage after it and its own
+forward. What is sent takes time on the link; the sender goes on meanwhile.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from samestep.layout import Layout
+
+Kind = Literal["F", "B", "I", "W"]  # forward, backward, and backward's two halves: of inputs, of weights
+_FEW_ROUNDS = 5  # micro-batches a rank that are played; of more, the rounds between repeat
+_BACK_AGAIN = ("zbv-zero-bubble",)  # schedules whose second half of stages goes back over the ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch in one stage, and of sending what it makes to the next."""
+
+    forward: float
+    backward: float
+    weights: float = 0.0  # the part of the backward that computes gradients of weights
+    send: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One action as it was played."""
+
+    rank: int
+    stage: int
+    kind: Kind
+    micro_batch: int
+    start: float
+    end: float
+
+
+Order = Sequence[tuple[int, Kind, int]]  # stage, kind and micro-batch of each action of a rank
+
+
+def owners(schedule: str, ranks: int, stages_a_rank: int) -> list[int]:
+    """The pipeline rank of each stage."""
+    line = list(range(ranks))
+    return line + line[::-1] if schedule in _BACK_AGAIN else line * stages_a_rank
+
+
+@lru_cache(maxsize=64)
+def orders(schedule: str, *, ranks: int, stages_a_rank: int, micro_batches: int) -> tuple[Order, ...]:
+    """The actions of every rank. Schedules that split their backward are PyTorch's, which is loaded for them."""
+    if schedule == "gpipe":
+        return tuple(_gpipe(rank, micro_batches) for rank in range(ranks))
+    if schedule == "1f1b" or (schedule == "interleaved-1f1b" and stages_a_rank == 1):
+        return tuple(_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks))
+    if schedule == "interleaved-1f1b":
+        return tuple(_interleaved(rank, ranks, stages_a_rank, micro_batches) for rank in range(ranks))
+    from samestep.parallel.pipeline.schedule import orders_of
+
+    made = orders_of(schedule, ranks=ranks, stages_a_rank=stages_a_rank, micro_batches=micro_batches)
+    return tuple([(action.stage, action.kind, action.micro_batch) for action in rank] for rank in made)
+
+
+def play(order: Sequence[Order], stages: Sequence[StageTimes], owner: Sequence[int]) -> list[Event]:
+    """Every action with its start and end, in seconds from the first one."""
+    free = [0.0] * len(order)
+    at = [0] * len(order)
+    done: dict[tuple[Kind, int, int], float] = {}
+    events: list[Event] = []
+    waiting = list(range(len(order)))
+    while waiting:
+        advanced = False
+        for rank in list(waiting):
+            while at[rank] < len(order[rank]):
+                stage, kind, micro_batch = order[rank][at[rank]]
+                ready = _ready(kind, stage, micro_batch, done, stages, owner)
+                if ready is None:
+                    break
+                start = max(free[rank], ready)
+                end = start + _seconds(kind, stages[stage])
+                done["B" if kind == "I" else kind, stage, micro_batch] = end
+                events.append(Event(rank=rank, stage=stage, kind=kind, micro_batch=micro_batch, start=start, end=end))
+                free[rank] = end
+                at[rank] += 1
+                advanced = True
+            if at[rank] == len(order[rank]):
+                waiting.remove(rank)
+        if not advanced:
+            raise RuntimeError(f"pipeline order waits for itself at {[order[rank][at[rank]] for rank in waiting]}")
+    return events
+
+
+def elapsed(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
+    """Seconds until the last rank has done its last action.
+
+    Of many micro-batches some rounds are played: those in between repeat, each as long as the one before.
+    """
+    if layout.pipeline == 1:
+        return micro_batches * sum(stage.forward + stage.backward for stage in stages)
+    ranks = layout.pipeline
+    if micro_batches <= _FEW_ROUNDS * ranks:
+        return _played(layout, stages, micro_batches)
+    fewer = (_FEW_ROUNDS - 2) * ranks + micro_batches % ranks
+    ends = [_played(layout, stages, fewer + ranks * more) for more in (0, 1)]
+    return ends[1] + (ends[1] - ends[0]) * ((micro_batches - fewer) / ranks - 1)
+
+
+def _played(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
+    return max(event.end for event in timeline(layout, stages, micro_batches))
+
+
+def timeline(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> list[Event]:
+    """Every action of a step under a layout's schedule."""
+    made = orders(
+        layout.schedule,
+        ranks=layout.pipeline,
+        stages_a_rank=layout.stages_a_rank,
+        micro_batches=micro_batches,
+    )
+    return play(made, stages, owners(layout.schedule, layout.pipeline, layout.stages_a_rank))
+
+
+def _ready(
+    kind: Kind,
+    stage: int,
+    micro_batch: int,
+    done: dict[tuple[Kind, int, int], float],
+    stages: Sequence[StageTimes],
+    owner: Sequence[int],
+) -> float | None:
+    """When what an action needs is there; None: not yet."""
+    if kind == "W":
+        return done.get(("B", stage, micro_batch))
+    if kind == "F":
+        if stage == 0:
+            return 0.0
+        before, source = done.get(("F", stage - 1, micro_batch)), stage - 1
+    else:
+        if ("F", stage, micro_batch) not in done:
+            return None
+        if stage == len(stages) - 1:
+            return done["F", stage, micro_batch]
+        before, source = done.get(("B", stage + 1, micro_batch)), stage + 1
+    if before is None:
+        return None
+    return before + (0.0 if owner[source] == owner[stage] else stages[source].send)
+
+
+def _seconds(kind: Kind, times: StageTimes) -> float:
+    if kind == "F":
+        return times.forward
+    if kind == "B":
+        return times.backward
+    return times.weights if kind == "W" else times.backward - times.weights
+
+
+def _gpipe(rank: int, micro_batches: int) -> Order:
+    """Every forward, then every backward (Huang et al., arXiv 1811.06965)."""
+    forwards: list[tuple[int, Kind, int]] = [(rank, "F", number) for number in range(micro_batches)]
+    return [*forwards, *((rank, "B", number) for number in range(micro_batches))]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Order:
+    """1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1)."""
+    ahead = min(ranks - 1 - rank, micro_batches)
+    found: list[tuple[int, Kind, int]] = [(rank, "F", number) for number in range(ahead)]
+    for number in range(micro_batches):
+        if ahead + number < micro_batches:
+            found.append((rank, "F", ahead + number))
+        found.append((rank, "B", number))
+    return found
+
+
+def _interleaved(rank: int, ranks: int, stages_a_rank: int, micro_batches: int) -> Order:
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2.2): a micro-batch a rank through each of its stages in turn."""
+    total = micro_batches * stages_a_rank
+    ahead = min((ranks - rank - 1) * 2 + (stages_a_rank - 1) * ranks, total)
+
+    def action(kind: Kind, number: int) -> tuple[int, Kind, int]:
+        in_round = number % (ranks * stages_a_rank)
+        chunk = in_round // ranks
+        if kind == "B":
+            chunk = stages_a_rank - 1 - chunk
+        micro_batch = number // (ranks * stages_a_rank) * ranks + in_round % ranks
+        return chunk * ranks + rank, kind, micro_batch
+
+    found = [action("F", number) for number in range(ahead)]
+    for number in range(total):
+        if ahead + number < total:
+            found.append(action("F", ahead + number))
+        found.append(action("B", number))
+    return found
