@@ -176,13 +176,13 @@ def _timeline(found: Plan) -> str:
                     colour,
                     words,
                     edge=True,
-                )  # fmt: skip
+                )
             )
     return f"<p>{told}</p>" + _key(list(_KINDS.values())) + _svg("timeline", shown * _ROW + 4, marks)
 
 
 def _scaling(found: Plan) -> str:
-    """Tokens a second of the best layout on every power of two of devices up to the plan's, beside a straight line."""
+    """Tokens a second of the best layout on every power of two of devices up to the plan's, beside linear scaling."""
     points: list[tuple[int, float]] = []
     devices = 1
     while devices < found.cluster.devices:
@@ -233,7 +233,8 @@ def _svg(name: str, height: float, marks: Sequence[str]) -> str:
 def _bar(left: float, top: float, width: float, height: float, colour: str, told: str, *, edge: bool = False) -> str:
     stroke = ' stroke="#ffffff" stroke-width="0.5"' if edge else ""
     return (
-        f'<rect x="{left:.2f}" y="{top:.1f}" width="{max(width, 0):.2f}" height="{height:.1f}" fill="{colour}"{stroke}>'
+        f'<rect x="{left:.2f}" y="{top:.1f}" width="{max(width, 0):.2f}" height="{height:.1f}" '
+        f'fill="{colour}"{stroke}>'
         f"<title>{escape(told)}</title></rect>"
     )
 

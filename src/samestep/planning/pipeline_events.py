@@ -12,7 +12,7 @@ from typing import Literal
 from samestep.layout import Layout
 
 Kind = Literal["F", "B", "I", "W"]  # forward, backward, and backward's two halves: of inputs, of weights
-_FEW_ROUNDS = 5  # micro-batches a rank that are played; of more, the rounds between repeat
+_FEW_ROUNDS = 4  # micro-batches a rank that are played; of more, the rounds between repeat
 _BACK_AGAIN = ("zbv-zero-bubble",)  # schedules whose second half of stages goes back over the ranks
 
 
@@ -64,31 +64,69 @@ def orders(schedule: str, *, ranks: int, stages_a_rank: int, micro_batches: int)
 
 def play(order: Sequence[Order], stages: Sequence[StageTimes], owner: Sequence[int]) -> list[Event]:
     """Every action with its start and end, in seconds from the first one."""
-    free = [0.0] * len(order)
-    at = [0] * len(order)
-    done: dict[tuple[Kind, int, int], float] = {}
-    events: list[Event] = []
+    return [
+        Event(rank=rank, stage=stage, kind=kind, micro_batch=micro_batch, start=start, end=end)
+        for rank, stage, kind, micro_batch, start, end in _played(order, stages, owner)
+    ]
+
+
+def _played(
+    order: Sequence[Order], stages: Sequence[StageTimes], owner: Sequence[int]
+) -> list[tuple[int, int, Kind, int, float, float]]:
+    """Rank, stage, kind, micro-batch, start and end of every action.
+
+    Each rank goes on until it waits for a rank that has not come so far. That one wakes it when it has.
+    """
+    last = len(stages) - 1
+    seconds = {kind: [_seconds(kind, times) for times in stages] for kind in ("F", "B", "I", "W")}
+    # What it takes to hand a micro-batch on to the next stage, and its gradient to the one before.
+    onward = [
+        0.0 if stage == last or owner[stage] == owner[stage + 1] else stages[stage].send for stage in range(last + 1)
+    ]
+    back = [
+        0.0 if stage == 0 or owner[stage] == owner[stage - 1] else stages[stage].send for stage in range(last + 1)
+    ]
+    forwards: list[dict[int, float]] = [{} for _ in stages]  # by stage and micro-batch, when it was done
+    backwards: list[dict[int, float]] = [{} for _ in stages]
+    free, at = [0.0] * len(order), [0] * len(order)
+    found: list[tuple[int, int, Kind, int, float, float]] = []
     waiting = list(range(len(order)))
     while waiting:
-        advanced = False
-        for rank in list(waiting):
-            while at[rank] < len(order[rank]):
-                stage, kind, micro_batch = order[rank][at[rank]]
-                ready = _ready(kind, stage, micro_batch, done, stages, owner)
-                if ready is None:
-                    break
-                start = max(free[rank], ready)
-                end = start + _seconds(kind, stages[stage])
-                done["B" if kind == "I" else kind, stage, micro_batch] = end
-                events.append(Event(rank=rank, stage=stage, kind=kind, micro_batch=micro_batch, start=start, end=end))
-                free[rank] = end
-                at[rank] += 1
-                advanced = True
-            if at[rank] == len(order[rank]):
-                waiting.remove(rank)
-        if not advanced:
-            raise RuntimeError(f"pipeline order waits for itself at {[order[rank][at[rank]] for rank in waiting]}")
-    return events
+        rank, advanced = waiting.pop(), False
+        actions, now = order[rank], free[rank]
+        woken: set[int] = set()
+        while at[rank] < len(actions):
+            stage, kind, micro_batch = actions[at[rank]]
+            if kind == "F":
+                ready = 0.0 if stage == 0 else forwards[stage - 1].get(micro_batch)
+                lag = onward[stage - 1] if stage else 0.0
+            elif kind == "W" or stage == last:
+                ready, lag = (backwards if kind == "W" else forwards)[stage].get(micro_batch), 0.0
+            else:
+                ready, lag = backwards[stage + 1].get(micro_batch), back[stage + 1]
+            if ready is None:
+                break
+            start = max(now, ready + lag)
+            now = start + seconds[kind][stage]
+            found.append((rank, stage, kind, micro_batch, start, now))
+            if kind == "F":
+                forwards[stage][micro_batch] = now
+                woken.add(owner[min(stage + 1, last)])
+            elif kind != "W":
+                backwards[stage][micro_batch] = now
+                woken.add(owner[max(stage - 1, 0)])
+            at[rank] += 1
+            advanced = True
+        free[rank] = now
+        waiting += [
+            other for other in woken if other != rank and other not in waiting and at[other] < len(order[other])
+        ]
+        if not waiting and not advanced:
+            break
+    stuck = [order[rank][at[rank]] for rank in range(len(order)) if at[rank] < len(order[rank])]
+    if stuck:
+        raise RuntimeError(f"pipeline order waits for itself at {stuck}")
+    return found
 
 
 def elapsed(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
@@ -100,51 +138,31 @@ def elapsed(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) ->
         return micro_batches * sum(stage.forward + stage.backward for stage in stages)
     ranks = layout.pipeline
     if micro_batches <= _FEW_ROUNDS * ranks:
-        return _played(layout, stages, micro_batches)
+        return _end(layout, stages, micro_batches)
     fewer = (_FEW_ROUNDS - 2) * ranks + micro_batches % ranks
-    ends = [_played(layout, stages, fewer + ranks * more) for more in (0, 1)]
+    ends = [_end(layout, stages, fewer + ranks * more) for more in (0, 1)]
     return ends[1] + (ends[1] - ends[0]) * ((micro_batches - fewer) / ranks - 1)
 
 
-def _played(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
-    return max(event.end for event in timeline(layout, stages, micro_batches))
+def _end(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
+    return max(action[-1] for action in _played(*_order(layout, micro_batches, stages)))
 
 
 def timeline(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> list[Event]:
     """Every action of a step under a layout's schedule."""
+    return play(*_order(layout, micro_batches, stages))
+
+
+def _order(
+    layout: Layout, micro_batches: int, stages: Sequence[StageTimes]
+) -> tuple[Sequence[Order], Sequence[StageTimes], Sequence[int]]:
     made = orders(
         layout.schedule,
         ranks=layout.pipeline,
         stages_a_rank=layout.stages_a_rank,
         micro_batches=micro_batches,
     )
-    return play(made, stages, owners(layout.schedule, layout.pipeline, layout.stages_a_rank))
-
-
-def _ready(
-    kind: Kind,
-    stage: int,
-    micro_batch: int,
-    done: dict[tuple[Kind, int, int], float],
-    stages: Sequence[StageTimes],
-    owner: Sequence[int],
-) -> float | None:
-    """When what an action needs is there; None: not yet."""
-    if kind == "W":
-        return done.get(("B", stage, micro_batch))
-    if kind == "F":
-        if stage == 0:
-            return 0.0
-        before, source = done.get(("F", stage - 1, micro_batch)), stage - 1
-    else:
-        if ("F", stage, micro_batch) not in done:
-            return None
-        if stage == len(stages) - 1:
-            return done["F", stage, micro_batch]
-        before, source = done.get(("B", stage + 1, micro_batch)), stage + 1
-    if before is None:
-        return None
-    return before + (0.0 if owner[source] == owner[stage] else stages[source].send)
+    return made, stages, owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
 
 
 def _seconds(kind: Kind, times: StageTimes) -> float:

@@ -150,13 +150,19 @@ def estimated(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) 
 
 def _busiest(layout: Layout, stages: Sequence[StageTimes]) -> float:
     """Seconds of a micro-batch on the rank that has most to do."""
+    return max(_by_rank(layout, [stage.forward + stage.backward for stage in stages]))
+
+
+def _by_rank(layout: Layout, seconds: Sequence[float]) -> list[float]:
+    """The seconds of stages, summed on the pipeline ranks that hold them."""
     if layout.pipeline == 1:
-        return sum(stage.forward + stage.backward for stage in stages)
-    owner = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
-    loads = [0.0] * layout.pipeline
-    for rank, stage in zip(owner, stages, strict=True):
-        loads[rank] += stage.forward + stage.backward
-    return max(loads)
+        return [sum(seconds)]
+    sums = [0.0] * layout.pipeline
+    for rank, each in zip(
+        pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank), seconds, strict=True
+    ):
+        sums[rank] += each
+    return sums
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
@@ -260,9 +266,7 @@ def _gradient_reduction(
     if not job.software.overlaps_gradients:
         return seconds, link
     # It runs behind the last micro-batch's backward (and the next step's first forward), but for the last bucket.
-    behind = max(stage.backward + (stage.forward if layout.zero else 0.0) for stage in stages)
-    if layout.pipeline == 1:
-        behind = sum(stage.backward + (stage.forward if layout.zero else 0.0) for stage in stages)
+    behind = max(_by_rank(layout, [stage.backward + (layout.zero > 0) * stage.forward for stage in stages]))
     hidden = min(seconds, behind)
     last = seconds / max(job.model.layers / layout.pipeline, 1)
     exposed = max(seconds - behind, 0.0) + min(last, seconds) + _CONTENTION * hidden
@@ -324,8 +328,6 @@ def _layer_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) ->
             once = collectives.all_reduce(size, all_groups["tensor"], cluster)
         seen = 1 - job.software.tensor_overlap
         exposed = [2 * once * seen, 2 * once * seen]
-        if layout.sequence == "split":
-            exposed[1] += collectives.all_gather(size, all_groups["tensor"], cluster) * 2 * seen
     if layout.context > 1:
         kv = 2 * 2.0 * micro_batch * piece.tokens * job.model.kv_heads * job.model.head_dim / layout.tensor
         around = (layout.context - 1) * collectives.send(kv, all_groups["context"], cluster)
