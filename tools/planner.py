@@ -15,7 +15,7 @@ from samestep.planning.hardware import cluster_of
 from samestep.planning.published import PredictedRow, PublishedRow, predict, read_rows
 from samestep.planning.search import Plan, plan, usual_batch
 from samestep.planning.shapes import known_model
-from samestep.planning.software import SOFTWARE
+from samestep.planning.software import PLANNED, SOFTWARE
 from samestep.planning.step_time import Job, step_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,7 +129,7 @@ def recomputation() -> Lines:
 
 def planned(name: str, devices: int, program: str) -> Plan:
     model = known_model(name)
-    job = Job(model=model, global_batch=usual_batch(model, devices), precision="bf16", software=SOFTWARE[program])
+    job = Job(model=model, global_batch=usual_batch(model, devices), precision="bf16", software=PLANNED[program])
     return plan(job, cluster_of("h100", devices))
 
 

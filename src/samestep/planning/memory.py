@@ -21,7 +21,7 @@ from samestep.planning.step_time import Job, layers_of_stages
 
 _RUNTIME = 1.5 * 2**30  # bytes: the device's context, libraries' work space, NCCL's channels
 _USABLE = 0.94  # of a device's memory
-_FRAGMENTS = 0.04  # of what is allocated, that the allocator can't use
+_FRAGMENTS = 0.03  # of what is allocated, that the allocator can't use
 _OPTIMIZER_STATE = 12.0  # bytes a parameter: fp32 weight and Adam's two moments
 _GATHERED_LAYERS = 2  # layers whose parameters are gathered at a time: the current one and the next
 
@@ -73,18 +73,18 @@ def _rank(
     count = sum(layers[index] for index in own)
     parameters = held_parameters(model, layout, count, first=0 in own, last=len(owner) - 1 in own)
     weights, gradients, state = state_bytes(parameters, layout, job.software)
-    kept = kept_activations(model, micro_batch, layout, job.software)
+    kept = kept_activations(model, micro_batch, layout, job.software, job.precision)
     at_once = in_flight(layout, micro_batches, rank, tuple(layers))
     activations = at_once * kept
     rows = micro_batch * ceil(model.seq / layout.context)
     if layout.recompute != "none":
-        activations += whole_activations(model, micro_batch, layout, job.software) - kept
+        activations += whole_activations(model, micro_batch, layout, job.software, job.precision) - kept
     if layout.offloads("activations"):
         activations -= max(at_once - 2, 0) * kept
     ends = 0.0
     if len(owner) - 1 in own:
-        # Logits in the precision of products, in fp32, and the latter's gradient.
-        ends += rows * ceil(model.vocab / layout.tensor) * 10.0
+        # Logits in 16 bits, in fp32, and a gradient in 16 bits.
+        ends += rows * ceil(model.vocab / layout.tensor) * 8.0
     buffers = _RUNTIME + _gathered(model, layout, job.software)
     total = weights + gradients + state + activations + ends
     return RankMemory(
@@ -131,19 +131,28 @@ def offloaded_bytes(model: Transformer, layout: Layout) -> float:
     return state if layout.offloads("optimizer") else 0.0
 
 
-def whole_activations(model: Transformer, micro_batch: int, layout: Layout, software: Software) -> float:
+def whole_activations(
+    model: Transformer, micro_batch: int, layout: Layout, software: Software, precision: str = "bf16"
+) -> float:
     """Bytes that one layer keeps of a micro-batch for its backward, without recomputation.
 
     Of GPT in 16 bits with dropout: s b h (10 + 24 / t + 5 a s / (h t)), all of it divided by t where the sequence is
-    split (arXiv 2205.05198, equations 2 and 4).
+    split (arXiv 2205.05198, equations 2 and 4). In fp8 the inputs of products are kept in a byte, and what attention
+    made is kept for itself as well.
     """
     unit = float(micro_batch * ceil(model.seq / layout.context) * model.hidden)
-    shared = unit * (8.0 + (2.0 if model.dropout else 0.0))  # two norms' inputs and outputs, and dropout's masks
+    low = precision in ("fp8", "fp4")
+    given = 1.0 if low else 2.0  # bytes of an element that is given to a product
+    shared = unit * (4.0 + 2 * given + (2.0 if model.dropout else 0.0))  # norms' inputs and outputs, dropout's masks
     if layout.sequence == "split":
         shared /= layout.tensor
-    key_value = 2.0 * model.kv_heads / model.heads
-    inner = unit * (2.0 * (1 + key_value) + 2.0)  # queries, keys, values, and what attention makes of them
-    inner += unit * 2.0 * (model.ffn_in_width + model.ffn * (2 if model.gated else 1)) / model.hidden
+    # Queries, keys, values, and what attention makes of them.
+    inner = unit * 2.0 * (model.qkv_width + model.attention_width) / model.hidden
+    inner += unit * (1.0 if low else 0.0) * model.attention_width / model.hidden
+    # The activation's inputs and its result; with a gate, its factor as well where the kernels are apart.
+    inner += unit * (2.0 * model.ffn_in_width + given * model.ffn) / model.hidden
+    if model.gated and not software.fused_gate:
+        inner += unit * 2.0 * model.ffn / model.hidden
     if software.attention == "unfused":
         inner += attention_scores(model, micro_batch)
     return shared + inner / layout.tensor
@@ -154,9 +163,11 @@ def attention_scores(model: Transformer, micro_batch: int) -> float:
     return (5.0 if model.dropout else 2.0) * model.heads * model.seq**2 * micro_batch
 
 
-def kept_activations(model: Transformer, micro_batch: int, layout: Layout, software: Software) -> float:
+def kept_activations(
+    model: Transformer, micro_batch: int, layout: Layout, software: Software, precision: str = "bf16"
+) -> float:
     """Bytes that one layer keeps of a micro-batch between its forward and its backward."""
-    whole = whole_activations(model, micro_batch, layout, software)
+    whole = whole_activations(model, micro_batch, layout, software, precision)
     unit = 2.0 * micro_batch * ceil(model.seq / layout.context) * model.hidden
     if layout.recompute == "full":
         return unit / (layout.tensor if layout.sequence == "split" else 1)
@@ -166,7 +177,7 @@ def kept_activations(model: Transformer, micro_batch: int, layout: Layout, softw
         return whole - attention_scores(model, micro_batch) / layout.tensor
     # The layer's input, and the results of its products and of attention.
     shared = 3 * unit / (layout.tensor if layout.sequence == "split" else 1)
-    products = unit * (2 + 2.0 * model.kv_heads / model.heads + model.ffn_in_width / model.hidden)
+    products = unit * (model.qkv_width + model.attention_width + model.ffn_in_width) / model.hidden
     return shared + products / layout.tensor
 
 

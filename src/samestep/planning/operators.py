@@ -81,7 +81,7 @@ def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[
     """Operators of one layer's forward on one device. Activations have 2 bytes an element."""
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)  # bytes of the hidden state
-    qkv, heads = _slice(model.qkv_width, tensor), _slice(hidden, tensor)
+    qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
     wide = 2.0 * rows * _slice(model.ffn, tensor)
     add = (3.5 if model.dropout else 3) * whole  # residual, branch, sum, and a byte's mask of dropout
     return [
@@ -121,7 +121,7 @@ def layer_backward(model: Transformer, piece: Piece, software: Software) -> list
     """Operators of one layer's backward on one device, weight gradients added to those of earlier micro-batches."""
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)
-    qkv, heads = _slice(model.qkv_width, tensor), _slice(hidden, tensor)
+    qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
     wide = 2.0 * rows * _slice(model.ffn, tensor)
     add = (2.5 if model.dropout else 0) * whole
     return [

@@ -137,6 +137,11 @@ def elapsed(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) ->
     if layout.pipeline == 1:
         return micro_batches * sum(stage.forward + stage.backward for stage in stages)
     ranks = layout.pipeline
+    if micro_batches % ranks and layout.schedule not in ("gpipe", "1f1b"):
+        # Schedules in rounds are made for whole ones: in proportion between the numbers below and above.
+        below = max(micro_batches // ranks * ranks, ranks)
+        ends = [elapsed(layout, stages, number) for number in (below, below + ranks)]
+        return ends[0] + (ends[1] - ends[0]) * (micro_batches - below) / ranks
     if micro_batches <= _FEW_ROUNDS * ranks:
         return _end(layout, stages, micro_batches)
     fewer = (_FEW_ROUNDS - 2) * ranks + micro_batches % ranks

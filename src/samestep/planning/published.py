@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.layout import Layout, Schedule
-from samestep.planning.hardware import cluster_of
+from samestep.layout import Layout, Recompute, Schedule
+from samestep.planning.hardware import cluster_of, device_of
+from samestep.planning.memory import memory_of
 from samestep.planning.shapes import Transformer, with_parameters
 from samestep.planning.software import SOFTWARE, Software
 from samestep.planning.step_time import Job, step_time, with_micro_batches
@@ -28,6 +29,7 @@ _VTRAIN = {
     "iteration time (ms)": "milliseconds",
 }
 _GPT2_VOCAB = 50257
+_ALMOST = 1.05  # of a device's memory: what is counted, and ran nonetheless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class PublishedRow:
     layout: Layout
     global_batch: int
     micro_batch: int | None  # None: not published
+    recompute_known: bool  # whether the layout's recomputation is published, or is what memory asks for
     precision: str
     gpu: str
     software: Software
@@ -117,6 +120,7 @@ def _from_vtrain(record: Mapping[str, str], file: Path, gpu: str, line: int) -> 
         layout=Layout(pipeline=sizes["pp"], replicate=sizes["dp"], tensor=sizes["tp"]),
         global_batch=sizes["global_batch"],
         micro_batch=sizes["micro_batch"],
+        recompute_known=False,
         precision="fp16",
         gpu=gpu,
         software=SOFTWARE["megatron-2021"],
@@ -149,6 +153,7 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
             seq=record["seq"],
             positions=record["seq"] if learned else 0,
             dropout=software.name == "megatron-2021",
+            head_size=record.get("head_dim"),
         )
         if record.get("parameters"):
             model = with_parameters(model, record["parameters"])
@@ -159,6 +164,7 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
             layout=_layout(record["layout"], record["recompute"], software),
             global_batch=record["global_batch"],
             micro_batch=record["micro_batch"],
+            recompute_known=True,  # where it is not, programs offload as often as they recompute
             precision=_precision(record["precision"]),
             gpu=record["gpu"],
             software=software,
@@ -210,9 +216,9 @@ def _seconds(record: Mapping[str, Any], model: Transformer) -> float:
     tokens = record["global_batch"] * record["seq"]
     if record.get("tokens_per_second_per_gpu"):
         return tokens / record["gpus"] / record["tokens_per_second_per_gpu"]
-    # arXiv 2104.04473, equation 2, counts the forward twice, for its recomputation; attention in full.
+    # arXiv 2104.04473, equation 2: with recomputation the forward counts twice; attention in full.
     inner = model.layers * model.hidden
-    flops = 96 * tokens * inner * model.hidden
+    flops = (96 if record["recompute"] == "full" else 72) * tokens * inner * model.hidden
     flops *= 1 + model.seq / (6 * model.hidden) + model.vocab / (16 * inner)
     return flops / record["gpus"] / (record["tflops_per_gpu"] * 1e12)
 
@@ -229,9 +235,19 @@ def predict(row: PublishedRow, factors: Mapping[str, float] | None = None) -> Pr
         cluster = replace(cluster, device=replace(cluster.device, efficiency=replace(given, **changed)))
     job = Job(model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software)
     sizes = [row.micro_batch] if row.micro_batch else with_micro_batches(job, row.layout)[:4]
-    found = [(step_time(job, row.layout, size, cluster).seconds, size) for size in sizes]
-    seconds, size = min(found)
+    seconds, size = min((step_time(job, _fitted(row, job, size), size, cluster).seconds, size) for size in sizes)
     return PredictedRow(row=row, seconds=seconds, micro_batch=size)
+
+
+def _fitted(row: PublishedRow, job: Job, micro_batch: int) -> Layout:
+    """The row's layout, with the least recomputation with which it fits where that is not published."""
+    if row.recompute_known:
+        return row.layout
+    hows: Sequence[Recompute] = ("none", "selective", "full")
+    layouts = [replace(row.layout, recompute=how) for how in hows]
+    most = _ALMOST * device_of(row.gpu).memory
+    peaks = [(max(rank.total for rank in memory_of(job, layout, micro_batch)), layout) for layout in layouts]
+    return next((layout for peak, layout in peaks if peak <= most), layouts[-1])
 
 
 def kendall_tau(predicted: Sequence[float], published: Sequence[float]) -> float | None:

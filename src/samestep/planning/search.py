@@ -135,6 +135,8 @@ def candidates(job: Job, cluster: Cluster) -> Iterator[tuple[Layout, int]]:
                 if base is None:
                     continue
                 for layout in _shardings(base, data, cluster):
+                    if layout.zero not in job.software.zero_stages:
+                        continue
                     yield from _details(job, layout, job.global_batch // data)
 
 

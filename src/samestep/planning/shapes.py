@@ -29,20 +29,27 @@ class Transformer:
     positions: int = 0  # rows of a table of learned positions; 0: rotary, or none
     causal: bool = True
     dropout: bool = False
+    head_size: int | None = None  # None: hidden / heads
     source: str = ""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"):
             if getattr(self, name) < 1:
                 raise UserError(f"model {self.name}: {name} is {getattr(self, name)}; use 1 or more")
-        if self.hidden % self.heads:
+        if self.head_size is None and self.hidden % self.heads:
             raise UserError(
-                f"model {self.name}: hidden is {self.hidden}, no multiple of its {self.heads} heads; use one that is"
+                f"model {self.name}: hidden is {self.hidden}, no multiple of its {self.heads} heads; "
+                "use one that is, or give head_size"
             )
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Columns of the queries, and of what attention makes of them."""
+        return self.heads * self.head_dim
 
     @property
     def qkv_width(self) -> int:
@@ -57,7 +64,7 @@ class Transformer:
     @property
     def layer_matrix_parameters(self) -> int:
         """Weights in the matrix products of a layer."""
-        attention = self.hidden * self.qkv_width + self.hidden * self.hidden
+        attention = self.hidden * self.qkv_width + self.attention_width * self.hidden
         return attention + self.hidden * (self.ffn_in_width + self.ffn)
 
     @property
@@ -86,7 +93,7 @@ class Transformer:
         counted. `whole_attention` counts a causal model's attention in full, as many published figures do.
         """
         weights = self.layers * self.layer_matrix_parameters + self.hidden * self.vocab
-        attention = 12 * self.layers * self.hidden * self.seq
+        attention = 12 * self.layers * self.attention_width * self.seq
         if self.causal and not whole_attention:
             attention /= 2
         return tokens * (6.0 * weights + attention)

@@ -1,7 +1,7 @@
 """What a training program does with the same model: which kernels it fuses, what it overlaps, in what it reduces."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Attention = Literal["unfused", "flash-1", "flash-2", "cudnn"]
@@ -21,7 +21,9 @@ class Software:
     optimizer_bytes: float = 36  # traffic a parameter of a step
     launches: float = 1.0  # operators issued for each one that is counted: casts, views and checks beside it
     kept_gradient_bytes: float = 2  # of a gradient between micro-batches
+    fused_gate: bool = False  # a gated activation is one kernel, which keeps its inputs alone
     shards_over_context: bool = False  # the optimizer's state is shared by context parallel's ranks, too
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # that it has
     pipelines_split_sequence: bool = True  # pipelines go together with split sequences and context parallel
     recompute_stops_early: bool = False  # a layer's last product is not computed again: nothing needs its result
     source: str = ""
@@ -44,7 +46,7 @@ SOFTWARE: Mapping[str, Software] = {
         # Megatron-core with Transformer Engine: cuDNN's attention, sequence parallel, overlap of all three axes.
         Software(
             name="megatron-core", attention="cudnn", splits_sequence=True, tensor_overlap=0.7,
-            kept_gradient_bytes=4, shards_over_context=True,
+            shards_over_context=True, fused_gate=True, zero_stages=(0, 1, 3),
             overlaps_gradients=True, loss_bytes=44,
             source="NVIDIA/dgxc-benchmarking v25.03; NVIDIA/Megatron-LM core",
         ),
@@ -56,5 +58,9 @@ SOFTWARE: Mapping[str, Software] = {
     )
 }  # fmt: skip
 
-# Those that a plan can be made for.
-PLANNED: Mapping[str, Software] = {name: SOFTWARE[name] for name in ("samestep", "megatron-core")}
+# Those that a plan can be made for. Megatron-core adds up and reduces gradients in fp32 where it trains for good
+# (`accumulate_allreduce_grads_in_fp32`, also in arXiv 2407.21783, section 3.3.2); its benchmarks do it in bf16.
+PLANNED: Mapping[str, Software] = {
+    "samestep": SOFTWARE["samestep"],
+    "megatron-core": replace(SOFTWARE["megatron-core"], gradient_bytes=4, kept_gradient_bytes=4),
+}
