@@ -16,7 +16,7 @@ from samestep.layout import Layout
 from samestep.planning import collectives, operators, pipeline_events
 from samestep.planning.accuracy import errors_of
 from samestep.planning.collectives import Group
-from samestep.planning.hardware import DEVICES, Cluster, cluster_of
+from samestep.planning.hardware import DEVICES, Cluster, cluster_of, device_of
 from samestep.planning.memory import memory_of, state_bytes, whole_activations
 from samestep.planning.module_memory import module_memory
 from samestep.planning.pipeline_events import StageTimes
@@ -25,7 +25,8 @@ from samestep.planning.published import PredictedRow, kendall_tau, predict
 from samestep.planning.search import Plan, candidates, minimum, plan, usual_batch
 from samestep.planning.shapes import KNOWN, Transformer, known_model
 from samestep.planning.software import SOFTWARE
-from samestep.planning.step_time import Job, layers_of_stages, step_time
+from samestep.planning.stage_time import Job, layers_of_stages
+from samestep.planning.step_time import step_time
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -169,7 +170,7 @@ def test_what_ran_is_counted_as_fitting(predicted: Sequence[PredictedRow]) -> No
         if row.group != "mosaicml-a100":
             continue
         job = Job(model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software)
-        peak = memory_of(job, row.layout, each.micro_batch)[0].total / DEVICES[row.gpu].memory
+        peak = memory_of(job, row.layout, each.micro_batch)[0].total / device_of(row.gpu).memory
         key = (row.model_name, row.gpu)
         fullest[key] = max(fullest.get(key, 0.0), peak)
     assert len(fullest) > 15

@@ -16,7 +16,8 @@ from samestep.planning.published import PredictedRow, PublishedRow, predict, rea
 from samestep.planning.search import Plan, plan, usual_batch
 from samestep.planning.shapes import known_model
 from samestep.planning.software import PLANNED, SOFTWARE
-from samestep.planning.step_time import Job, step_time
+from samestep.planning.stage_time import Job
+from samestep.planning.step_time import step_time
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "benchmarks" / "published"

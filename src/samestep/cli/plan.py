@@ -12,7 +12,7 @@ from samestep.errors import UserError, closest
 if TYPE_CHECKING:
     from samestep.planning.hardware import Cluster
     from samestep.planning.price import Price
-    from samestep.planning.step_time import Job
+    from samestep.planning.stage_time import Job
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
@@ -67,7 +67,7 @@ def _job_and_cluster(options: argparse.Namespace) -> "tuple[Job, Cluster]":
     from samestep.planning.search import usual_batch
     from samestep.planning.shapes import known_model
     from samestep.planning.software import PLANNED
-    from samestep.planning.step_time import Job
+    from samestep.planning.stage_time import Job
 
     model = known_model(options.model, seq=options.seq)
     devices = options.devices if options.devices is not None else 1

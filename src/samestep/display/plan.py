@@ -62,9 +62,9 @@ def _best_in_words(plan: Plan) -> str:
 def print_minimum(model: str, device: str, levers: Sequence[Lever], console: Console | None = None) -> None:
     """The fewest devices on which a model fits, with each way to save memory."""
     table = Table(title=f"{model}: fewest {device} (powers of two) that hold one sample a data rank")
-    table.add_column("with")
+    table.add_column("with", overflow="fold")
     table.add_column("devices", justify="right")
-    table.add_column("layout")
+    table.add_column("layout", overflow="fold")
     table.add_column("GB", justify="right")
     table.add_column("host GB a node", justify="right")
     for lever in levers:

@@ -139,12 +139,14 @@ _A100_SHEET = "NVIDIA A100 data sheet (2021)"
 _H100_SHEET = "NVIDIA H100 data sheet (2023)"
 _H200_SHEET = "NVIDIA H200 data sheet (2024)"
 _B200_SHEET = "NVIDIA DGX B200 data sheet (2024), an eighth"
+_B300_SHEET = "NVIDIA DGX B300 data sheet (2025), an eighth"
 _GB200_SHEET = "NVIDIA GB200 NVL72 data sheet (2024), a 72nd"
 _GB300_SHEET = "NVIDIA GB300 NVL72 data sheet (2025), a 72nd"
 
 _A100_FLOPS = {"fp32": 156e12, "bf16": 312e12, "fp16": 312e12}
 _HOPPER_FLOPS = {"fp32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12}
 _B200_FLOPS = {"fp32": 1.125e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15, "fp4": 9e15}
+_B300_FLOPS = {"fp32": 1.125e15, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15, "fp4": 13.5e15}
 _GB200_FLOPS = {"fp32": 1.25e15, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15, "fp4": 10e15}
 _GB300_FLOPS = {"fp32": 1.25e15, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15, "fp4": 15e15}
 
@@ -170,6 +172,17 @@ DEVICES: Mapping[str, Device] = {
         Device(
             name="b200", kind="blackwell", flops=_B200_FLOPS, memory=180e9, bandwidth=8e12,
             processors=148, watts=1000, efficiency=_BLACKWELL, source=_B200_SHEET,
+        ),
+        Device(
+            name="b300",
+            kind="blackwell",
+            flops=_B300_FLOPS,
+            memory=270e9,
+            bandwidth=8e12,
+            processors=148,
+            watts=1100,
+            efficiency=_BLACKWELL,
+            source=_B300_SHEET,
         ),
         Device(
             name="gb200", kind="blackwell", flops=_GB200_FLOPS, memory=186e9, bandwidth=8e12,
@@ -223,6 +236,7 @@ _USUAL_NODES: Mapping[str, tuple[int, str, str]] = {
     "h100": (8, "nvlink4", "ndr"),
     "h200": (8, "nvlink4", "ndr"),
     "b200": (8, "nvlink5", "ndr"),
+    "b300": (8, "nvlink5", "xdr"),
     "gb200": (72, "nvlink5", "ndr"),
     "gb300": (72, "nvlink5", "xdr"),
 }

@@ -17,7 +17,7 @@ from samestep.planning import pipeline_events
 from samestep.planning.hardware import Device
 from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
-from samestep.planning.step_time import Job, layers_of_stages
+from samestep.planning.stage_time import Job, layers_of_stages
 
 _RUNTIME = 1.5 * 2**30  # bytes: the device's context, libraries' work space, NCCL's channels
 _USABLE = 0.94  # of a device's memory

@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.planning.hardware import Cluster
-from samestep.planning.step_time import Job
+from samestep.planning.stage_time import Job
 
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]{3}|[$€¥])\s*/\s*(hour|hr|h|day|month)\s*")
 _HOURS = {"hour": 1.0, "hr": 1.0, "h": 1.0, "day": 24.0, "month": 730.0}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from samestep.planning.hardware import cluster_of, device_of
 from samestep.planning.memory import memory_of
 from samestep.planning.shapes import Transformer, with_parameters
 from samestep.planning.software import SOFTWARE, Software
-from samestep.planning.step_time import Job, step_time, with_micro_batches
+from samestep.planning.stage_time import Job
+from samestep.planning.step_time import step_time, with_micro_batches
 
 _VTRAIN = {
     "# GPUs": "gpus",
@@ -166,7 +168,7 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
             micro_batch=record["micro_batch"],
             recompute_known=True,  # where it is not, programs offload as often as they recompute
             precision=_precision(record["precision"]),
-            gpu=record["gpu"],
+            gpu=_gpu(record["gpu"]),
             software=software,
             seconds=_seconds(record, model),
             source=record,
@@ -176,12 +178,23 @@ def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
 
 
 def _software(record: Mapping[str, Any]) -> Software:
-    """The program behind a row: by what its notes and its layout say."""
-    if record["layout"].get("zero") == 3 and record["gpu"].startswith("a100"):
-        return SOFTWARE["fsdp-2023"]
-    if record["gpu"].startswith("a100") and record["precision"] == "fp16":
+    """The program behind a row: by what its source, its notes and its precision say."""
+    told = f"{record.get('source', '')} {record.get('notes', '')}"
+    a100 = record["gpu"].startswith("a100")
+    if "FSDP1" in told or "llm-foundry" in told:
+        found = SOFTWARE["fsdp-2023"]
+        return found if a100 else replace(found, attention="flash-2")  # the first one that Hopper was given
+    if a100 and record["precision"] == "fp16":
         return SOFTWARE["megatron-2021"]
     return SOFTWARE["megatron-core"]
+
+
+def _gpu(name: str) -> str:
+    """A device as it is known here, of names with what stands around it, such as h100-sxm5-80gb."""
+    known = re.search(r"gb300|gb200|b300|b200|h200|h100|a100", name.lower())
+    if known is None:
+        return name
+    return "a100-40gb" if known[0] == "a100" and "40" in name else known[0]
 
 
 def _precision(name: str) -> str:
@@ -216,6 +229,10 @@ def _seconds(record: Mapping[str, Any], model: Transformer) -> float:
     tokens = record["global_batch"] * record["seq"]
     if record.get("tokens_per_second_per_gpu"):
         return tokens / record["gpus"] / record["tokens_per_second_per_gpu"]
+    if not record.get("tflops_per_gpu"):
+        raise UserError(
+            f"row {record.get('id', '?')} has no step_seconds, and no rate to find them from; give it one"
+        )
     # arXiv 2104.04473, equation 2: with recomputation the forward counts twice; attention in full.
     inner = model.layers * model.hidden
     flops = (96 if record["recompute"] == "full" else 72) * tokens * inner * model.hidden
