@@ -21,7 +21,7 @@ from samestep.planning.memory import memory_of, state_bytes, whole_activations
 from samestep.planning.module_memory import module_memory
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.price import Price
-from samestep.planning.published import PredictedRow, kendall_tau, predict
+from samestep.planning.published import PredictedRow, kendall_tau, predict, read_rows
 from samestep.planning.search import Plan, candidates, minimum, plan, usual_batch
 from samestep.planning.shapes import KNOWN, Transformer, known_model
 from samestep.planning.software import SOFTWARE
@@ -290,6 +290,41 @@ def test_levers_need_ever_fewer_devices() -> None:
     assert devices == sorted(devices, reverse=True)
     assert devices[-1] == 1
     assert levers[-1].host_bytes >= 14 * KNOWN["llama-3-8b"].parameters
+
+
+def test_experts_are_shared_out() -> None:
+    model = known_model("mixtral-8x7b")
+    assert model.parameters / 1e9 == pytest.approx(46.7, rel=0.01)  # arXiv 2401.04088: 47 billion, 13 of them active
+    active = model.model_flops(1) / 6 / 1e9
+    assert active == pytest.approx(12.9, rel=0.1)
+    job = _job(model, 8, "samestep")
+    # Eight data ranks, each with the state of an eighth of the experts and of an eighth of the rest.
+    alone = memory_of(job, Layout(shard=8, zero=3), 1)[0]
+    shared = memory_of(job, Layout(expert=8), 1)[0]
+    experts = 8 * model.layers * model.expert_parameters
+    assert alone.optimizer == pytest.approx(12 * model.parameters / 8, rel=0.01)
+    assert shared.optimizer == pytest.approx(12 * (model.parameters - 7 / 8 * experts), rel=0.01)
+    cluster = cluster_of("h100", 32)
+    found = {str(layout) for layout, _ in candidates(_job(model, 32, "samestep"), cluster)}
+    assert {"fsdp4 ep8", "fsdp32"} <= found
+
+
+def test_tables_of_others_are_read_by_their_words(tmp_path: Path) -> None:
+    rows = json.loads((planner.PUBLISHED / "steps.json").read_text(encoding="utf-8"))
+    row = next(row for row in rows if row["group"] == "dgxc-h100" and row["precision"] == "bf16")
+    layout = {"pp": 4, "dp": 2, "fsdp": 1, "cp": 2, "tp": 4, "ep": 1, "zero": 1, "vp": 5}
+    sizes = {"layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672, "parameters": 70.55e9, "model": "llama3-70b"}
+    other = {**row, **sizes, "layout": layout, "gpus": 64, "gpu": "H100-SXM5-80GB"}
+    file = tmp_path / "rows.json"
+    # 63 micro-batches over 4 pipeline ranks: no whole number of rounds.
+    file.write_text(json.dumps([{**other, "global_batch": batch} for batch in (120, 126, 128)]), encoding="utf-8")
+    found = [predict(each) for each in read_rows(file, None)]
+    seconds = [each.seconds for each in found]
+    assert found[0].row.layout == Layout.parse(
+        "pp4 zero1x2 cp2 tp4 schedule=interleaved-1f1b stages=5 sequence=split"
+    )
+    assert found[0].row.model.gated
+    assert seconds[0] < seconds[1] < seconds[2] < 1.1 * seconds[0]
 
 
 def test_recomputation_takes_time_and_saves_memory() -> None:

@@ -86,6 +86,17 @@ def all_gather(size: float, group: Group, cluster: Cluster) -> float:
 reduce_scatter = all_gather
 
 
+def all_to_all(size: float, group: Group, cluster: Cluster) -> float:
+    """Seconds to send each other rank its part of `size` bytes: those of other nodes by the device's own adapter."""
+    if group.size == 1 or not size:
+        return 0.0
+    near, efficiency = group.on_a_node(cluster), cluster.device.efficiency
+    inside = size * (near - 1) / group.size / (efficiency.link * cluster.inside.rate)
+    outside = size * (group.size - near) / group.size / (0.9 * cluster.between.rate)
+    latency = cluster.between.latency if group.size > near else cluster.inside.latency
+    return max(inside, outside) + latency + efficiency.collective_seconds
+
+
 def send(size: float, group: Group, cluster: Cluster) -> float:
     """Seconds to send `size` bytes to the next rank of a group."""
     if group.size == 1 or not size:

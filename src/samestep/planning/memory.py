@@ -17,7 +17,7 @@ from samestep.planning import pipeline_events
 from samestep.planning.hardware import Device
 from samestep.planning.shapes import Transformer
 from samestep.planning.software import Software
-from samestep.planning.stage_time import Job, layers_of_stages
+from samestep.planning.stage_time import Job, layer_parameters, layers_of_stages
 
 _RUNTIME = 1.5 * 2**30  # bytes: the device's context, libraries' work space, NCCL's channels
 _USABLE = 0.94  # of a device's memory
@@ -71,8 +71,11 @@ def _rank(
     model = job.model
     own = [index for index, at in enumerate(owner) if at == rank]
     count = sum(layers[index] for index in own)
-    parameters = held_parameters(model, layout, count, first=0 in own, last=len(owner) - 1 in own)
-    weights, gradients, state = state_bytes(parameters, layout, job.software)
+    shared, experts = held_parameters(model, layout, count, first=0 in own, last=len(owner) - 1 in own)
+    # What is no expert is shared out over the ranks of the expert axis as well.
+    of_shared = state_bytes(shared, layout, job.software, further=layout.expert)
+    of_experts = state_bytes(experts, layout, job.software)
+    weights, gradients, state = (one + other for one, other in zip(of_shared, of_experts, strict=True))
     kept = kept_activations(model, micro_batch, layout, job.software, job.precision)
     at_once = in_flight(layout, micro_batches, rank, tuple(layers))
     activations = at_once * kept
@@ -96,24 +99,31 @@ def _rank(
     )
 
 
-def held_parameters(model: Transformer, layout: Layout, layers: int, *, first: bool, last: bool) -> float:
-    """Parameters of a pipeline rank's layers, embedding and head, of one slice of tensor parallel."""
-    found = layers * model.layer_parameters
+def held_parameters(
+    model: Transformer, layout: Layout, layers: int, *, first: bool, last: bool
+) -> tuple[float, float]:
+    """Parameters of a pipeline rank's layers, embedding and head, of one tensor slice; and those of its experts."""
+    shared, experts = (layers * each for each in layer_parameters(model, layout))
+    found = shared * layout.tensor
     if first:
         found += model.embedding_parameters
     if last and not (first and model.tied):
         found += model.hidden * model.vocab + model.hidden
-    return found / layout.tensor
+    return found / layout.tensor, experts
 
 
-def state_bytes(parameters: float, layout: Layout, software: Software) -> tuple[float, float, float]:
+def state_bytes(
+    parameters: float, layout: Layout, software: Software, *, further: int = 1
+) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state of one rank (ZeRO's table, by its stage).
 
-    What Megatron-LM calls a distributed optimizer shares its state over context parallel's ranks as well.
+    What Megatron-LM calls a distributed optimizer shares its state over context parallel's ranks as well. `further`
+    ranks share beside those of the shard axis.
     """
-    sharing = layout.shard * (layout.context if software.shards_over_context else 1)
-    weights = 2.0 * parameters / (layout.shard if layout.zero >= 3 else 1)
-    gradients = software.kept_gradient_bytes * parameters / (layout.shard if layout.zero >= 2 else 1)
+    shards = layout.shard * further
+    sharing = shards * (layout.context if software.shards_over_context else 1)
+    weights = 2.0 * parameters / (shards if layout.zero >= 3 else 1)
+    gradients = software.kept_gradient_bytes * parameters / (shards if layout.zero >= 2 else 1)
     state = _OPTIMIZER_STATE * parameters / (sharing if layout.zero >= 1 else 1)
     if layout.offloads_parameters:
         weights = 0.0
@@ -150,9 +160,12 @@ def whole_activations(
     inner = unit * 2.0 * (model.qkv_width + model.attention_width) / model.hidden
     inner += unit * (1.0 if low else 0.0) * model.attention_width / model.hidden
     # The activation's inputs and its result; with a gate, its factor as well where the kernels are apart.
-    inner += unit * (2.0 * model.ffn_in_width + given * model.ffn) / model.hidden
+    wide = (2.0 * model.ffn_in_width + given * model.ffn) / model.hidden
     if model.gated and not software.fused_gate:
-        inner += unit * 2.0 * model.ffn / model.hidden
+        wide += 2.0 * model.ffn / model.hidden
+    if model.experts > 1:
+        wide += 4.0  # tokens in the order of experts, and what these make of them
+    inner += unit * model.active_experts * wide
     if software.attention == "unfused":
         inner += attention_scores(model, micro_batch)
     return shared + inner / layout.tensor
@@ -177,7 +190,8 @@ def kept_activations(
         return whole - attention_scores(model, micro_batch) / layout.tensor
     # The layer's input, and the results of its products and of attention.
     shared = 3 * unit / (layout.tensor if layout.sequence == "split" else 1)
-    products = unit * (model.qkv_width + model.attention_width + model.ffn_in_width) / model.hidden
+    products = unit * (model.qkv_width + model.attention_width) / model.hidden
+    products += unit * model.active_experts * model.ffn_in_width / model.hidden
     return shared + products / layout.tensor
 
 
@@ -209,6 +223,6 @@ def _gathered(model: Transformer, layout: Layout, software: Software) -> float:
     """Bytes of parameters that ZeRO-3 has gathered at a time, with a gradient of the same size to be scattered."""
     if layout.zero < 3 or layout.shard == 1:
         return 0.0
-    layer = model.layer_parameters / layout.tensor
+    layer = sum(layer_parameters(model, layout))
     ends = model.embedding_parameters / layout.tensor
     return 2.0 * max(_GATHERED_LAYERS * layer, ends) + software.gradient_bytes * max(layer, ends)

@@ -75,6 +75,7 @@ class Piece:
     tokens: int  # of one sample on this device, after context parallel
     tensor: int = 1
     split: bool = False  # the slices divide the tokens between their products, too
+    expert: int = 1  # ranks that share out the experts of a mixture
 
 
 def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
@@ -82,7 +83,8 @@ def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)  # bytes of the hidden state
     qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
-    wide = 2.0 * rows * _slice(model.ffn, tensor)
+    wide = 2.0 * rows * model.active_experts * _slice(model.ffn, tensor)
+    routed, here = _routed(model, piece)
     add = (3.5 if model.dropout else 3) * whole  # residual, branch, sum, and a byte's mask of dropout
     return [
         Operator(name="norm", traffic=2 * whole),
@@ -92,9 +94,10 @@ def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[
         _product("projection", rows, hidden, heads),
         Operator(name="add", traffic=add),
         Operator(name="norm", traffic=2 * whole),
-        _product("ffn in", rows, _slice(model.ffn_in_width, tensor), hidden),
+        *_routing(model, piece, whole),
+        _product("ffn in", routed, _slice(model.ffn_in_width, tensor), hidden, count=here),
         Operator(name="activation", traffic=(3 if model.gated else 2) * wide),
-        _product("ffn out", rows, hidden, _slice(model.ffn, tensor)),
+        _product("ffn out", routed, hidden, _slice(model.ffn, tensor), count=here),
         Operator(name="add", traffic=add),
     ]
 
@@ -122,13 +125,15 @@ def layer_backward(model: Transformer, piece: Piece, software: Software) -> list
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)
     qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
-    wide = 2.0 * rows * _slice(model.ffn, tensor)
+    wide = 2.0 * rows * model.active_experts * _slice(model.ffn, tensor)
+    routed, here = _routed(model, piece)
     add = (2.5 if model.dropout else 0) * whole
     return [
         Operator(name="add", traffic=add),
-        *_product_backward("ffn out", rows, hidden, _slice(model.ffn, tensor)),
+        *_product_backward("ffn out", routed, hidden, _slice(model.ffn, tensor), count=here),
         Operator(name="activation", traffic=(5 if model.gated else 3) * wide),
-        *_product_backward("ffn in", rows, _slice(model.ffn_in_width, tensor), hidden),
+        *_product_backward("ffn in", routed, _slice(model.ffn_in_width, tensor), hidden, count=here),
+        *_routing(model, piece, whole),
         Operator(name="norm", traffic=3 * whole, launches=2),
         Operator(name="add", traffic=3 * whole + add),
         *_product_backward("projection", rows, hidden, heads),
@@ -216,17 +221,33 @@ def _product(
 
 
 def _product_backward(
-    name: str, rows: int, columns: int, inner: int, *, low_precision: bool = True
+    name: str, rows: int, columns: int, inner: int, *, count: int = 1, low_precision: bool = True
 ) -> Iterable[Operator]:
     """Gradients of the input and of the weight; the latter is added to what earlier micro-batches left."""
-    yield _product(f"{name} input'", rows, inner, columns, low_precision=low_precision)
+    yield _product(f"{name} input'", rows, inner, columns, count=count, low_precision=low_precision)
     yield Operator(
         name=f"{name} weight'",
-        matmul=(inner, columns, rows, 1),
-        traffic=2.0 * inner * columns * 2,
+        matmul=(inner, columns, rows, count),
+        traffic=2.0 * inner * columns * 2 * count,
         low_precision=low_precision,
         launches=3,
     )
+
+
+def _routed(model: Transformer, piece: Piece) -> tuple[int, int]:
+    """Tokens of one expert on this device, and how many experts it has, where every expert is chosen as often."""
+    if model.experts == 1:
+        return _rows(piece), 1
+    here = max(model.experts // piece.expert, 1)
+    return max(1, _rows(piece) * model.active_experts // here), here
+
+
+def _routing(model: Transformer, piece: Piece, whole: float) -> list[Operator]:
+    """Choosing experts, putting tokens in their order, and back."""
+    if model.experts == 1:
+        return []
+    router = _product("router", _rows(piece), model.experts, model.hidden, low_precision=False)
+    return [router, Operator(name="routing", traffic=8 * model.active_experts * whole, launches=12)]
 
 
 def _rows(piece: Piece) -> int:

@@ -135,9 +135,7 @@ def candidates(job: Job, cluster: Cluster) -> Iterator[tuple[Layout, int]]:
                 )
                 if base is None:
                     continue
-                for layout in _shardings(base, data, cluster):
-                    if layout.zero not in job.software.zero_stages:
-                        continue
+                for layout in _all_shardings(job, base, data, cluster):
                     yield from _details(job, layout, job.global_batch // data)
 
 
@@ -152,6 +150,17 @@ def _contexts(model: Transformer, left: int) -> list[int]:
     if model.seq < _LONG:
         return [1]
     return [size for size in _divisors(left) if model.seq % size == 0 and model.seq // size >= 2048]
+
+
+def _all_shardings(job: Job, base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
+    """The shardings that a program has, with experts on every data rank, and shared out over some of them."""
+    alone = base.tensor * base.pipeline * base.context == 1 or job.software.pipelines_split_sequence
+    for expert in _divisors(min(job.model.experts, data)) if alone else [1]:
+        if job.model.experts % expert or data % expert:
+            continue
+        for layout in _shardings(base, data // expert, cluster):
+            if layout.zero in job.software.zero_stages:
+                yield replace(layout, expert=expert)
 
 
 def _shardings(base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:

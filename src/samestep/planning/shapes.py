@@ -30,6 +30,8 @@ class Transformer:
     causal: bool = True
     dropout: bool = False
     head_size: int | None = None  # None: hidden / heads
+    experts: int = 1  # feed-forward parts beside each other, of which a token goes through some
+    active_experts: int = 1
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -63,9 +65,19 @@ class Transformer:
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Weights in the matrix products of a layer."""
-        attention = self.hidden * self.qkv_width + self.attention_width * self.hidden
-        return attention + self.hidden * (self.ffn_in_width + self.ffn)
+        """Weights in the matrix products of a layer, of all its experts."""
+        return self.shared_matrix_parameters + self.experts * self.expert_parameters
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one feed-forward part."""
+        return self.hidden * (self.ffn_in_width + self.ffn)
+
+    @property
+    def shared_matrix_parameters(self) -> int:
+        """Weights of a layer's attention, and of what chooses experts."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return self.hidden * self.qkv_width + self.attention_width * self.hidden + router
 
     @property
     def layer_parameters(self) -> int:
@@ -88,11 +100,12 @@ class Transformer:
     def model_flops(self, tokens: float, *, whole_attention: bool = False) -> float:
         """Forward and backward work of so many tokens, as a model's utilisation counts it.
 
-        6 a token and weight in a matrix product, 12 · layers · hidden · seq a token in attention (PaLM,
-        arXiv 2204.02311, appendix B), half of it where a token sees those before it alone. Recomputation is not
-        counted. `whole_attention` counts a causal model's attention in full, as many published figures do.
+        6 a token and weight in a matrix product that it goes through, 12 · layers · hidden · seq a token in attention
+        (PaLM, arXiv 2204.02311, appendix B), half of it where a token sees those before it alone. Recomputation is
+        not counted. `whole_attention` counts a causal model's attention in full, as many published figures do.
         """
-        weights = self.layers * self.layer_matrix_parameters + self.hidden * self.vocab
+        layer = self.shared_matrix_parameters + self.active_experts * self.expert_parameters
+        weights = self.layers * layer + self.hidden * self.vocab
         attention = 12 * self.layers * self.attention_width * self.seq
         if self.causal and not whole_attention:
             attention /= 2
@@ -140,6 +153,10 @@ KNOWN: Mapping[str, Transformer] = {
         Transformer(
             name="mistral-7b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq=8192,
             gated=True, tied=False, source="arXiv 2310.06825, table 1",
+        ),
+        Transformer(
+            name="mixtral-8x7b", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq=8192,
+            gated=True, tied=False, experts=8, active_experts=2, source="arXiv 2401.04088, table 1",
         ),
         Transformer(
             name="nemotron-15b", layers=32, hidden=6144, heads=48, kv_heads=8, ffn=24576, vocab=256000, seq=4096,

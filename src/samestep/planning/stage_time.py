@@ -152,6 +152,14 @@ def _stage(
     return operators.issued(device + added, host), added
 
 
+def layer_parameters(model: Transformer, layout: Layout) -> tuple[float, float]:
+    """Parameters of one layer on one rank before shards: what all data ranks share, and the rank's experts."""
+    if model.experts == 1:
+        return model.layer_parameters / layout.tensor, 0.0
+    experts = model.experts * model.expert_parameters
+    return (model.layer_parameters - experts) / layout.tensor, experts / (layout.tensor * layout.expert)
+
+
 def _shard_traffic(
     job: Job, layout: Layout, cluster: Cluster, layers: int, *, ends: bool, backward: bool
 ) -> tuple[float, float]:
@@ -163,7 +171,7 @@ def _shard_traffic(
     if layout.zero < 2 or layout.shard == 1 or (layout.zero == 2 and not backward):
         return 0.0, 0.0
     model, group = job.model, data_group(layout, ("shard", "context"))
-    each = 2.0 * model.layer_parameters / layout.tensor
+    each = 2.0 * sum(layer_parameters(model, layout))
     outer = 2.0 * model.embedding_parameters / layout.tensor if ends else 0.0
     one = collectives.all_gather(each, group, cluster)
     gathered = layers * one + collectives.all_gather(outer, group, cluster)
@@ -191,19 +199,23 @@ def _layer_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) ->
 def _exposed(
     job: Job, layout: Layout, micro_batch: int, cluster: Cluster, forward: Work, backward: Work
 ) -> tuple[float, float]:
-    """Seconds of tensor and context parallel's traffic in a layer's forward and backward that nothing hides."""
+    """Seconds of traffic in a layer's forward and backward, of tensors, context and experts, that nothing hides."""
     joined = groups(layout)
     tokens = ceil(job.model.seq / layout.context)
     once = around = 0.0
+    if layout.expert > 1:
+        # Tokens go to the ranks of their experts and come back, in each direction.
+        size = 2.0 * micro_batch * tokens * job.model.hidden * job.model.active_experts / layout.tensor
+        once += 2 * collectives.all_to_all(size, joined["expert"], cluster)
     if layout.tensor > 1:
         size, group = 2.0 * micro_batch * tokens * job.model.hidden, joined["tensor"]
         # Two all-reduces a direction; with split sequences each is an all-gather and a reduce-scatter, and the
         # backward's further all-gather runs behind the gradients of weights (arXiv 2205.05198, section 4.2.2).
         if layout.sequence == "split":
-            once = collectives.all_gather(size, group, cluster) + collectives.reduce_scatter(size, group, cluster)
+            slices = collectives.all_gather(size, group, cluster) + collectives.reduce_scatter(size, group, cluster)
         else:
-            once = collectives.all_reduce(size, group, cluster)
-        once *= 2 * (1 - job.software.tensor_overlap)
+            slices = collectives.all_reduce(size, group, cluster)
+        once += 2 * (1 - job.software.tensor_overlap) * slices
     if layout.context > 1:
         # Keys and values go around the ring while attention computes with those that are there.
         size = 2 * 2.0 * micro_batch * tokens * job.model.kv_heads * job.model.head_dim / layout.tensor
@@ -246,4 +258,5 @@ def _piece(job: Job, layout: Layout, micro_batch: int) -> Piece:
         tokens=ceil(job.model.seq / layout.context),
         tensor=layout.tensor,
         split=layout.sequence == "split",
+        expert=layout.expert,
     )

@@ -10,7 +10,7 @@ from samestep.planning.hardware import Cluster, Device
 from samestep.planning.operators import Work
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.shapes import Transformer
-from samestep.planning.stage_time import CONTENTION, Job, Stages, data_group, groups, stages_of
+from samestep.planning.stage_time import CONTENTION, Job, Stages, data_group, groups, layer_parameters, stages_of
 
 # Standard deviation of the time that equal devices take for the same work (Sinha et al., arXiv 2208.11035: GPUs of
 # one kind in one cluster differ by several per cent).
@@ -163,7 +163,7 @@ def _held_parameters(model: Transformer, layout: Layout) -> float:
     if layout.pipeline == 1:
         ends += model.head_parameters
     layers = ceil(model.layers / layout.pipeline)
-    return (layers * model.layer_parameters + ends) / layout.tensor
+    return layers * sum(layer_parameters(model, layout)) + ends / layout.tensor
 
 
 def _parts(job: Job, layout: Layout, made: Stages, micro_batches: int) -> dict[str, float]:
