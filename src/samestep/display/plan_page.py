@@ -194,7 +194,7 @@ def _scaling(found: Plan) -> str:
         devices *= 2
     points.append((found.cluster.devices, found.job.tokens / found.best.time.seconds))
     first = points[0]
-    height, bottom, top = 300, 40, 16
+    height, bottom, top = 300, 40, 30
     last = max(found.cluster.devices.bit_length() - 1, 1)
     most = max(points[-1][1], first[1] * found.cluster.devices / first[0])
     least = points[0][1] / 2
@@ -218,7 +218,8 @@ def _scaling(found: Plan) -> str:
         marks.append(_text(x - 6, y - 8, f"{rate:,.0f}", "end"))
     marks.append(_text(_LEFT - 8, top, "tokens/s", "end"))
     return (
-        _svg("scaling", height, marks) + "<p>Devices on both axes' logarithms; dashed: linear. 虚线为线性扩展。</p>"
+        _svg("scaling", height, marks)
+        + "<p>Devices and tokens a second, both logarithmic; dashed: linear scaling. 两轴均为对数；虚线为线性扩展。</p>"
     )
 
 
