@@ -217,10 +217,8 @@ def _scaling(found: Plan) -> str:
         marks.append(_text(x, height - bottom + 18, f"{count:,}", "middle"))
         marks.append(_text(x - 6, y - 8, f"{rate:,.0f}", "end"))
     marks.append(_text(_LEFT - 8, top, "tokens/s", "end"))
-    return (
-        _svg("scaling", height, marks)
-        + "<p>Devices and tokens a second, both logarithmic; dashed: linear scaling. 两轴均为对数；虚线为线性扩展。</p>"
-    )
+    told = "Both axes are logarithmic; dashed: linear scaling. 两轴均为对数；虚线为线性扩展。"
+    return f"{_svg('scaling', height, marks)}<p>{told}</p>"
 
 
 def _points(places: Sequence[tuple[float, float]]) -> str:
