@@ -34,6 +34,7 @@ HOUSE = (
     ("profiling",),
     ("launch",),
     ("parallel",),
+    ("planning",),
     ("engines",),
     ("checkpoint",),
     ("translate",),

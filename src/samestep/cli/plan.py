@@ -1,0 +1,159 @@
+"""Plan which layouts of a model fit on a cluster and how fast each will be, or check the planner against rows."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.cli import job_options
+from samestep.errors import UserError, closest
+
+if TYPE_CHECKING:
+    from samestep.planning.hardware import Cluster
+    from samestep.planning.price import Price
+    from samestep.planning.stage_time import Job
+
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME", help="such as llama-3-8b; an unknown name lists the known ones")
+    parser.add_argument("--gpu", metavar="NAME", help="such as a100, h100, h200, b200")
+    parser.add_argument("--devices", type=int, metavar="N", help="how many of them")
+    parser.add_argument("--node-size", type=int, metavar="N", help="devices of a node (default: as usually built)")
+    parser.add_argument(
+        "--link", metavar="NAME", help="inside a node: nvlink4, pcie5, ... (default: as usually built)"
+    )
+    parser.add_argument("--network", metavar="NAME", help="between nodes: ndr, ethernet-100, ... (default: likewise)")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default: the model's)")
+    parser.add_argument(
+        "--global-batch", type=int, metavar="N", help="samples of a step (default: 4 or 16 Mi tokens)"
+    )
+    parser.add_argument("--precision", choices=_PRECISIONS, default="bf16", help="of matrix products (default: bf16)")
+    parser.add_argument("--program", default="samestep", metavar="NAME", help="samestep (default) or megatron-core")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (default: 10)")
+    parser.add_argument("--minimum", action="store_true", help="the fewest devices that hold the model, by lever")
+    parser.add_argument("--price", metavar="PRICE", help='of one device, such as "2.5 USD/hour"')
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is shown to a file")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page of HTML")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="published steps, JSON or CSV, to predict and compare"
+    )
+    parser.add_argument(
+        "--cross-validation", action="store_true", help="with --rows: efficiencies set on half of the models"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    job_options.check("--json", options.json)
+    job_options.check("--report", options.report)
+    if options.rows is not None:
+        return _rows(options)
+    from samestep.planning.price import Price
+
+    price = Price.parse(options.price) if options.price is not None else None
+    for flag in ("model", "gpu") if options.minimum else ("model", "gpu", "devices"):
+        if getattr(options, flag) is None:
+            raise UserError(f"--{flag} is missing; such as samestep plan --model llama-3-8b --gpu h100 --devices 8")
+    if options.top < 1:
+        raise UserError(f"--top is {options.top}; use 1 or more")
+    job, cluster = _job_and_cluster(options)
+    return _minimum(options, job, cluster) if options.minimum else _plan(options, job, cluster, price)
+
+
+def _job_and_cluster(options: argparse.Namespace) -> "tuple[Job, Cluster]":
+    from samestep.planning.hardware import cluster_of
+    from samestep.planning.search import usual_batch
+    from samestep.planning.shapes import known_model
+    from samestep.planning.software import PLANNED
+    from samestep.planning.stage_time import Job
+
+    model = known_model(options.model, seq=options.seq)
+    devices = options.devices if options.devices is not None else 1
+    cluster = cluster_of(
+        options.gpu, devices, node_size=options.node_size, inside=options.link, between=options.network
+    )
+    if options.precision not in cluster.device.flops:
+        raise UserError(
+            f"--precision is {options.precision}, which {cluster.device.name} does not have; "
+            f"{closest(options.precision, cluster.device.flops)}"
+        )
+    if options.program not in PLANNED:
+        raise UserError(f'--program is "{options.program}"; {closest(options.program, PLANNED)}')
+    batch = options.global_batch if options.global_batch is not None else usual_batch(model, devices)
+    if batch < 1:
+        raise UserError(f"--global-batch is {batch}; use 1 or more samples")
+    job = Job(model=model, global_batch=batch, precision=options.precision, software=PLANNED[options.program])
+    return job, cluster
+
+
+def _plan(options: argparse.Namespace, job: "Job", cluster: "Cluster", price: "Price | None") -> int:
+    from samestep.display.plan import print_plan
+    from samestep.planning.price import cost_of
+    from samestep.planning.search import plan
+
+    found = plan(job, cluster, most=options.top)
+    costs = [cost_of(job, cluster, each.time.seconds, price) for each in found.candidates]
+    _write(
+        options.json,
+        {
+            "model": job.model.name,
+            "parameters": job.model.parameters,
+            "gpu": cluster.device.name,
+            "devices": cluster.devices,
+            "global_batch": job.global_batch,
+            "seq": job.model.seq,
+            "precision": job.precision,
+            "tried": found.tried,
+            "too_large": found.too_large,
+            "layouts": [
+                {**each.to_json(job, cluster), **cost.to_json()}
+                for each, cost in zip(found.candidates, costs, strict=True)
+            ],
+        },
+    )
+    if options.report is not None:
+        from samestep.display.plan_page import page
+
+        options.report.write_text(page(found, price), encoding="utf-8")
+    print_plan(found, price)
+    return 0
+
+
+def _minimum(options: argparse.Namespace, job: "Job", cluster: "Cluster") -> int:
+    from samestep.display.plan import print_minimum
+    from samestep.planning.search import minimum
+
+    levers = minimum(job, cluster)
+    _write(
+        options.json, {"model": job.model.name, "gpu": cluster.device.name, "levers": [e.to_json() for e in levers]}
+    )
+    print_minimum(job.model.name, cluster.device.name, levers)
+    return 0
+
+
+def _rows(options: argparse.Namespace) -> int:
+    from samestep.display.plan import print_errors
+    from samestep.planning.accuracy import cross_validated, table
+    from samestep.planning.published import predict, read_rows
+
+    rows = read_rows(options.rows, options.gpu)
+    predicted = [predict(row) for row in rows]
+    groups = table(predicted)
+    validations = cross_validated(rows) if options.cross_validation else []
+    _write(
+        options.json,
+        {
+            "errors": [group.to_json() for group in groups],
+            "cross_validation": [each.to_json() for each in validations],
+            "rows": [row.to_json() for row in predicted],
+        },
+    )
+    print_errors(groups, validations)
+    return 0
+
+
+def _write(file: Path | None, values: Mapping[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,133 @@
+"""How far predictions are from published steps: errors by group, and the order within each model.
+
+`cross_validated` sets the efficiencies of each kind of device on half of the models, and tries them on the other
+half: what is gained on rows that were fitted, and not on others, would show.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from samestep.planning.hardware import device_of
+from samestep.planning.published import PredictedRow, PublishedRow, kendall_tau, predict
+
+# What is set for each kind of device, and the factors that are tried around what it is.
+_FREE: Sequence[str] = ("matmul", "bandwidth", "launch_seconds", "collective_seconds", "link")
+_FACTORS = (0.85, 0.93, 1.0, 1.07, 1.15)
+_FEWEST = 4  # rows of a model for its order to be counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupErrors:
+    """The errors of rows that belong together, as parts of what was published."""
+
+    name: str
+    rows: int
+    mean_error: float
+    largest_error: float  # with its sign: positive is too slow
+    bias: float
+    mean_tau: float | None  # Kendall's tau-b, of models with four rows or more
+    least_tau: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def errors_of(name: str, rows: Sequence[PredictedRow]) -> GroupErrors:
+    errors = [row.error for row in rows]
+    taus = [tau for tau in taus_of(rows).values() if tau is not None]
+    return GroupErrors(
+        name=name,
+        rows=len(rows),
+        mean_error=statistics.mean(map(abs, errors)),
+        largest_error=max(errors, key=abs),
+        bias=statistics.mean(errors),
+        mean_tau=statistics.mean(taus) if taus else None,
+        least_tau=min(taus) if taus else None,
+    )
+
+
+def taus_of(rows: Sequence[PredictedRow]) -> Mapping[str, float | None]:
+    """Agreement of the order of steps within each model that has enough rows."""
+    models = grouped(rows, lambda row: row.row.model_name)
+    return {
+        name: kendall_tau([row.seconds for row in some], [row.row.seconds for row in some])
+        for name, some in models.items()
+        if len(some) >= _FEWEST
+    }
+
+
+def grouped(rows: Iterable[PredictedRow], key: Callable[[PredictedRow], str]) -> Mapping[str, list[PredictedRow]]:
+    found: dict[str, list[PredictedRow]] = defaultdict(list)
+    for row in rows:
+        found[key(row)].append(row)
+    return found
+
+
+def group_name(row: PredictedRow) -> str:
+    """The table a row is from and its precision, where that decides how far it can be trusted."""
+    return f"{row.row.group} {row.row.precision}"
+
+
+def table(rows: Sequence[PredictedRow]) -> list[GroupErrors]:
+    """The errors of every group, then of all rows."""
+    found = [errors_of(name, some) for name, some in sorted(grouped(rows, group_name).items())]
+    return [*found, errors_of("all", rows)] if len(found) > 1 else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossValidation:
+    """One kind of device: the error with efficiencies set on the same models, on the other half, and as shipped."""
+
+    kind: str
+    rows: int
+    fitted_error: float
+    other_half_error: float
+    shipped_error: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def cross_validated(rows: Sequence[PublishedRow]) -> list[CrossValidation]:
+    """Efficiencies set on half of the models of each kind of device, tried on the other half, and the reverse."""
+    kinds: dict[str, list[PublishedRow]] = defaultdict(list)
+    for row in rows:
+        kinds[device_of(row.gpu).kind].append(row)
+    found = []
+    for kind, some in sorted(kinds.items()):
+        models = sorted({row.model_name for row in some})
+        if len(models) < 2:
+            continue
+        halves = [[row for row in some if models.index(row.model_name) % 2 == half] for half in (0, 1)]
+        fitted, others = 0.0, 0.0
+        for own, other in (halves, halves[::-1]):
+            factors = _fit(own)
+            fitted += _mean_error(own, factors) * len(own)
+            others += _mean_error(other, factors) * len(other)
+        found.append(
+            CrossValidation(
+                kind=kind,
+                rows=len(some),
+                fitted_error=fitted / len(some),
+                other_half_error=others / len(some),
+                shipped_error=_mean_error(some, {}),
+            )
+        )
+    return found
+
+
+def _fit(rows: Sequence[PublishedRow]) -> Mapping[str, float]:
+    """The factors of the free efficiencies that give the least mean error: one after the other, twice."""
+    factors: dict[str, float] = dict.fromkeys(_FREE, 1.0)
+    for _ in range(2):
+        for name in _FREE:
+            tried = {factor: _mean_error(rows, {**factors, name: factor}) for factor in _FACTORS}
+            factors[name] = min(tried, key=lambda factor: tried[factor])
+    return factors
+
+
+def _mean_error(rows: Sequence[PublishedRow], factors: Mapping[str, float]) -> float:
+    return statistics.mean(abs(predict(row, factors).error) for row in rows)

@@ -1,0 +1,365 @@
+"""The operators of a layer and of the head, and their times: products by tiles and waves, the rest by their bytes.
+
+The time of an operator is a roofline with two corrections. A matrix product is cut into tiles that are dealt over the
+processors in waves, the last of which may be partly filled (NVIDIA, "Matrix multiplication background user's guide",
+sections "tile quantization" and "wave quantization"). Every kernel takes a fixed time to start and to drain.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from samestep.planning.hardware import Device
+from samestep.planning.shapes import Transformer
+from samestep.planning.software import Software
+
+# Sides of the tiles that libraries of matrix products have for these devices.
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+_TILE_FILL = 64  # elements of the inner dimension that filling and draining a tile's pipeline costs
+_TILE_REUSE = 20.0  # products per element loaded at which loads take as long as products
+_SPLITS = (1, 2, 4, 8)  # of the inner dimension over processors
+_SHORTEST_SPLIT = 512
+# Megatron-LM's fused softmax takes heads x samples in fours (fused_kernels/scaled_upper_triang_masked_softmax.h,
+# batches a block); others get a kernel each for the cast to fp32, the scale, the mask, the softmax and the cast back.
+_FUSED_SOFTMAX = 4
+_ALIGNED = 8  # elements: 16 bytes, which tensor cores' loads want (NVIDIA, "Matrix multiplication user's guide")
+_UNALIGNED_RATE = (
+    0.4  # of the rate of aligned products: nanoGPT's step took 25 % longer with 50,257 words than 50,304
+)
+_SMOOTH = 3
+
+# Of promised operations a second, that attention kernels reach: forward and backward.
+_ATTENTION_RATES = {
+    # "30-50 % of the theoretical maximum in the forward, 25-35 % in the backward" (arXiv 2307.08691, section 1).
+    ("flash-1", "a100"): (0.40, 0.30),
+    # 225 TFLOP/s of 312 in training (arXiv 2307.08691, figures 5 and 6, head dimension 128).
+    ("flash-2", "a100"): (0.62, 0.53),
+    # 35 % on H100 (arXiv 2407.08608, abstract).
+    ("flash-1", "hopper"): (0.25, 0.20),
+    ("flash-2", "hopper"): (0.37, 0.32),
+    # 600 TFLOP/s forward at head dimension 128 without a mask, less with one (arXiv 2407.08608, figures 5 and 6).
+    ("cudnn", "hopper"): (0.55, 0.45),
+    ("cudnn", "blackwell"): (0.55, 0.45),
+    ("cudnn", "a100"): (0.62, 0.53),
+}
+_OTHER_ATTENTION = (0.35, 0.28)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """One kernel, or a group of alike ones: what it computes, reads and writes on one device."""
+
+    name: str
+    matmul: tuple[int, int, int, int] | None = None  # rows, columns, inner dimension, and how many such products
+    attention_flops: float = 0.0
+    backward: bool = False  # which of an attention kernel's two rates counts
+    traffic: float = 0.0  # bytes read and written, beside a product's own
+    low_precision: bool = False  # computed in fp8 or fp4 where the job is
+    launches: float = 1.0  # operators that the host issues for it
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        if self.matmul is None:
+            return self.attention_flops
+        rows, columns, inner, count = self.matmul
+        return 2.0 * rows * columns * inner * count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one device computes of a micro-batch: `tokens` of samples of `seq` tokens, split over `tensor` slices."""
+
+    micro_batch: int
+    tokens: int  # of one sample on this device, after context parallel
+    tensor: int = 1
+    split: bool = False  # the slices divide the tokens between their products, too
+    expert: int = 1  # ranks that share out the experts of a mixture
+
+
+def layer_forward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+    """Operators of one layer's forward on one device. Activations have 2 bytes an element."""
+    rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
+    whole = 2.0 * rows * hidden / (tensor if piece.split else 1)  # bytes of the hidden state
+    qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
+    wide = 2.0 * rows * model.active_experts * _slice(model.ffn, tensor)
+    routed, here = _routed(model, piece)
+    add = (3.5 if model.dropout else 3) * whole  # residual, branch, sum, and a byte's mask of dropout
+    return [
+        Operator(name="norm", traffic=2 * whole),
+        _product("qkv", rows, qkv, hidden),
+        *([] if model.positions else [Operator(name="rotary", traffic=2 * 2.0 * rows * qkv, launches=2)]),
+        *_attention(model, piece, software, backward=False),
+        _product("projection", rows, hidden, heads),
+        Operator(name="add", traffic=add),
+        Operator(name="norm", traffic=2 * whole),
+        *_routing(model, piece, whole),
+        _product("ffn in", routed, _slice(model.ffn_in_width, tensor), hidden, count=here),
+        Operator(name="activation", traffic=(3 if model.gated else 2) * wide),
+        _product("ffn out", routed, hidden, _slice(model.ffn, tensor), count=here),
+        Operator(name="add", traffic=add),
+    ]
+
+
+def layer_recomputation(model: Transformer, piece: Piece, software: Software, how: str) -> list[Operator]:
+    """What recomputation runs again before a layer's backward.
+
+    PyTorch's checkpoint stops once every saved tensor is there again (`set_checkpoint_early_stop`), before the last
+    product, whose result nobody saves. Selective recomputation computes unfused attention again (arXiv 2205.05198,
+    section 5); where attention is one kernel, all that is neither product nor attention.
+    """
+    forward = layer_forward(model, piece, software)
+    if how == "full":
+        stops = software.recompute_stops_early
+        return [operator for operator in forward[:-1] if not (stops and operator.name == "ffn out")]
+    if how == "none":
+        return []
+    if software.attention == "unfused":
+        return _attention(model, piece, software, backward=False)
+    return [operator for operator in forward if operator.matmul is None and not operator.attention_flops]
+
+
+def layer_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+    """Operators of one layer's backward on one device, weight gradients added to those of earlier micro-batches."""
+    rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
+    whole = 2.0 * rows * hidden / (tensor if piece.split else 1)
+    qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
+    wide = 2.0 * rows * model.active_experts * _slice(model.ffn, tensor)
+    routed, here = _routed(model, piece)
+    add = (2.5 if model.dropout else 0) * whole
+    return [
+        Operator(name="add", traffic=add),
+        *_product_backward("ffn out", routed, hidden, _slice(model.ffn, tensor), count=here),
+        Operator(name="activation", traffic=(5 if model.gated else 3) * wide),
+        *_product_backward("ffn in", routed, _slice(model.ffn_in_width, tensor), hidden, count=here),
+        *_routing(model, piece, whole),
+        Operator(name="norm", traffic=3 * whole, launches=2),
+        Operator(name="add", traffic=3 * whole + add),
+        *_product_backward("projection", rows, hidden, heads),
+        *_attention(model, piece, software, backward=True),
+        *([] if model.positions else [Operator(name="rotary", traffic=2 * 2.0 * rows * qkv, launches=2)]),
+        *_product_backward("qkv", rows, qkv, hidden),
+        Operator(name="norm", traffic=3 * whole, launches=2),
+        Operator(name="add", traffic=3 * whole),
+    ]
+
+
+def head_forward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+    """The last norm, the product with the vocabulary, and the loss."""
+    rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
+    whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
+    return [
+        Operator(name="norm", traffic=2 * whole),
+        _product("head", rows, vocab, model.hidden, low_precision=False),
+        Operator(name="loss", traffic=0.65 * software.loss_bytes * rows * vocab, launches=10),
+    ]
+
+
+def head_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
+    rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
+    whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
+    return [
+        Operator(name="loss", traffic=0.35 * software.loss_bytes * rows * vocab, launches=5),
+        *_product_backward("head", rows, vocab, model.hidden, low_precision=False),
+        Operator(name="norm", traffic=3 * whole, launches=2),
+    ]
+
+
+def embedding(model: Transformer, piece: Piece) -> list[Operator]:
+    """Forward and backward of the embedding: rows read, written, and their gradients added; and the batch's masks."""
+    rows = _rows(piece)
+    whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
+    return [Operator(name="embedding", traffic=(8 if model.dropout else 5) * whole, launches=50)]
+
+
+def _attention(model: Transformer, piece: Piece, software: Software, *, backward: bool) -> list[Operator]:
+    """Scores, softmax and context; of a causal model a flash kernel leaves out the half that is masked."""
+    heads = _slice(model.heads, piece.tensor)
+    keys, dim = model.seq, model.head_dim
+    count = piece.micro_batch * heads
+    if software.attention != "unfused":
+        flops = 4.0 * count * piece.tokens * keys * dim * (0.5 if model.causal else 1.0)
+        return [
+            Operator(
+                name="attention",
+                attention_flops=flops * (2.5 if backward else 1),  # the backward computes the scores again
+                backward=backward,
+                traffic=2.0 * count * piece.tokens * dim * (8 if backward else 4),
+                launches=4 if backward else 2,
+            )
+        ]
+    scores = 2.0 * count * piece.tokens * keys  # bytes
+    passes, issued_more = (2.0, 0) if count % _FUSED_SOFTMAX == 0 else (11.0, 8)
+    drop = 2.5 * scores if model.dropout else 0.0
+    copies = 2 * 2.0 * count * piece.tokens * dim * 3
+    if not backward:
+        return [
+            Operator(name="copies", traffic=copies, launches=4),
+            _product("scores", piece.tokens, keys, dim, count=count, low_precision=False),
+            Operator(name="softmax", traffic=passes * scores, launches=1 + issued_more),
+            Operator(name="dropout", traffic=drop, launches=2 if model.dropout else 0),
+            _product("context", piece.tokens, dim, keys, count=count, low_precision=False),
+            Operator(name="copies", traffic=copies / 3, launches=2),
+        ]
+    return [
+        Operator(name="copies", traffic=copies / 3, launches=2),
+        _product("probabilities'", piece.tokens, keys, dim, count=count, low_precision=False),
+        _product("values'", keys, dim, piece.tokens, count=count, low_precision=False),
+        Operator(name="dropout", traffic=drop, launches=2 if model.dropout else 0),
+        Operator(name="softmax", traffic=1.5 * passes * scores, launches=1 + issued_more),
+        _product("queries'", piece.tokens, dim, keys, count=count, low_precision=False),
+        _product("keys'", keys, dim, piece.tokens, count=count, low_precision=False),
+        Operator(name="copies", traffic=copies, launches=4),
+    ]
+
+
+def _product(
+    name: str, rows: int, columns: int, inner: int, *, count: int = 1, low_precision: bool = True
+) -> Operator:
+    return Operator(name=name, matmul=(rows, columns, inner, count), low_precision=low_precision, launches=2)
+
+
+def _product_backward(
+    name: str, rows: int, columns: int, inner: int, *, count: int = 1, low_precision: bool = True
+) -> Iterable[Operator]:
+    """Gradients of the input and of the weight; the latter is added to what earlier micro-batches left."""
+    yield _product(f"{name} input'", rows, inner, columns, count=count, low_precision=low_precision)
+    yield Operator(
+        name=f"{name} weight'",
+        matmul=(inner, columns, rows, count),
+        traffic=2.0 * inner * columns * 2 * count,
+        low_precision=low_precision,
+        launches=3,
+    )
+
+
+def _routed(model: Transformer, piece: Piece) -> tuple[int, int]:
+    """Tokens of one expert on this device, and how many experts it has, where every expert is chosen as often."""
+    if model.experts == 1:
+        return _rows(piece), 1
+    here = max(model.experts // piece.expert, 1)
+    return max(1, _rows(piece) * model.active_experts // here), here
+
+
+def _routing(model: Transformer, piece: Piece, whole: float) -> list[Operator]:
+    """Choosing experts, putting tokens in their order, and back."""
+    if model.experts == 1:
+        return []
+    router = _product("router", _rows(piece), model.experts, model.hidden, low_precision=False)
+    return [router, Operator(name="routing", traffic=8 * model.active_experts * whole, launches=12)]
+
+
+def _rows(piece: Piece) -> int:
+    return piece.micro_batch * piece.tokens
+
+
+def _slice(total: int, parts: int) -> int:
+    return -(-total // parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """How long operators take on a device, by what bounds them, and what they do."""
+
+    seconds: float = 0.0  # on the device: the sum of the next three
+    matmul_seconds: float = 0.0
+    attention_seconds: float = 0.0
+    memory_seconds: float = 0.0
+    host_seconds: float = 0.0  # to issue them
+    flops: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return self.combined(other, 1)
+
+    def combined(self, other: "Work", times: float) -> "Work":
+        return Work(
+            seconds=self.seconds + times * other.seconds,
+            matmul_seconds=self.matmul_seconds + times * other.matmul_seconds,
+            attention_seconds=self.attention_seconds + times * other.attention_seconds,
+            memory_seconds=self.memory_seconds + times * other.memory_seconds,
+            host_seconds=self.host_seconds + times * other.host_seconds,
+            flops=self.flops + times * other.flops,
+        )
+
+
+def issued(device_seconds: float, host_seconds: float) -> float:
+    """Seconds that pass while the host issues operators and the device runs them.
+
+    The host runs ahead where the device has more to do, and the device waits where it has less. Every layer has both
+    kinds of stretches, so that near the balance more passes than the larger of the two: a norm of both, as smooth
+    rooflines have it.
+    """
+    return (device_seconds**_SMOOTH + host_seconds**_SMOOTH) ** (1 / _SMOOTH)
+
+
+def work_of(operators: Sequence[Operator], device: Device, software: Software, precision: str) -> Work:
+    """The time of operators that run one after the other."""
+    matmul = attention = memory = launches = flops = 0.0
+    given = device.efficiency
+    for operator in operators:
+        launches += operator.launches
+        flops += operator.flops
+        if operator.matmul is not None:
+            used = precision if operator.low_precision else _plain(precision)
+            matmul += matmul_seconds(operator.matmul, device, used) + operator.traffic / (
+                given.bandwidth * device.bandwidth
+            )
+            matmul += given.kernel_seconds
+        elif operator.attention_flops:
+            forward, backward = _ATTENTION_RATES.get((software.attention, device.kind), _OTHER_ATTENTION)
+            rate = (backward if operator.backward else forward) * device.flops[_plain(precision)]
+            attention += operator.attention_flops / rate + given.kernel_seconds
+        elif operator.traffic:
+            memory += operator.traffic / (given.bandwidth * device.bandwidth) + given.kernel_seconds
+    return Work(
+        seconds=matmul + attention + memory,
+        matmul_seconds=matmul,
+        attention_seconds=attention,
+        memory_seconds=memory,
+        host_seconds=launches * software.launches * given.launch_seconds,
+        flops=flops,
+    )
+
+
+def _plain(precision: str) -> str:
+    """The precision of what stays out of fp8 and fp4."""
+    return "bf16" if precision in ("fp8", "fp4") else precision
+
+
+@lru_cache(maxsize=65536)
+def matmul_seconds(sizes: tuple[int, int, int, int], device: Device, precision: str) -> float:
+    """Seconds of `count` products of (rows, inner) by (inner, columns), without starting the kernel.
+
+    The tile and the split of the inner dimension that take the least time are taken, as libraries' own choice would.
+    """
+    rows, columns, inner, count = sizes
+    given = device.efficiency
+    low = precision in ("fp8", "fp4")
+    peak = device.flops[precision] * ((given.low_precision_matmul or given.matmul) if low else given.matmul)
+    each = peak / device.processors
+    reuse_of_largest = _reuse(*_TILES[0])
+    best = float("inf")
+    for height, width in _TILES:
+        rate = each * _reuse(height, width) / reuse_of_largest
+        tiles = ceil(rows / height) * ceil(columns / width) * count
+        for split in _SPLITS:
+            depth = inner / split
+            if split > 1 and depth < _SHORTEST_SPLIT:
+                break
+            waves = ceil(tiles * split / device.processors)
+            seconds = waves * 2.0 * height * width * (depth + _TILE_FILL) / rate
+            if split > 1:
+                seconds += 8.0 * rows * columns * count / (given.bandwidth * device.bandwidth)
+            best = min(best, seconds)
+    if any(side % _ALIGNED for side in (rows, columns, inner) if side >= _SHORTEST_SPLIT):
+        best /= _UNALIGNED_RATE
+    element = {"fp32": 4, "fp8": 1, "fp4": 0.5}.get(precision, 2)
+    moved = count * (element * (rows * inner + inner * columns) + 2.0 * rows * columns)
+    return issued(best, moved / (given.bandwidth * device.bandwidth))
+
+
+def _reuse(height: int, width: int) -> float:
+    """The part of a tile's time that computes, by how often what it loads is used."""
+    reuse = height * width / (height + width)
+    return reuse / (reuse + _TILE_REUSE)

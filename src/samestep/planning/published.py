@@ -1,0 +1,286 @@
+"""Published step times: reading tables of them, predicting each row, and the errors."""
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.layout import Layout, Recompute, Schedule
+from samestep.planning.hardware import cluster_of, device_of
+from samestep.planning.memory import memory_of
+from samestep.planning.shapes import Transformer, with_parameters
+from samestep.planning.software import SOFTWARE, Software
+from samestep.planning.stage_time import Job
+from samestep.planning.step_time import step_time, with_micro_batches
+
+_VTRAIN = {
+    "# GPUs": "gpus",
+    "global batch": "global_batch",
+    "micro batch": "micro_batch",
+    "hidden size": "hidden",
+    "attention heads": "heads",
+    "# layers": "layers",
+    "sequence length": "seq",
+    "tensor parallelism": "tp",
+    "data parallelism": "dp",
+    "pipeline parallelism": "pp",
+    "iteration time (ms)": "milliseconds",
+}
+_GPT2_VOCAB = 50257
+_ALMOST = 1.05  # of a device's memory: what is counted, and ran nonetheless
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """A measured step, and what is needed to predict it."""
+
+    group: str
+    model_name: str
+    model: Transformer
+    layout: Layout
+    global_batch: int
+    micro_batch: int | None  # None: not published
+    recompute_known: bool  # whether the layout's recomputation is published, or is what memory asks for
+    precision: str
+    gpu: str
+    software: Software
+    seconds: float
+    source: Mapping[str, Any]  # the row as it was read
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedRow:
+    row: PublishedRow
+    seconds: float
+    micro_batch: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as it was read, and beside it what was predicted."""
+        return {
+            **self.row.source,
+            "predicted_layout": str(self.row.layout),
+            "predicted_micro_batch": self.micro_batch,
+            "published_seconds": self.row.seconds,
+            "predicted_seconds": self.seconds,
+            "relative_error": self.error,
+        }
+
+    @property
+    def error(self) -> float:
+        """Relative, positive where the prediction is too slow."""
+        return self.seconds / self.row.seconds - 1
+
+
+def read_rows(file: Path, gpu: str | None) -> list[PublishedRow]:
+    """Rows of a JSON file of published steps, or of a CSV file as vTrain publishes them, measured on `gpu`."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--rows {file}: {error}; give a JSON or CSV file of published steps") from None
+    if file.suffix.lower() == ".csv":
+        if gpu is None:
+            raise UserError(
+                f"--rows {file}: a CSV file does not say on what it was measured; add --gpu, such as a100"
+            )
+        return [
+            _from_vtrain(record, file, gpu, number)
+            for number, record in enumerate(csv.DictReader(text.splitlines()), 2)
+        ]
+    try:
+        records = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--rows {file}: not JSON ({error}); give a list of published steps") from None
+    return [_from_json(record, file) for record in records]
+
+
+def _from_vtrain(record: Mapping[str, str], file: Path, gpu: str, line: int) -> PublishedRow:
+    try:
+        values = {ours: float(record[theirs]) for theirs, ours in _VTRAIN.items()}
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"--rows {file}, line {line}: the columns are {', '.join(_VTRAIN)}") from None
+    sizes = {name: round(value) for name, value in values.items()}
+    model = Transformer(
+        name=f"gpt {sizes['layers']} x {sizes['hidden']}",
+        layers=sizes["layers"],
+        hidden=sizes["hidden"],
+        heads=sizes["heads"],
+        kv_heads=sizes["heads"],
+        ffn=4 * sizes["hidden"],
+        vocab=_sliced_vocab(sizes["tp"]),
+        seq=sizes["seq"],
+        positions=sizes["seq"],
+        dropout=True,
+    )
+    return PublishedRow(
+        group="vtrain",
+        model_name=model.name,
+        model=model,
+        layout=Layout(pipeline=sizes["pp"], replicate=sizes["dp"], tensor=sizes["tp"]),
+        global_batch=sizes["global_batch"],
+        micro_batch=sizes["micro_batch"],
+        recompute_known=False,
+        precision="fp16",
+        gpu=gpu,
+        software=SOFTWARE["megatron-2021"],
+        seconds=values["milliseconds"] / 1e3,
+        source=dict(record),
+    )
+
+
+def _sliced_vocab(slices: int) -> int:
+    """GPT-2's words, padded where slices must be alike.
+
+    The table does not give them. Without slices its steps spend twice the time on the head that they spend with two
+    or more slices, as products do whose sides are no multiples of 8.
+    """
+    return _GPT2_VOCAB if slices == 1 else -(-_GPT2_VOCAB // (128 * slices)) * 128 * slices
+
+
+def _from_json(record: Mapping[str, Any], file: Path) -> PublishedRow:
+    try:
+        software = _software(record)
+        learned = "learned" in str(record.get("notes", "")) or software.name == "megatron-2021"
+        model = Transformer(
+            name=record["model"],
+            layers=record["layers"],
+            hidden=record["hidden"],
+            heads=record["heads"],
+            kv_heads=record["kv_heads"],
+            ffn=record["ffn"],
+            vocab=record["vocab"],
+            seq=record["seq"],
+            positions=record["seq"] if learned else 0,
+            dropout=software.name == "megatron-2021",
+            head_size=record.get("head_dim"),
+        )
+        if record.get("parameters"):
+            model = with_parameters(model, record["parameters"])
+        return PublishedRow(
+            group=record.get("group", ""),
+            model_name=record["model"],
+            model=model,
+            layout=_layout(record["layout"], record["recompute"], software),
+            global_batch=record["global_batch"],
+            micro_batch=record["micro_batch"],
+            recompute_known=True,  # where it is not, programs offload as often as they recompute
+            precision=_precision(record["precision"]),
+            gpu=_gpu(record["gpu"]),
+            software=software,
+            seconds=_seconds(record, model),
+            source=record,
+        )
+    except KeyError as error:
+        raise UserError(f"--rows {file}: row {record.get('id', '?')} has no {error}; give every row one") from None
+
+
+def _software(record: Mapping[str, Any]) -> Software:
+    """The program behind a row: by what its source, its notes and its precision say."""
+    told = f"{record.get('source', '')} {record.get('notes', '')}"
+    a100 = record["gpu"].startswith("a100")
+    if "FSDP1" in told or "llm-foundry" in told:
+        found = SOFTWARE["fsdp-2023"]
+        return found if a100 else replace(found, attention="flash-2")  # the first one that Hopper was given
+    if a100 and record["precision"] == "fp16":
+        return SOFTWARE["megatron-2021"]
+    return SOFTWARE["megatron-core"]
+
+
+def _gpu(name: str) -> str:
+    """A device as it is known here, of names with what stands around it, such as h100-sxm5-80gb."""
+    known = re.search(r"gb300|gb200|b300|b200|h200|h100|a100", name.lower())
+    if known is None:
+        return name
+    return "a100-40gb" if known[0] == "a100" and "40" in name else known[0]
+
+
+def _precision(name: str) -> str:
+    if name in ("fp16", "bf16", "fp32"):
+        return name
+    return "fp4" if "fp4" in name else "fp8"
+
+
+def _layout(parts: Mapping[str, Any], recompute: str | None, software: Software) -> Layout:
+    dp, fsdp, zero = parts.get("dp", 1), parts.get("fsdp", 1), parts.get("zero", 0)
+    schedule: Schedule = "interleaved-1f1b" if (parts.get("vp") or 1) > 1 else "1f1b"
+    sharded = zero in (1, 2) and dp > 1
+    return Layout(
+        pipeline=parts.get("pp", 1),
+        replicate=1 if sharded else dp,
+        shard=dp if sharded else fsdp,
+        zero=zero if (sharded or fsdp > 1) else 0,
+        context=parts.get("cp", 1),
+        tensor=parts.get("tp", 1),
+        schedule=schedule,
+        stages=parts.get("vp") or 1,
+        recompute=recompute or "none",  # type: ignore[arg-type]
+        sequence="split" if software.splits_sequence else "whole",
+    )
+
+
+def _seconds(record: Mapping[str, Any], model: Transformer) -> float:
+    """The step's seconds as published, or from the rate that was published instead."""
+    for name in ("step_seconds", "step_seconds_derived"):
+        if record.get(name):
+            return record[name]
+    tokens = record["global_batch"] * record["seq"]
+    if record.get("tokens_per_second_per_gpu"):
+        return tokens / record["gpus"] / record["tokens_per_second_per_gpu"]
+    if not record.get("tflops_per_gpu"):
+        raise UserError(
+            f"row {record.get('id', '?')} has no step_seconds, and no rate to find them from; give it one"
+        )
+    # arXiv 2104.04473, equation 2: with recomputation the forward counts twice; attention in full.
+    inner = model.layers * model.hidden
+    flops = (96 if record["recompute"] == "full" else 72) * tokens * inner * model.hidden
+    flops *= 1 + model.seq / (6 * model.hidden) + model.vocab / (16 * inner)
+    return flops / record["gpus"] / (record["tflops_per_gpu"] * 1e12)
+
+
+def predict(row: PublishedRow, factors: Mapping[str, float] | None = None) -> PredictedRow:
+    """The row's step as the planner has it; where its micro-batch was not published, with the one that is fastest.
+
+    `factors` multiply efficiencies of the device, by their names.
+    """
+    cluster = cluster_of(row.gpu, row.layout.size)
+    if factors:
+        given = cluster.device.efficiency
+        changed: dict[str, Any] = {name: getattr(given, name) * factor for name, factor in factors.items()}
+        cluster = replace(cluster, device=replace(cluster.device, efficiency=replace(given, **changed)))
+    job = Job(model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software)
+    sizes = [row.micro_batch] if row.micro_batch else with_micro_batches(job, row.layout)[:4]
+    seconds, size = min((step_time(job, _fitted(row, job, size), size, cluster).seconds, size) for size in sizes)
+    return PredictedRow(row=row, seconds=seconds, micro_batch=size)
+
+
+def _fitted(row: PublishedRow, job: Job, micro_batch: int) -> Layout:
+    """The row's layout, with the least recomputation with which it fits where that is not published."""
+    if row.recompute_known:
+        return row.layout
+    hows: Sequence[Recompute] = ("none", "selective", "full")
+    layouts = [replace(row.layout, recompute=how) for how in hows]
+    most = _ALMOST * device_of(row.gpu).memory
+    peaks = [(max(rank.total for rank in memory_of(job, layout, micro_batch)), layout) for layout in layouts]
+    return next((layout for peak, layout in peaks if peak <= most), layouts[-1])
+
+
+def kendall_tau(predicted: Sequence[float], published: Sequence[float]) -> float | None:
+    """Kendall's tau-b: agreement of two orders from -1 to 1, with ties; None where one order is all ties."""
+    agree = against = tied_here = tied_there = 0
+    for first in range(len(predicted)):
+        for second in range(first):
+            here = predicted[first] - predicted[second]
+            there = published[first] - published[second]
+            if here == 0 or there == 0:
+                tied_here += here == 0
+                tied_there += there == 0
+            elif (here > 0) == (there > 0):
+                agree += 1
+            else:
+                against += 1
+    pairs = len(predicted) * (len(predicted) - 1) // 2
+    below = ((pairs - tied_here) * (pairs - tied_there)) ** 0.5
+    return (agree - against) / below if below else None

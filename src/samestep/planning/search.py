@@ -1,0 +1,287 @@
+"""Every layout that a job could have on a cluster, the ones that fit, and how fast each is.
+
+Candidates are pruned in three passes: sizes that divide nothing are never made, memory is counted before time, and a
+pipeline is estimated from its slowest rank before the best ones are played event by event.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.layout import Layout, Recompute, Schedule
+from samestep.planning.hardware import Cluster
+from samestep.planning.memory import RankMemory, fits, memory_of, offloaded_bytes
+from samestep.planning.shapes import Transformer
+from samestep.planning.stage_time import Job
+from samestep.planning.step_time import StepTime, step_time
+
+_PLAYED = 24  # of the best by estimate, how many are played event by event
+_MOST_STAGES = 64
+_MOST_CHUNKS = 8  # stages a rank
+_LONG = 16384  # tokens of a sample from which context parallel is tried
+_RECOMPUTES: Sequence[Recompute] = ("none", "selective", "full")
+_TOKENS_A_STEP = 4 * 2**20
+_LARGE = 100e9  # parameters from which steps have 16 Mi tokens (Llama 3: arXiv 2407.21783, section 3.4.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout in micro-batches of a size, its memory and its time."""
+
+    layout: Layout
+    micro_batch: int
+    memory: Sequence[RankMemory]
+    time: StepTime
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(rank.total for rank in self.memory)
+
+    def to_json(self, job: Job, cluster: Cluster) -> dict[str, Any]:
+        return {
+            "layout": str(self.layout),
+            "micro_batch": self.micro_batch,
+            "micro_batches": self.time.micro_batches,
+            "step_seconds": self.time.seconds,
+            "tokens_per_second": job.tokens / self.time.seconds,
+            "model_flops_utilisation": self.time.utilisation(cluster.device, job.precision),
+            "bound": self.time.bound,
+            "seconds_by_cause": dict(self.time.parts),
+            "peak_bytes": self.peak_bytes,
+            "memory_by_pipeline_rank": [rank.to_json() for rank in self.memory],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was found for a job on a cluster, fastest first."""
+
+    job: Job
+    cluster: Cluster
+    candidates: Sequence[Candidate]
+    tried: int
+    too_large: int  # of those tried, how many don't fit
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+
+def usual_batch(model: Transformer, devices: int) -> int:
+    """Samples of a step as published trainings have them: 4 Mi tokens, 16 Mi from 100 billion parameters."""
+    tokens = _TOKENS_A_STEP * (4 if model.parameters >= _LARGE else 1)
+    samples = max(1, tokens // model.seq)
+    return samples if samples >= devices or model.parameters >= _LARGE else devices
+
+
+def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
+    """The fastest layouts of a job on a cluster.
+
+    Raises UserError where nothing fits, and says what would.
+    """
+    fitting: list[tuple[float, Layout, int, list[RankMemory]]] = []
+    tried = 0
+    smallest: tuple[float, Layout] | None = None
+    for layout, micro_batch in candidates(job, cluster):
+        tried += 1
+        memory = memory_of(job, layout, micro_batch)
+        peak = max(rank.total for rank in memory)
+        if smallest is None or peak < smallest[0]:
+            smallest = peak, layout
+        if fits(memory, cluster.device):
+            seconds = step_time(job, layout, micro_batch, cluster, played=False).seconds
+            fitting.append((seconds, layout, micro_batch, memory))
+    if not fitting:
+        raise UserError(_nothing_fits(job, cluster, smallest))
+    fitting.sort(key=lambda found: found[0])
+    played = [
+        Candidate(layout=layout, micro_batch=size, memory=memory, time=step_time(job, layout, size, cluster))
+        for _, layout, size, memory in fitting[: max(_PLAYED, most)]
+    ]
+    played.sort(key=lambda candidate: (candidate.time.seconds, candidate.peak_bytes))
+    return Plan(job=job, cluster=cluster, candidates=played[:most], tried=tried, too_large=tried - len(fitting))
+
+
+def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | None) -> str:
+    where = f"{cluster.devices} x {cluster.device.name}"
+    if smallest is None:
+        return (
+            f"{job.model.name} with a global batch of {job.global_batch} has no layout on {where}; "
+            f"use a --global-batch that is a multiple of {cluster.devices}, or fewer devices"
+        )
+    peak, layout = smallest
+    return (
+        f'{job.model.name} does not fit on {where}: the smallest layout, "{layout}", needs {peak / 1e9:.0f} GB of '
+        f"{cluster.device.memory / 1e9:.0f} GB a device; use more devices (--minimum says how many)"
+    )
+
+
+def candidates(job: Job, cluster: Cluster) -> Iterator[tuple[Layout, int]]:
+    """Every layout and size of micro-batch worth a look: sizes divide what they split."""
+    model = job.model
+    for tensor in _divisors(min(cluster.node_size, cluster.devices)):
+        if model.heads % tensor or cluster.devices % tensor:
+            continue
+        for pipeline in _divisors(cluster.devices // tensor):
+            if pipeline > min(model.layers, _MOST_STAGES):
+                continue
+            for context in _contexts(model, cluster.devices // (tensor * pipeline)):
+                data = cluster.devices // (tensor * pipeline * context)
+                if data > job.global_batch or job.global_batch % data:
+                    continue
+                base = _sequence(
+                    Layout(pipeline=pipeline, context=context, tensor=tensor), job.software.pipelines_split_sequence
+                )
+                if base is None:
+                    continue
+                for layout in _all_shardings(job, base, data, cluster):
+                    yield from _details(job, layout, job.global_batch // data)
+
+
+def _sequence(base: Layout, pipelines_split: bool) -> Layout | None:
+    """The layout with its tokens split between slices, where its program can; None: it can't have this layout."""
+    if base.pipeline > 1 and not pipelines_split:
+        return base if base.context == 1 else None
+    return replace(base, sequence="split") if base.tensor > 1 else base
+
+
+def _contexts(model: Transformer, left: int) -> list[int]:
+    if model.seq < _LONG:
+        return [1]
+    return [size for size in _divisors(left) if model.seq % size == 0 and model.seq // size >= 2048]
+
+
+def _all_shardings(job: Job, base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
+    """The shardings that a program has, with experts on every data rank, and shared out over some of them."""
+    alone = base.tensor * base.pipeline * base.context == 1 or job.software.pipelines_split_sequence
+    for expert in _divisors(min(job.model.experts, data)) if alone else [1]:
+        if job.model.experts % expert or data % expert:
+            continue
+        for layout in _shardings(base, data // expert, cluster):
+            if layout.zero in job.software.zero_stages:
+                yield replace(layout, expert=expert)
+
+
+def _shardings(base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
+    """How the data ranks share parameters, gradients and optimizer state."""
+    if data == 1:
+        yield base
+        return
+    yield replace(base, replicate=data)
+    yield replace(base, shard=data, zero=1)
+    if base.pipeline == 1:
+        yield replace(base, shard=data, zero=2)
+        yield replace(base, shard=data, zero=3)
+        inside = cluster.node_size // base.tensor
+        for part in (inside, 8 * inside):  # a hybrid: shards inside a part of the cluster, replicas across
+            if 1 < part < data and data % part == 0:
+                yield replace(base, replicate=data // part, shard=part, zero=3)
+
+
+def _details(job: Job, layout: Layout, samples: int) -> Iterator[tuple[Layout, int]]:
+    """Schedules, recomputation and micro-batches of a mesh."""
+    for micro_batch in (1, 2, 4, 8, 16, 32, 64):
+        if samples % micro_batch:
+            break
+        micro_batches = samples // micro_batch
+        if micro_batches < layout.pipeline:
+            break
+        for scheduled in _schedules(layout, job.model.layers, micro_batches):
+            for recompute in _RECOMPUTES:
+                yield replace(scheduled, recompute=recompute), micro_batch
+
+
+def _schedules(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:
+    yield layout
+    if layout.pipeline == 1 or micro_batches % layout.pipeline:
+        return
+    schedule: Schedule = "interleaved-1f1b"
+    for chunks in range(2, _MOST_CHUNKS + 1):
+        stages = layout.pipeline * chunks
+        # Even stages, or such that embedding and head stand in for a layer each, as in Llama 3 of 405 billion.
+        if stages <= layers and (layers % stages == 0 or (layers + 2) % stages == 0):
+            yield replace(layout, schedule=schedule, stages=chunks)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def why_slower(candidate: Candidate, best: Candidate) -> str:
+    """The cause that takes most more time than in the best layout."""
+    more = {
+        name: candidate.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0)
+        for name in {*candidate.time.parts, *best.time.parts}
+    }
+    name = max(more, key=lambda cause: more[cause])
+    if more[name] <= 0:
+        return ""
+    return f"+{more[name]:.2g} s {name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """What a way to save memory buys: the fewest devices on which the model then fits."""
+
+    name: str
+    devices: int | None  # None: on none that were tried
+    layout: Layout | None = None
+    peak_bytes: float = 0.0
+    host_bytes: float = 0.0  # that are kept in a node's memory instead
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "layout": str(self.layout) if self.layout else None}
+
+
+_LEVERS: Mapping[str, Mapping[str, Any]] = {
+    "replicas": {"zero": (0,), "recompute": ("none",), "tensor": False, "offload": ("none",)},
+    "optimizer state sharded (zero1)": {"zero": (1,), "recompute": ("none",), "tensor": False, "offload": ("none",)},
+    "parameters sharded (fsdp)": {"zero": (3,), "recompute": ("none",), "tensor": False, "offload": ("none",)},
+    "fsdp, recompute=full": {"zero": (3,), "recompute": ("full",), "tensor": False, "offload": ("none",)},
+    "fsdp, tp, recompute=full": {"zero": (3,), "recompute": ("full",), "tensor": True, "offload": ("none",)},
+    "fsdp, tp, recompute=full, offload=activations+optimizer": {
+        "zero": (3,), "recompute": ("full",), "tensor": True, "offload": ("activations+optimizer",),
+    },
+    "fsdp, tp, recompute=full, offload=activations+parameters": {
+        "zero": (3,), "recompute": ("full",), "tensor": True, "offload": ("activations+parameters",),
+    },
+}  # fmt: skip
+
+
+def minimum(job: Job, cluster: Cluster, *, most_devices: int = 65536) -> list[Lever]:
+    """For each lever the fewest devices (powers of two) on which one sample a data rank fits."""
+    return [_fewest(name, lever, job, cluster, most_devices) for name, lever in _LEVERS.items()]
+
+
+def _fewest(name: str, lever: Mapping[str, Any], job: Job, cluster: Cluster, most_devices: int) -> Lever:
+    devices = 1
+    while devices <= most_devices:
+        for layout in _levered(lever, devices, cluster.node_size, job.model):
+            one_each = replace(job, global_batch=layout.data_ranks)
+            memory = memory_of(one_each, layout, 1)
+            if fits(memory, cluster.device):
+                peak = max(rank.total for rank in memory)
+                host = offloaded_bytes(job.model, layout) * min(devices, cluster.node_size)
+                return Lever(name=name, devices=devices, layout=layout, peak_bytes=peak, host_bytes=host)
+        devices *= 2
+    return Lever(name=name, devices=None)
+
+
+def _levered(lever: Mapping[str, Any], devices: int, node_size: int, model: Transformer) -> Iterator[Layout]:
+    for tensor in (1, 2, 4, 8) if lever["tensor"] else (1,):
+        if tensor > node_size or model.heads % tensor or devices % tensor:
+            continue
+        data = devices // tensor
+        for zero in lever["zero"]:
+            for recompute in lever["recompute"]:
+                for offload in lever["offload"]:
+                    yield Layout(
+                        replicate=1 if zero else data,
+                        shard=data if zero else 1,
+                        zero=zero,
+                        tensor=tensor,
+                        sequence="split" if tensor > 1 else "whole",
+                        recompute=recompute,
+                        offload=offload,
+                    )

@@ -1,0 +1,192 @@
+"""The time of one optimizer step of a layout: its stages played, gradients reduced, parameters updated."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, log, sqrt
+
+from samestep.layout import Layout
+from samestep.planning import collectives, pipeline_events
+from samestep.planning.hardware import Cluster, Device
+from samestep.planning.operators import Work
+from samestep.planning.pipeline_events import StageTimes
+from samestep.planning.shapes import Transformer
+from samestep.planning.stage_time import CONTENTION, Job, Stages, data_group, groups, layer_parameters, stages_of
+
+# Standard deviation of the time that equal devices take for the same work (Sinha et al., arXiv 2208.11035: GPUs of
+# one kind in one cluster differ by several per cent).
+_SPREAD = 0.015
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The seconds of one step, and where they go (on the rank that takes longest)."""
+
+    seconds: float
+    parts: Mapping[str, float]  # seconds by what is waited for; their sum is `seconds`
+    stages: Sequence[StageTimes]
+    micro_batches: int
+    flops: float  # model FLOPs a device
+    bound: str  # the largest part
+    links: Mapping[str, str] = field(default_factory=dict)  # the link behind each part that waits for one
+
+    def utilisation(self, device: Device, precision: str) -> float:
+        return self.flops / self.seconds / device.flops[precision]
+
+
+def step_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster, *, played: bool = True) -> StepTime:
+    """The time of a step of `job` under `layout` in micro-batches of `micro_batch` samples.
+
+    A pipeline is played event by event, or estimated from its slowest rank where not `played`.
+    """
+    micro_batches = max(1, ceil(job.global_batch / (layout.data_ranks * micro_batch)))
+    made = stages_of(job, layout, micro_batch, cluster)
+    stages = made.times
+    busy = _busiest(layout, stages)
+    if layout.pipeline == 1:
+        run = micro_batches * busy
+    elif played:
+        run = pipeline_events.elapsed(layout, stages, micro_batches)
+    else:
+        run = estimated(layout, stages, micro_batches)
+    reduce, link = _gradient_reduction(job, layout, cluster, stages)
+    update = _update(job, layout, cluster)
+    parts = _parts(job, layout, made, micro_batches)
+    parts["pipeline bubble"] = max(run - micro_batches * busy, 0.0)
+    parts["gradients"] = reduce
+    parts["optimizer"] = update
+    slowest = slowest_of(cluster.devices) - 1
+    parts["slowest device"] = slowest * run
+    run *= 1 + slowest
+    total = run + reduce + update
+    scale = total / sum(parts.values())
+    parts = {name: seconds * scale for name, seconds in parts.items() if seconds > 0}
+    return StepTime(
+        seconds=total,
+        parts=parts,
+        stages=stages,
+        micro_batches=micro_batches,
+        flops=job.model.model_flops(job.tokens) / layout.size,
+        bound=max(parts, key=lambda name: parts[name]),
+        links=_links(layout, cluster, link),
+    )
+
+
+def _links(layout: Layout, cluster: Cluster, gradients: str) -> Mapping[str, str]:
+    """The link that bounds each kind of traffic."""
+    found = {"gradients": gradients, "gathering parameters": gradients}
+    if layout.tensor * layout.context > 1:
+        group = data_group(layout, ("context", "tensor"))
+        found["tensor and context traffic"] = collectives.route(group, cluster).name
+    return found
+
+
+def slowest_of(devices: int) -> float:
+    """How much longer the slowest of so many devices takes than the mean one: every step waits for it.
+
+    The expected largest of n normal numbers is about sqrt(2 ln n) standard deviations above their mean.
+    """
+    return 1 + _SPREAD * sqrt(2 * log(devices)) if devices > 1 else 1.0
+
+
+def estimated(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) -> float:
+    """A pipeline's time from its slowest rank: its own work, and the bubble (arXiv 2104.04473, section 2.2)."""
+    busy = _busiest(layout, stages)
+    sends = 2 * max(stage.send for stage in stages)
+    each = busy / layout.stages_a_rank
+    idle = (layout.pipeline - 1) * (each + sends)
+    if layout.schedule in ("interleaved-zero-bubble", "zbv-zero-bubble"):
+        idle /= 3
+    steady = micro_batches * layout.stages_a_rank * sends if layout.schedule != "gpipe" else 0.0
+    return micro_batches * busy + idle + min(steady, 0.1 * micro_batches * busy)
+
+
+def _busiest(layout: Layout, stages: Sequence[StageTimes]) -> float:
+    """Seconds of a micro-batch on the rank that has most to do."""
+    return max(_by_rank(layout, [stage.forward + stage.backward for stage in stages]))
+
+
+def _by_rank(layout: Layout, seconds: Sequence[float]) -> list[float]:
+    """The seconds of stages, summed on the pipeline ranks that hold them."""
+    if layout.pipeline == 1:
+        return [sum(seconds)]
+    sums = [0.0] * layout.pipeline
+    for rank, each in zip(
+        pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank), seconds, strict=True
+    ):
+        sums[rank] += each
+    return sums
+
+
+def _gradient_reduction(
+    job: Job, layout: Layout, cluster: Cluster, stages: Sequence[StageTimes]
+) -> tuple[float, str]:
+    """Exposed seconds of reducing a step's gradients (and gathering ZeRO's parameters), and the link."""
+    group = data_group(layout, ("replicate", "shard", "expert", "context"))
+    if group.size == 1:
+        return 0.0, ""
+    held = _held_parameters(job.model, layout)
+    size = held * job.software.gradient_bytes
+    link = collectives.route(group, cluster).name
+    if layout.zero >= 3 and layout.shard > 1:
+        if layout.replicate == 1:
+            return 0.0, link
+        group = groups(layout)["replicate"]
+        seconds = collectives.all_reduce(size / layout.shard, group, cluster)
+    elif layout.zero == 2 and layout.shard > 1:
+        seconds = collectives.all_gather(2 * held, group, cluster)
+    elif layout.zero and layout.shard > 1:
+        seconds = collectives.reduce_scatter(size, group, cluster) + collectives.all_gather(2 * held, group, cluster)
+    else:
+        seconds = collectives.all_reduce(size, group, cluster)
+    if not job.software.overlaps_gradients:
+        return seconds, link
+    # It runs behind the last micro-batch's backward (and the next step's first forward), but for the last bucket.
+    behind = max(_by_rank(layout, [stage.backward + (layout.zero > 0) * stage.forward for stage in stages]))
+    hidden = min(seconds, behind)
+    last = seconds / max(job.model.layers / layout.pipeline, 1)
+    exposed = max(seconds - behind, 0.0) + min(last, seconds) + CONTENTION * hidden
+    return exposed, link
+
+
+def _update(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """Seconds of the optimizer: what it reads and writes of the parameters whose state this rank has."""
+    device = cluster.device
+    held = _held_parameters(job.model, layout)
+    if layout.zero and layout.shard > 1:
+        held /= layout.shard * layout.context
+    return held * job.software.optimizer_bytes / (device.bandwidth * device.efficiency.bandwidth)
+
+
+def _held_parameters(model: Transformer, layout: Layout) -> float:
+    """Parameters of the rank with most of them, before data ranks share them out."""
+    ends = model.embedding_parameters
+    if layout.pipeline == 1:
+        ends += model.head_parameters
+    layers = ceil(model.layers / layout.pipeline)
+    return layers * sum(layer_parameters(model, layout)) + ends / layout.tensor
+
+
+def _parts(job: Job, layout: Layout, made: Stages, micro_batches: int) -> dict[str, float]:
+    """Seconds of a step on the busiest rank, by what bounds them; scaled to the step's time by the caller."""
+    layer, layers = made.layer, ceil(job.model.layers / layout.pipeline)
+    work = Work().combined(layer.backward, layers).combined(layer.forward, layers)
+    traffic = layers * (layer.backward_exposed + layer.forward_exposed)
+    work = work.combined(layer.recomputation, layers)
+    traffic += layers * layer.forward_exposed * (layout.recompute == "full")
+    parts = {
+        "matrix products": work.matmul_seconds,
+        "attention": work.attention_seconds,
+        "memory bandwidth": work.memory_seconds,
+        "tensor and context traffic": traffic,
+        "gathering parameters": made.gathering,
+    }
+    if work.host_seconds > work.seconds + traffic:
+        parts = {"host issuing operators": work.host_seconds}
+    return {name: micro_batches * seconds for name, seconds in parts.items()}
+
+
+def with_micro_batches(job: Job, layout: Layout) -> list[int]:
+    """Micro-batch sizes that divide a data rank's samples, and leave one for each pipeline rank: powers of two."""
+    samples = max(1, job.global_batch // layout.data_ranks)
+    sizes = {2**power for power in range(7) if samples % 2**power == 0}
+    return sorted(size for size in sizes if samples // size >= layout.pipeline) or [1]

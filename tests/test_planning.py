@@ -1,0 +1,409 @@
+"""The planner: times against published steps and formulas, memory against papers, layouts, what is refused."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import chromium
+import planner
+import pytest
+import torch
+from torch import nn
+
+from samestep.cli.main import main
+from samestep.errors import UserError
+from samestep.layout import Layout
+from samestep.planning import collectives, operators, pipeline_events
+from samestep.planning.accuracy import errors_of
+from samestep.planning.collectives import Group
+from samestep.planning.hardware import DEVICES, Cluster, cluster_of, device_of
+from samestep.planning.memory import memory_of, state_bytes, whole_activations
+from samestep.planning.module_memory import module_memory
+from samestep.planning.pipeline_events import StageTimes
+from samestep.planning.price import Price
+from samestep.planning.published import PredictedRow, kendall_tau, predict, read_rows
+from samestep.planning.search import Plan, candidates, minimum, plan, usual_batch
+from samestep.planning.shapes import KNOWN, Transformer, known_model
+from samestep.planning.software import SOFTWARE
+from samestep.planning.stage_time import Job, layers_of_stages
+from samestep.planning.step_time import step_time
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def predicted() -> Sequence[PredictedRow]:
+    return [predict(row) for row in planner.published_rows()]
+
+
+@pytest.mark.parametrize(
+    ("group", "precision", "most"),
+    [
+        ("vtrain", "fp16", 0.0837),  # vTrain's own error on these rows, after profiling
+        ("mosaicml-a100", "bf16", 0.10),
+        ("dgxc-h100", "bf16", 0.10),
+        ("megatron-a100-2021", "fp16", 0.10),
+    ],
+)
+def test_published_steps_are_met(predicted: Sequence[PredictedRow], group: str, precision: str, most: float) -> None:
+    rows = [row for row in predicted if row.row.group == group and row.row.precision == precision]
+    found = errors_of(group, rows)
+    assert found.rows >= 10
+    assert found.mean_error < most
+    assert found.mean_tau is None or found.mean_tau > 0.9
+
+
+def test_the_tables_of_the_documentation_are_fresh(predicted: Sequence[PredictedRow]) -> None:
+    tables = {"errors": planner.errors(predicted), "recomputation": planner.recomputation()}
+    for language, page in planner.PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        for name, lines in tables.items():
+            table = planner.markdown(planner.HEADS[name][language], lines)
+            assert table in text, f"{page}: run python tools/planner.py"
+    for model, how, published, found, _ in tables["recomputation"]:  # of which nothing was set
+        assert abs(float(found) / float(published) - 1) < 0.15, (model, how)
+
+
+def test_tau_counts_pairs_as_by_hand() -> None:
+    # Of the six pairs five agree; of the tied ones one in each order: (5 - 0) / sqrt(5 · 6) and so on.
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 3, 4]) == 1
+    assert kendall_tau([4, 3, 2, 1], [1, 2, 3, 4]) == -1
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert kendall_tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / (2 * 3) ** 0.5)
+    assert kendall_tau([1, 1], [1, 2]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-3-8b", 8.03), ("llama-3-70b", 70.55), ("llama-3-405b", 405.85)]
+)
+def test_known_models_have_their_published_parameters(name: str, billions: float) -> None:
+    assert KNOWN[name].parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_every_number_of_the_hardware_has_a_source() -> None:
+    for device in DEVICES.values():
+        assert device.source
+        numbers = {"matmul", "bandwidth", "kernel_seconds", "launch_seconds", "collective_seconds", "link"}
+        assert numbers <= set(device.efficiency.sources)
+
+
+def test_a_product_takes_whole_waves() -> None:
+    device = DEVICES["a100-80gb"]
+    one_wave = operators.matmul_seconds((128 * 108, 256, 4096, 1), device, "bf16")
+    little_more = operators.matmul_seconds((128 * 109, 256, 4096, 1), device, "bf16")
+    assert little_more > 1.2 * one_wave  # a tile more, and most of the second wave is idle
+    assert operators.matmul_seconds((8192, 50257, 1024, 1), device, "bf16") > 2 * operators.matmul_seconds(
+        (8192, 50304, 1024, 1), device, "bf16"
+    )
+
+
+def test_collectives_take_what_their_algorithms_send() -> None:
+    cluster = cluster_of("a100", 16)
+    efficiency, size = cluster.device.efficiency, 2**30
+    inside = collectives.all_reduce(size, Group(size=8, stride=1), cluster)
+    ring = 2 * 7 / 8 * size / (efficiency.link * cluster.inside.rate)
+    assert inside == pytest.approx(ring + efficiency.collective_seconds, rel=0.01)
+    # One rank a node: each group has one adapter. Eight ranks a node: eight adapters.
+    across = collectives.all_gather(size, Group(size=2, stride=8), cluster)
+    assert across == pytest.approx(0.5 * size / (0.9 * cluster.between.rate), rel=0.02)
+    everywhere = collectives.all_gather(size, Group(size=16, stride=1), cluster)
+    assert everywhere < across
+
+
+def test_pipelines_are_played_as_their_formulas_say() -> None:
+    ranks, number = 4, 8
+    times = StageTimes(forward=1.0, backward=2.0)
+    layout = Layout(pipeline=ranks)
+    # (m + p - 1) (f + b): arXiv 2104.04473, section 2.2.1; interleaved, section 2.2.2.
+    assert pipeline_events.elapsed(layout, [times] * ranks, number) == pytest.approx((number + ranks - 1) * 3)
+    halves = [StageTimes(forward=0.5, backward=1.0)] * (2 * ranks)
+    interleaved = Layout(pipeline=ranks, schedule="interleaved-1f1b", stages=2)
+    assert pipeline_events.elapsed(interleaved, halves, number) == pytest.approx((number + (ranks - 1) / 2) * 3)
+    many = pipeline_events.elapsed(layout, [times] * ranks, 1000)
+    assert many == pytest.approx((1000 + ranks - 1) * 3)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_orders_are_those_that_training_runs(schedule: str) -> None:
+    from samestep.parallel.pipeline.schedule import orders_of
+
+    stages = 2 if schedule == "interleaved-1f1b" else 1
+    own = pipeline_events.orders(schedule, ranks=4, stages_a_rank=stages, micro_batches=8)
+    run = orders_of(schedule, ranks=4, stages_a_rank=stages, micro_batches=8)
+    for mine, theirs in zip(own, run, strict=True):
+        assert list(mine) == [(action.stage, action.kind, action.micro_batch) for action in theirs]
+
+
+def test_stages_share_out_every_layer() -> None:
+    assert layers_of_stages(32, 4) == [8, 8, 8, 8]
+    assert layers_of_stages(126, 64)[0] == layers_of_stages(126, 64)[-1] == 1
+    assert sum(layers_of_stages(126, 64)) == 126
+
+
+def _job(model: Transformer, batch: int, program: str = "megatron-core") -> Job:
+    return Job(model=model, global_batch=batch, precision="bf16", software=SOFTWARE[program])
+
+
+def test_activations_of_gpt_follow_the_paper() -> None:
+    model = KNOWN["gpt-22b"]
+    unfused = SOFTWARE["megatron-2021"]
+    s, b, h, a, t = model.seq, 4, model.hidden, model.heads, 8
+    whole = whole_activations(model, b, Layout(), unfused)
+    assert whole == pytest.approx(s * b * h * (34 + 5 * a * s / h))
+    sliced = whole_activations(model, b, Layout(tensor=t), unfused)
+    assert sliced == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
+    split = whole_activations(model, b, Layout(tensor=t, sequence="split"), unfused)
+    assert split == pytest.approx(s * b * h / t * (34 + 5 * a * s / h))
+
+
+def test_state_follows_zeros_table() -> None:
+    for zero, each in ((1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)):
+        layout = Layout(shard=64, zero=zero)
+        assert sum(state_bytes(7.5e9, layout, SOFTWARE["samestep"])) == pytest.approx(7.5e9 * each)
+
+
+def test_what_ran_is_counted_as_fitting(predicted: Sequence[PredictedRow]) -> None:
+    """MosaicML took the largest micro-batch that ran; the fullest step of each model is near the device's memory."""
+    fullest: dict[tuple[str, str], float] = {}
+    for each in predicted:
+        row = each.row
+        if row.group != "mosaicml-a100":
+            continue
+        job = Job(model=row.model, global_batch=row.global_batch, precision=row.precision, software=row.software)
+        peak = memory_of(job, row.layout, each.micro_batch)[0].total / device_of(row.gpu).memory
+        key = (row.model_name, row.gpu)
+        fullest[key] = max(fullest.get(key, 0.0), peak)
+    assert len(fullest) > 15
+    # Of 70 billion parameters few micro-batches were tried.
+    found = sorted(peak for (model, _), peak in fullest.items() if model != "mpt-70b")
+    assert found[0] > 0.65
+    assert found[-1] < 1.11
+
+
+def test_schedules_keep_what_the_papers_and_primus_say() -> None:
+    """Interleaved holds 1 + (p - 1) / (p v) times the activations of 1F1B; zero-bubble schedules about as many."""
+    job = _job(known_model("llama-2-7b"), 64)
+    plain = memory_of(job, Layout(pipeline=8), 1)
+    assert plain[0].activations / plain[-2].activations == pytest.approx(8 / 2, rel=0.01)
+    interleaved = memory_of(job, Layout(pipeline=8, schedule="interleaved-1f1b", stages=2), 1)
+    assert interleaved[0].activations / plain[0].activations == pytest.approx(1 + 7 / 16, rel=0.01)
+    # AMD Primus' ratios of the whole memory: 1F1B 1, zero-bubble 1.02, ZBV 1.11.
+    for schedule, stages, ratio in (("interleaved-zero-bubble", 1, 1.02), ("zbv-zero-bubble", 2, 1.11)):
+        layout = Layout(pipeline=8, schedule=schedule, stages=stages)  # type: ignore[arg-type]
+        peaks = [max(rank.total for rank in memory_of(job, each, 1)) for each in (layout, Layout(pipeline=8))]
+        assert peaks[0] / peaks[1] == pytest.approx(ratio, abs=0.03)
+
+
+class _GPTLayer(nn.Module):
+    """A layer of GPT with unfused attention and dropout, in 16 bits."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden, dtype=torch.bfloat16) for _ in range(2))
+        sizes = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
+        self.products = nn.ModuleList(nn.Linear(*size, dtype=torch.bfloat16) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, tokens, hidden)
+        batch, tokens, hidden = x.shape
+        qkv = self.products[0](self.norms[0](x)).view(batch, tokens, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        scores, _ = torch.native_dropout(torch.softmax(q @ k.transpose(-1, -2), -1), 0.1, True)
+        mixed = self.products[1]((scores @ v).transpose(1, 2).reshape(batch, tokens, hidden))
+        x = x + torch.native_dropout(mixed, 0.1, True)[0]
+        wide = nn.functional.gelu(self.products[2](self.norms[1](x)))
+        return x + torch.native_dropout(self.products[3](wide), 0.1, True)[0]
+
+
+def test_a_modules_activations_are_those_of_its_sizes() -> None:
+    hidden, heads, tokens, batch = 512, 8, 256, 2
+    found = module_memory(
+        lambda: nn.Sequential(_GPTLayer(hidden, heads), _GPTLayer(hidden, heads)),
+        lambda model: model(torch.empty(batch, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)),
+    )
+    paper = tokens * batch * hidden * (34 + 5 * heads * tokens / hidden)
+    assert found.activations == pytest.approx(2 * paper, rel=0.01)
+    assert found.parameters == found.gradients == pytest.approx(2 * 2 * 12 * hidden**2, rel=0.01)
+    assert found.optimizer == 2 * found.parameters
+
+
+def test_a_model_that_looks_at_values_is_refused() -> None:
+    class Looks(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) if input.sum().item() > 0 else input
+
+    with pytest.raises(UserError, match=r"meta device.*test_planning\.py"):
+        module_memory(lambda: Looks(4, 4), lambda model: model(torch.ones(2, 4)))
+
+
+@pytest.fixture(scope="module")
+def eight() -> Plan:
+    return planner.planned("llama-3-8b", 8, "samestep")
+
+
+def test_layouts_of_8b_on_a_node_are_ranked_and_fit(eight: Plan) -> None:
+    assert str(eight.best.layout) == "fsdp8"
+    times = [candidate.time.seconds for candidate in eight.candidates]
+    assert times == sorted(times)
+    for candidate in eight.candidates:
+        assert candidate.layout.size == 8
+        assert candidate.peak_bytes < eight.cluster.device.memory
+        assert sum(candidate.time.parts.values()) == pytest.approx(candidate.time.seconds)
+    assert 0.4 < eight.best.time.utilisation(eight.cluster.device, "bf16") < 0.6
+
+
+def test_405b_on_16384_is_laid_out_as_llama_3_was() -> None:
+    found = planner.planned("llama-3-405b", 16384, "megatron-core")
+    layout = found.best.layout
+    assert (layout.tensor, layout.pipeline, layout.data_ranks) == (8, 16, 128)  # arXiv 2407.21783, table 4
+    assert found.best.time.utilisation(found.cluster.device, "bf16") == pytest.approx(0.41, abs=0.04)
+
+
+def test_only_layouts_that_can_start_are_planned() -> None:
+    from samestep.parallel.pipeline.schedule import check
+
+    cluster = cluster_of("h100", 16)
+    model = known_model("llama-3-8b", seq=32768)
+    seen = 0
+    for layout, micro_batch in candidates(_job(model, 32, "samestep"), cluster):
+        layout.check_processes(16)
+        layout.check_batch(32, micro_batch)
+        check(layout, "bf16")
+        seen += 1
+    assert seen > 50
+
+
+def test_more_devices_are_faster_and_a_slower_network_is_slower() -> None:
+    job = _job(known_model("llama-3-8b"), 512)
+
+    def best(cluster: Cluster) -> float:
+        return plan(job, cluster, most=1).best.time.seconds
+
+    seconds = [best(cluster_of("h100", devices)) for devices in (8, 16, 32)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert best(cluster_of("h100", 32, between="ethernet-10")) > 1.1 * seconds[-1]
+
+
+def test_levers_need_ever_fewer_devices() -> None:
+    levers = minimum(_job(known_model("llama-3-8b"), 1, "samestep"), cluster_of("h100", 8))
+    devices = [lever.devices or 10**9 for lever in levers]
+    assert devices == sorted(devices, reverse=True)
+    assert devices[-1] == 1
+    assert levers[-1].host_bytes >= 14 * KNOWN["llama-3-8b"].parameters
+
+
+def test_experts_are_shared_out() -> None:
+    model = known_model("mixtral-8x7b")
+    assert model.parameters / 1e9 == pytest.approx(46.7, rel=0.01)  # arXiv 2401.04088: 47 billion, 13 of them active
+    active = model.model_flops(1) / 6 / 1e9
+    assert active == pytest.approx(12.9, rel=0.1)
+    job = _job(model, 8, "samestep")
+    # Eight data ranks, each with the state of an eighth of the experts and of an eighth of the rest.
+    alone = memory_of(job, Layout(shard=8, zero=3), 1)[0]
+    shared = memory_of(job, Layout(expert=8), 1)[0]
+    experts = 8 * model.layers * model.expert_parameters
+    assert alone.optimizer == pytest.approx(12 * model.parameters / 8, rel=0.01)
+    assert shared.optimizer == pytest.approx(12 * (model.parameters - 7 / 8 * experts), rel=0.01)
+    cluster = cluster_of("h100", 32)
+    found = {str(layout) for layout, _ in candidates(_job(model, 32, "samestep"), cluster)}
+    assert {"fsdp4 ep8", "fsdp32"} <= found
+
+
+def test_tables_of_others_are_read_by_their_words(tmp_path: Path) -> None:
+    rows = json.loads((planner.PUBLISHED / "steps.json").read_text(encoding="utf-8"))
+    row = next(row for row in rows if row["group"] == "dgxc-h100" and row["precision"] == "bf16")
+    layout = {"pp": 4, "dp": 2, "fsdp": 1, "cp": 2, "tp": 4, "ep": 1, "zero": 1, "vp": 5}
+    sizes = {"layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672, "parameters": 70.55e9, "model": "llama3-70b"}
+    other = {**row, **sizes, "layout": layout, "gpus": 64, "gpu": "H100-SXM5-80GB"}
+    file = tmp_path / "rows.json"
+    # 63 micro-batches over 4 pipeline ranks: no whole number of rounds.
+    file.write_text(json.dumps([{**other, "global_batch": batch} for batch in (120, 126, 128)]), encoding="utf-8")
+    found = [predict(each) for each in read_rows(file, None)]
+    seconds = [each.seconds for each in found]
+    assert found[0].row.layout == Layout.parse(
+        "pp4 zero1x2 cp2 tp4 schedule=interleaved-1f1b stages=5 sequence=split"
+    )
+    assert found[0].row.model.gated
+    assert seconds[0] < seconds[1] < seconds[2] < 1.1 * seconds[0]
+
+
+def test_recomputation_takes_time_and_saves_memory() -> None:
+    job, cluster = _job(known_model("llama-3-8b"), 64), cluster_of("h100", 8)
+    layouts = [Layout(shard=8, zero=3, recompute=how) for how in ("none", "selective", "full")]
+    seconds = [step_time(job, layout, 1, cluster).seconds for layout in layouts]
+    memory = [memory_of(job, layout, 1)[0].total for layout in layouts]
+    assert seconds == sorted(seconds)
+    assert memory == sorted(memory, reverse=True)
+
+
+def test_prices_are_of_an_hour() -> None:
+    assert Price.parse("48 USD/day") == Price(amount=2.0, currency="USD")
+    assert Price.parse("2.5 $/h") == Price(amount=2.5, currency="USD")
+
+
+def test_usual_batches_have_as_many_tokens_as_published_trainings() -> None:
+    assert usual_batch(known_model("llama-3-8b"), 8) * 8192 == 4 * 2**20
+    assert usual_batch(known_model("llama-3-405b"), 16384) * 8192 == 16 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--model lama-3-8b --gpu h100 --devices 8", 'did you mean "llama-3-8b"'),
+        ("--model llama-3-8b --gpu h10 --devices 8", 'did you mean "h100"'),
+        ("--model llama-3-8b --gpu h100 --devices 12", "use 8 or 16"),
+        ("--model llama-3-8b --gpu h100 --devices 16 --network foo", "known: ethernet-10"),
+        ("--model llama-3-8b --gpu h100 --devices 8 --price 2.5", "2.5 USD/hour"),
+        ("--model llama-3-8b --gpu h100 --devices 8 --program x", "known: megatron-core, samestep"),
+        ("--model llama-3-8b --gpu a100 --devices 8 --precision fp8", "known: bf16, fp16, fp32"),
+        ("--model llama-3-405b --gpu h100 --devices 8", "use more devices"),
+        ("--model mpt-125m --gpu h100 --devices 8 --global-batch 1", "has no layout"),
+        ("--model llama-3-8b --gpu h100 --devices 0", "use 1 or more"),
+        ("--gpu h100 --devices 8", "--model is missing"),
+        ("--rows benchmarks/published/vtrain_single.csv", "add --gpu"),
+        ("--rows nowhere.json", "nowhere.json"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(
+    options: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", *options.split()]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert words in told
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_file, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    words = ["plan", "--model", "bert-base", "--gpu", "a100", "--devices", "4", "--global-batch", "64", "--top", "3"]
+    assert main([*words, "--price", "2 USD/hour", "--json", str(plan_file), "--report", str(page)]) == 0
+    told = capsys.readouterr().out
+    found = json.loads(plan_file.read_text(encoding="utf-8"))
+    assert len(found["layouts"]) == 3
+    assert found["layouts"][0]["layout"] in told
+    for each in found["layouts"]:
+        assert each["tokens_per_second"] == pytest.approx(64 * 512 / each["step_seconds"])
+        assert each["price_per_million_tokens"] == pytest.approx(
+            4 * 2 / 3600 * each["step_seconds"] / (64 * 512 / 1e6)
+        )
+    text = page.read_text(encoding="utf-8")
+    for name in ("layouts", "causes", "memory", "timeline", "scaling"):
+        assert f'id="{name}"' in text
+    opened = chromium.open_page(page, tmp_path)
+    assert not opened.console
+    assert not opened.fetched
+
+
+def test_rows_are_written_beside_their_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = planner.PUBLISHED / "vtrain_single.csv"
+    few = tmp_path / "few.csv"
+    few.write_text("\n".join(rows.read_text(encoding="utf-8-sig").splitlines()[:12]) + "\n", encoding="utf-8")
+    out = tmp_path / "out.json"
+    assert main(["plan", "--rows", str(few), "--gpu", "a100", "--json", str(out)]) == 0
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["errors"][0]["rows"] == len(found["rows"]) == 11
+    for row in found["rows"]:
+        assert row["published_seconds"] == pytest.approx(float(row["iteration time (ms)"]) / 1e3)
+        assert row["relative_error"] == pytest.approx(row["predicted_seconds"] / row["published_seconds"] - 1)
+    assert "vtrain fp16" in capsys.readouterr().out
