@@ -1,4 +1,5 @@
 # make demo: the main job on 2 processes, and its proof.  make test: what every change must pass.
+# make quick: what of it takes a minute.
 # make engines: DeepSpeed, Accelerate, PEFT and TensorFlow beside PyTorch.  make horovod: Horovod, built here.
 # make test-cluster: jobs on several hosts, which are made on this machine; as root, after tools/cluster-packages.
 # make docs: these pages as a site with search, both languages and a reference, in build/site.
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Without compiled files every start of ranks would compile its sources anew, and the tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo verify memory pictures engines horovod test test-slow test-cluster test-all lint format docs release clean
+.PHONY: demo verify memory pictures engines horovod test quick test-slow test-cluster test-all lint format docs release clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -30,6 +31,13 @@ verify: $(VENV)/installed-dev
 # Two tests at a time, since most wait for processes; those of a file one by one, since they share what is costly.
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# Before a commit, in about a minute: style, the types of changed files, and the tests that start no process.
+quick: $(VENV)/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	git diff --name-only --diff-filter=d HEAD -- "*.py" | xargs -r $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest --numprocesses 2 -m "quick and not processes" $$(grep --files-with-matches mark.quick tests/test_*.py)
 
 # Everything: also what needs Horovod, which has to be built here.
 test-all: horovod

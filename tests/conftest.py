@@ -1,8 +1,10 @@
 """What every test runs under: few threads, quick hypothesis, and an environment left as it was found."""
 
+import multiprocessing.process
 import multiprocessing.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -64,6 +66,19 @@ def environment_is_left_as_found() -> Iterator[None]:
             os.environ[name] = value
     if leaked:
         pytest.fail(f"the test changed environment variables (before, after): {leaked}")
+
+
+@pytest.fixture(autouse=True)
+def quick_tests_start_no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test that is marked quick and starts a process, whose start takes longer than most such tests."""
+    if request.node.get_closest_marker("quick") is None or request.node.get_closest_marker("processes") is not None:
+        return
+
+    def refuse(*arguments: object, **keywords: object) -> None:
+        pytest.fail("a test that is marked quick starts a process; mark it processes as well")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
 
 
 @pytest.fixture

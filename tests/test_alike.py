@@ -15,6 +15,8 @@ from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
 
+pytestmark = pytest.mark.quick
+
 SOURCES = consistency._SOURCES
 
 

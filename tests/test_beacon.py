@@ -13,6 +13,8 @@ from samestep.errors import UserError
 from samestep.launch import rank_rendezvous
 from samestep.launch.network import LOOPBACK
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def ports(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -13,6 +13,8 @@ from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
 
+pytestmark = pytest.mark.quick
+
 
 def host(number: int, port: int, **values: object) -> NodeSpec:
     known = {"job": "one", "fewest": 2, "most": 2, "num_procs": 1, "command": ("x",), "logs": "logs"}

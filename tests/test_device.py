@@ -13,6 +13,8 @@ from samestep.errors import UserError
 from samestep.launch import agent, device
 from samestep.launch.node_spec import NodeSpec
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def visible(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:

@@ -22,6 +22,8 @@ from samestep.tasks.image_classification import ImageData, ImageModel
 from samestep.tasks.regression import Regression
 from samestep.tasks.text_classification import TextData, TextModel
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 AT_THE_ROOT = ("README", "ARCHITECTURE", "CONTRIBUTING")  # each with its twin NAME.zh-CN.md

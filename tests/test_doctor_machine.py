@@ -11,6 +11,8 @@ from findings import GIB, only
 from samestep.doctor import machine
 from samestep.doctor.findings import Asked
 
+pytestmark = pytest.mark.quick
+
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 

@@ -10,6 +10,8 @@ from samestep.launch.cluster import Cluster, Host
 from samestep.launch.environments.base import Found, Slots
 from samestep.launch.filters import Filters, apply
 
+pytestmark = pytest.mark.quick
+
 
 def found(*slots: int, this: int | None = None, slots_from: Slots = "listed") -> Found:
     """Hosts worker-1, worker-2 and so on, with these slots."""

@@ -10,6 +10,8 @@ import pytest
 from samestep.launch import network
 from samestep.launch.network import NOBODY_LISTENS, why_not
 
+pytestmark = pytest.mark.quick
+
 TAKEN = OSError(errno.EADDRINUSE, "Address already in use")
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

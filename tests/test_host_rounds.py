@@ -14,6 +14,8 @@ from samestep.fault_tolerance.status import RankStatus
 from samestep.launch.rendezvous import HostRound, Member
 from samestep.launch.rounds import Ended, NodeRounds
 
+pytestmark = pytest.mark.quick
+
 LAYOUT = "dp2"
 
 

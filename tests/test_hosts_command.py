@@ -8,6 +8,8 @@ import pytest
 
 from samestep.cli.main import main
 
+pytestmark = pytest.mark.quick
+
 VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_JOB_ID", "SM_HOSTS", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
 
 

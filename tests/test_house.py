@@ -11,6 +11,8 @@ import pytest
 
 import samestep
 
+pytestmark = pytest.mark.quick
+
 SOURCE = Path(samestep.__file__).parent
 
 # From the ground up: a module may import from its own row and from the rows above it here.
@@ -212,10 +214,12 @@ START = [
 
 
 @pytest.mark.parametrize("statement", START)
+@pytest.mark.processes
 def test_nothing_heavy_is_loaded_at_the_start(statement: str) -> None:
     assert loaded_by(statement) & HEAVY == set()
 
 
+@pytest.mark.processes
 def test_a_heavy_import_is_found() -> None:
     assert "numpy" in loaded_by("import samestep.data.order") & HEAVY
 

@@ -12,6 +12,8 @@ from samestep.launch.network import for_messages, own_name_leads_nowhere
 from samestep.launch.script_env import registry
 from samestep.ranks import Ranks
 
+pytestmark = pytest.mark.quick
+
 ONE_OF_TWO_HOSTS = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1)
 MET = {"MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "1"}
 

@@ -11,6 +11,8 @@ from samestep import jobfile
 from samestep.job import Job, Run
 from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_job_file_gives_its_values_and_defaults_for_the_rest(tmp_path: Path) -> None:
     loaded = jobfile.load(write(tmp_path, REVIEWS))

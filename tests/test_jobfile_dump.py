@@ -14,6 +14,8 @@ from job_files import REVIEWS, write
 
 from samestep import jobfile
 
+pytestmark = pytest.mark.quick
+
 DUMPED = """\
 recipe:
   task: text-classification  # job.yaml:3

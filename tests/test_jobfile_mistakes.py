@@ -10,6 +10,8 @@ from samestep import jobfile
 from samestep.job import Job
 from samestep.recipe import Recipe
 
+pytestmark = pytest.mark.quick
+
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "missing.yaml") == "no job file missing.yaml"

@@ -8,6 +8,8 @@ import yaml
 
 from samestep.cli.main import main
 
+pytestmark = pytest.mark.quick
+
 # The fields of kubeflow.org/v1, kind PyTorchJob, that are used here.
 SPEC = {"nprocPerNode", "runPolicy", "pytorchReplicaSpecs", "elasticPolicy"}
 REPLICAS = {"replicas", "restartPolicy", "template"}
@@ -76,6 +78,7 @@ def test_an_elastic_job_has_no_master_and_one_pod_no_workers(capsys: pytest.Capt
         ("--image x -- train.py", "--image goes with --k8s"),
     ],
 )
+@pytest.mark.processes
 def test_a_mistake_is_one_message(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *shlex.split(words)]) == 2
     assert says in capsys.readouterr().err

@@ -16,6 +16,8 @@ from samestep.launch.environments.registry import find
 from samestep.launch.filters import Filters, apply
 from samestep.launch.launcher import LaunchRequest, check_one_a_host, first_hosts, part_here
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import pytest
 from samestep.cli.main import main
 from samestep.launch.forwarded_env import files_of, gather, is_secret
 
+pytestmark = pytest.mark.quick
+
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY",
     "AWS_PROFILE",

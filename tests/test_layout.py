@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from samestep.errors import LayoutError
 from samestep.layout import PRESETS, Layout, ModelShape, unsized
 
+pytestmark = pytest.mark.quick
+
 SIZES = st.integers(1, 64)
 ORDERS = st.one_of(
     st.sampled_from(["cluster", "spread"]), st.permutations(["pp", "dp", "fsdp", "cp", "tp"]).map(".".join)

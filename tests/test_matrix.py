@@ -11,6 +11,8 @@ from samestep.errors import LayoutError, RankFailedError, UserError
 from samestep.layout import Layout
 from samestep.matrix import layouts_of
 
+pytestmark = pytest.mark.quick
+
 JOB = """
 recipe: {task: regression, args: {samples: 40, held_out: 10}, batch: 8, epochs: 1}
 """
@@ -24,6 +26,7 @@ def jobs(tmp_path: Path) -> list[str]:
     return [str(file) for file in files]
 
 
+@pytest.mark.processes
 def test_every_job_under_every_layout(jobs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "matrix.json"
     assert main(["verify", *jobs, "--layouts", "dp2, cp2", "--json", str(report)]) == 0

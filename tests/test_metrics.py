@@ -18,6 +18,8 @@ from torchmetrics.classification import (
 
 from samestep.tasks.metrics import Metric, PrecisionRecallCurve, SquaredError, classification_metrics
 
+pytestmark = pytest.mark.quick
+
 
 def updated(metrics: dict[str, Any], classes: int, batches: list[int]) -> dict[str, Any]:
     """The values after batches of samples of these sizes; with ties, and without a sample of class 1."""

@@ -19,6 +19,8 @@ from samestep.data.order import Place, SampleOrder, Share
 from samestep.errors import UserError
 from samestep.tasks.base import Batch, Task
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 ORDERS = st.builds(
     SampleOrder,
@@ -225,6 +227,7 @@ def test_a_loader_started_again_at_any_step_gives_the_same_rest(
     assert (len(whole), len(rest)) == (8, 8 - start)
 
 
+@pytest.mark.processes
 def test_worker_processes_give_the_same_as_none() -> None:
     order = SampleOrder(size=23, batch=8, seed=3)
     place = Place(index=2, of=3)
@@ -234,6 +237,7 @@ def test_worker_processes_give_the_same_as_none() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.processes
 def test_iterating_leaves_the_random_states_as_they_were(workers: int) -> None:
     def drawn() -> tuple[Any, ...]:
         """What each global source of randomness would give next."""

@@ -9,6 +9,8 @@ from samestep.errors import UserError
 from samestep.launch.environments.base import Given, Slots
 from samestep.launch.environments.registry import PLACES, check_not_alone, find, idle_hosts
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def hostfile(tmp_path: Path) -> Path:

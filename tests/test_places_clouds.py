@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from places import PYTORCHJOB, SAGEMAKER, Here, at, refused, slots
 
+pytestmark = pytest.mark.quick
+
 # SageMaker
 
 

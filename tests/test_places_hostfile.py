@@ -9,6 +9,8 @@ from places import at, read, refused, slots
 from samestep.launch.environments.base import which
 from samestep.launch.environments.hostfile import read_hostfile
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def hostfile(tmp_path: Path) -> Path:

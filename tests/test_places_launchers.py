@@ -7,6 +7,8 @@ from samestep.errors import UserError
 from samestep.launch.environments.slurm import host_names
 from samestep.ranks import counts
 
+pytestmark = pytest.mark.quick
+
 # Slurm
 
 

@@ -28,6 +28,8 @@ from samestep.planning.software import SOFTWARE
 from samestep.planning.stage_time import Job, layers_of_stages
 from samestep.planning.step_time import step_time
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -374,6 +376,7 @@ def test_mistakes_are_told_in_one_message(
     assert words in told
 
 
+@pytest.mark.processes
 def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_file, page = tmp_path / "plan.json", tmp_path / "plan.html"
     words = ["plan", "--model", "bert-base", "--gpu", "a100", "--devices", "4", "--global-batch", "64", "--top", "3"]

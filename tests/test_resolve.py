@@ -16,6 +16,8 @@ from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve
 from samestep.tasks.regression import Regression
 
+pytestmark = pytest.mark.quick
+
 METHODS = """
     def model(self): ...
     def train_set(self): ...

@@ -15,6 +15,8 @@ from samestep.launch.handshake import Handshake
 from samestep.launch.network import store_at
 from samestep.launch.node_spec import NodeSpec
 
+pytestmark = pytest.mark.quick
+
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no time: to close is to reset
 
 

@@ -9,6 +9,8 @@ import pytest
 from samestep.cli import hyperparameters
 from samestep.cli.main import main
 
+pytestmark = pytest.mark.quick
+
 # As in the documentation of the training toolkit, with this project's names.
 USER_ARGS = ["--batch-size", "8", "--layout", "single", "--lr", "0.001"]
 HYPERPARAMETERS = {"batch-size": 8, "lr": 0.001, "layout": "single", "sagemaker_program": "train.py"}

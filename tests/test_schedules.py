@@ -14,6 +14,8 @@ from samestep.parallel.pipeline.partition import best_starts
 from samestep.parallel.pipeline.schedule import SCHEDULES, micro_batches, orders_of, owners
 from samestep.parallel.pipeline.timeline import bubble, bubble_formula, ideal_times
 
+pytestmark = pytest.mark.quick
+
 
 def cost_of(costs: Sequence[float], starts: Sequence[int]) -> float:
     ends = [*starts[1:], len(costs)]

@@ -15,6 +15,8 @@ from samestep.parallel.tensor.modules import Heads
 from samestep.parallel.tensor.plan import Plan, even_ranges, make_plan, vocabulary_ranges
 from samestep.parallel.trace import trace
 
+pytestmark = pytest.mark.quick
+
 LLAMA_BLOCK = {
     "self_attn.q_proj": "column",
     "self_attn.k_proj": "column",

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import tested
 
+pytestmark = pytest.mark.quick
+
 PULLED: dict[str, Any] = {
     "place": "hostfile, over SSH",
     "command": "samestep launch ...",

@@ -15,6 +15,8 @@ from samestep.cli.main import main
 from samestep.jobfile import load
 from samestep.layout import Layout
 
+pytestmark = pytest.mark.quick
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "translate"
 
 

@@ -19,6 +19,8 @@ from samestep.recipe import SGD, AdamW, Recipe, Schedule
 from samestep.training.optimizer import rate
 from samestep.translate import unsaid
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parent.parent
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

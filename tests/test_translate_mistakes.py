@@ -10,6 +10,8 @@ import pytest
 
 from samestep.cli.main import main
 
+pytestmark = pytest.mark.quick
+
 
 def smp(**parameters: Any) -> str:
     """The distribution dictionary of a job with SageMaker's model parallel."""
