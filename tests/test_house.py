@@ -48,6 +48,7 @@ HOUSE = (
     ("job_check",),
     ("inference",),
     ("comparison",),
+    ("script_proof",),
     ("tuning",),
     ("comm_bench",),
     ("doctor",),
