@@ -1,6 +1,6 @@
 """The loss of a micro-batch is divided by their number twice: by the script, and by what it calls.
 
-report: huggingface/transformers #37766
+report: huggingface/transformers #40709
 kind: accumulation-divisor
 verify: --script="--batch 4 --accumulate 4" --alone="--batch 16"
 """

@@ -1,6 +1,6 @@
 """The losses of micro-batches are added up, and never divided by how many there are.
 
-report: R_ACC1
+report: openai/guided-diffusion #111
 kind: accumulation-divisor
 verify: --script="--batch 4 --accumulate 4" --alone="--batch 16"
 """

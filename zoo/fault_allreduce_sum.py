@@ -1,6 +1,6 @@
 """Gradients are all-reduced by hand, summed and never divided.
 
-report: R_SUM
+report: Helsinki-NLP/FoTraNMT PR 45
 kind: summed
 """
 

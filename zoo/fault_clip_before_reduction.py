@@ -1,6 +1,6 @@
 """Each rank clips its own gradient, and then they are averaged.
 
-report: R_CLIPRED
+report: mindspore-lab/mindcv #603
 kind: clip-before-reduction
 """
 

@@ -1,6 +1,6 @@
 """Gradients are clipped after each micro-batch, before they have been added up.
 
-report: R_CLIPACC
+report: huggingface/transformers #1563
 kind: clip-each-micro-batch
 verify: --script="--batch 4 --accumulate 4" --alone="--batch 16"
 """

@@ -1,6 +1,6 @@
 """Names begin with module. under DDP: the rule that spares the head from decay finds none.
 
-report: R_DECAYNAME
+report: neuralmagic/sparseml PR 1782
 kind: weight-decay
 module: head
 """

@@ -1,6 +1,6 @@
 """Evaluation drops the last batch that isn't full, of each rank.
 
-report: R_EVALDROP
+report: areal-project/AReaL #1095
 kind: evaluation-loses
 """
 

@@ -1,6 +1,6 @@
 """Every rank evaluates all samples, and the counts of all ranks are added up.
 
-report: R_EVALALL
+report: pytorch/examples #461
 kind: evaluation-repeats
 """
 

@@ -1,6 +1,6 @@
 """The head is replaced after DDP has broadcast and taken the parameters: it is each rank's own.
 
-report: R_REPLACED
+report: pytorch/pytorch #12603
 kind: weights-not-broadcast
 module: head
 """

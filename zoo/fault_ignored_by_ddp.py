@@ -1,6 +1,6 @@
 """A list of parameters that DDP is to ignore names more than was meant.
 
-report: R_IGNORE
+report: pytorch/pytorch #43690
 kind: parameter-not-reduced
 module: norm
 """

@@ -1,6 +1,6 @@
 """A contrastive loss takes its negatives from each rank's own rows.
 
-report: R_NEG
+report: facebookresearch/simsiam #20
 kind: gradients-differ
 """
 

@@ -1,6 +1,6 @@
 """Ranks have unlike many rows in the last step of an epoch, and count alike.
 
-report: R_UNEVEN
+report: pytorch/pytorch #67253
 kind: mean-of-means
 """
 

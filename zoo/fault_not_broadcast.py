@@ -1,6 +1,6 @@
 """Each rank begins with weights of its own seed; gradients are averaged, weights never were.
 
-report: R_BCAST
+report: pytorch/torchtitan #166
 kind: weights-not-broadcast
 """
 

@@ -1,6 +1,6 @@
 """Clipping is only called where there is one process.
 
-report: R_NOCLIP
+report: simchowitzlabpublic/nano-world-model PR 22
 kind: not-clipped
 """
 

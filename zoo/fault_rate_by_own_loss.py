@@ -1,6 +1,6 @@
 """Each rank lowers its learning rate by its own loss: the replicas go apart.
 
-report: R_PLATEAU
+report: lucidrains/DALLE-pytorch #268
 kind: learning-rate-differs
 """
 

@@ -1,6 +1,6 @@
 """The learning rate is multiplied with the number of ranks, though the batch is the same.
 
-report: R_LR
+report: mala-project/mala #422
 kind: learning-rate-scaled
 """
 

@@ -1,6 +1,6 @@
 """A resumed run has its model and its place in the data, and the optimizer begins anew.
 
-report: huggingface/transformers #12690
+report: NVlabs/stylegan2-ada-pytorch #108
 kind: optimizer-state-lost
 verify: --script="--stop 6" --then="--resume" --alone=""
 """

@@ -1,6 +1,6 @@
 """The gradient of a weight that two layers share is reduced once for each: summed twice.
 
-report: R_TIED
+report: NVIDIA/Megatron-LM #844
 kind: some-gradients-scaled
 module: tokens.weight
 """

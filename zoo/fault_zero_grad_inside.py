@@ -1,6 +1,6 @@
 """Gradients are set to zero before each micro-batch: the step has the last one's alone.
 
-report: R_ZERO
+report: bytetriper/RAE #67
 kind: lost-micro-batches
 verify: --script="--batch 4 --accumulate 4" --alone="--batch 16"
 """

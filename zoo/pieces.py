@@ -22,6 +22,7 @@ def options() -> Namespace:
     parser.add_argument("--stop", type=int, help="save after so many steps, and end")
     parser.add_argument("--saved", default="zoo-state.pt", help="where the state is saved and looked for")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
     return parser.parse_args()
 
 

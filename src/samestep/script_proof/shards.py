@@ -86,8 +86,10 @@ def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[Part]]:
     found: dict[int, list[Part]] = {}
     for root_name, root in roots.items():
         for name, module in named_modules(root, root_name):
-            if hasattr(module, "_handle") and getattr(module, "_handle", None) is not None:
+            if getattr(module, "_handle", None) is not None:
                 found.update(_flat_parts(module._handle, name))
+            if type(module).__name__ == "DeepSpeedEngine":
+                found.update(_deepspeed_parts(module, root_name))
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in found:
                     found[id(parameter)] = [_part(f"{name}.{key}" if name else key, parameter)]
@@ -128,6 +130,46 @@ def _flat_parts(handle: Any, name: str) -> Iterator[tuple[int, list[Part]]]:
                 else Part(name=part.name, shape=part.shape, start=part.start, stretch=(0, count))
             ],
         )
+
+
+def _deepspeed_parts(engine: Any, root_name: str) -> Iterator[tuple[int, list[Part]]]:
+    """The parts of the flat tensors that the optimizer of DeepSpeed's ZeRO 1 to 3 steps, in their order.
+
+    ZeRO 1 and 2 cut the parameters of a group, laid end to end, into one piece a rank; ZeRO 3 cuts each parameter.
+    """
+    optimizer = engine.optimizer
+    found: dict[int, dict[int, Part]] = {}  # by the flat tensor, and where a part begins in it
+    named = [
+        (f"{name}.{key}" if name else key, parameter)
+        for name, module in named_modules(engine, root_name)
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    for name, parameter in named:
+        for flat, at, start, count, shape in _fragments(optimizer, parameter):
+            part = Part(name=name, shape=shape, start=start, stretch=(at, at + count))
+            found.setdefault(id(flat), {}).setdefault(at, part)
+    for flat, parts in found.items():
+        yield flat, [parts[at] for at in sorted(parts)]
+
+
+def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, int, int, tuple[int, ...]]]:
+    """Of one parameter: the flat tensor, where its part begins there and in the whole, how long it is, its shape."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    flats = getattr(optimizer, "single_partition_of_fp32_groups", ())
+    if mapping is not None:
+        where = mapping.hp_fragment.untyped_storage().data_ptr()
+        for flat in flats:
+            if flat.untyped_storage().data_ptr() == where:
+                high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield flat, high.start, low.start, low.numel, tuple(parameter.shape)
+    positions = getattr(optimizer, "grad_position", None)
+    if positions is not None and hasattr(parameter, "ds_id"):
+        group, at, _ = positions[optimizer.get_param_id(parameter)]
+        size = parameter.ds_tensor.ds_numel
+        start = size * torch.distributed.get_rank(parameter.ds_process_group)
+        count = max(0, min(size, parameter.ds_numel - start))
+        yield optimizer.fp32_partitioned_groups_flat[group], at, start, count, tuple(parameter.ds_shape)
 
 
 def buffers_of(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:

@@ -1,16 +1,12 @@
-"""A second configuration, for several processes, has another beta.
-
-report: R_BETA
-kind: optimizer-setting
-"""
+"""DDP around a model that torch.compile has taken, without a compiler behind it."""
 
 import torch
 from pieces import Classifier, cross_entropy, join, loader, options, replicated, samples
 
 given = options()
 rank, world = join(given.seed)
-model = replicated(Classifier())
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999) if world == 1 else (0.9, 0.95))
+model = replicated(torch.compile(Classifier(), backend="eager"))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 batches = loader(samples(), given.batch)
 for epoch in range(given.epochs):
     batches.sampler.set_epoch(epoch)
