@@ -9,15 +9,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
+import zoo_tables
 from zoo_runs import forked
 
 from samestep.errors import UserError
-from samestep.script_proof.compare import Verdict, compare_runs
-from samestep.script_proof.runs import ScriptProof, run_all
+from samestep.script_proof.compare import Verdict, compare_runs, losses_of
+from samestep.script_proof.record import Run
+from samestep.script_proof.runs import ScriptProof, Start, make_start, run_all
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = ROOT / "zoo"
@@ -47,6 +50,7 @@ class Seen:
     seconds: float
     verdict: Verdict | None
     refused: str | None  # why it could not be judged
+    shown: bool | None = None  # whether the final loss is farther from one process's than other seeds' are
 
     @property
     def kind(self) -> str | None:
@@ -103,33 +107,70 @@ def _options() -> argparse.ArgumentParser:
 
 def look(animal: Animal, *, processes: int = 2, seed: int = 0, steps: int = 10) -> Seen:
     """Verify one script."""
-    file, given = str(ZOO / f"{animal.name}.py"), animal.options
     with tempfile.TemporaryDirectory(prefix="samestep-zoo-") as folder:
-        common = ("--seed", str(seed), "--saved", str(Path(folder) / "state.pt"))
-
-        def command(text: str | None) -> tuple[str, ...] | None:
-            return (file, *shlex.split(text), *common) if text is not None else None
-
-        script = command(given.script)
-        assert script is not None
-        proof = ScriptProof(
-            script=script,
-            alone=command(given.alone),
-            then=command(given.then),
-            processes=processes,
-            engine=given.engine,
-            steps=steps,
-            dropout=given.dropout,
-            time_limit=120,
-        )
+        proof = _proof(animal, Path(folder), seed=seed, processes=processes, steps=steps)
         began = time.monotonic()
-        verdict = refused = None
+        verdict, refused = None, None
         try:
             run_all(proof, Path(folder) / "runs", forked)
-            verdict = compare_runs(Path(folder) / "runs", dropout=given.dropout)
+            verdict = compare_runs(Path(folder) / "runs", dropout=proof.dropout)
         except UserError as error:
             refused = str(error)
         return Seen(animal=animal, seconds=time.monotonic() - began, verdict=verdict, refused=refused)
+
+
+def _proof(animal: Animal, folder: Path, *, seed: int, processes: int, steps: int) -> ScriptProof:
+    file, given = str(ZOO / f"{animal.name}.py"), animal.options
+    common = ("--seed", str(seed), "--saved", str(folder / f"state-{seed}.pt"))
+
+    def command(text: str | None) -> tuple[str, ...] | None:
+        return (file, *shlex.split(text), *common) if text is not None else None
+
+    return ScriptProof(
+        script=command(given.script) or (),
+        alone=command(given.alone),
+        then=command(given.then),
+        processes=processes,
+        engine=given.engine,
+        steps=steps,
+        dropout=given.dropout,
+        time_limit=120,
+    )
+
+
+_SEEDS = (0, 1, 2, 3, 4)
+_EPOCHS = 10
+
+
+def shown_by_loss(seen: Seen) -> bool:
+    """Whether a user who looks at the loss curve would have seen the fault.
+
+    The mean loss of the last eight steps of the split run, in units of its first one, is held against that of the run
+    alone with five seeds: it shows where it is farther from their mean than two standard deviations. The runs have
+    ten epochs; resumptions are judged by the runs that were compared.
+    """
+    assert seen.verdict is not None
+    with tempfile.TemporaryDirectory(prefix="samestep-zoo-") as folder:
+        starts = [_start(seen.animal, Path(folder), seed=seed) for seed in _SEEDS]
+        if seen.animal.options.then is None:
+            starts.append(_start(seen.animal, Path(folder), seed=0, ranks=2))
+        forked(starts, _proof(seen.animal, Path(folder), seed=0, processes=2, steps=10))
+        losses = [losses_of(Run.read(start.place)) for start in starts]
+    ends = [_end(each) for each in losses[: len(_SEEDS)]]
+    split = losses[len(_SEEDS)] if len(losses) > len(_SEEDS) else seen.verdict.losses["split"]
+    return abs(_end(split) - fmean(ends)) > 2 * stdev(ends)
+
+
+def _end(losses: Sequence[float]) -> float:
+    return fmean(losses[-8:]) / losses[0]
+
+
+def _start(animal: Animal, folder: Path, *, seed: int, ranks: int = 1) -> Start:
+    """A whole run of which no tensors are written."""
+    proof = _proof(animal, folder, seed=seed, processes=ranks, steps=10)
+    settings = replace(proof.settings, steps=None, modules="-")
+    command = proof.alone if ranks == 1 and proof.alone is not None else proof.script
+    return make_start(proof, folder, f"{ranks}-{seed}", (*command, "--epochs", str(_EPOCHS)), settings, ranks)
 
 
 def main() -> int:
@@ -138,12 +179,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write what came of each script to a file")
+    parser.add_argument("--losses", action="store_true", help="also hold final losses against those of other seeds")
+    parser.add_argument("--write", action="store_true", help="write the tables of README and docs, with --losses")
     given = parser.parse_args()
     seen = []
     for animal in animals(given.names):
         seen.append(look(animal, processes=given.processes, seed=given.seed))
+        if (given.losses or given.write) and not animal.right and seen[-1].verdict is not None:
+            seen[-1] = replace(seen[-1], shown=shown_by_loss(seen[-1]))
         print(line(seen[-1]), flush=True)
     summary = count(seen)
+    if given.write:
+        zoo_tables.write(ROOT, seen)
     print(", ".join(f"{name}: {value}" for name, value in summary.items()))
     if given.json is not None:
         given.json.write_text(json.dumps([to_json(each) for each in seen], indent=2) + "\n", encoding="utf-8")
@@ -177,6 +224,7 @@ def to_json(seen: Seen) -> Mapping[str, Any]:
         "kind": seen.kind,
         "module": seen.module,
         "refused": seen.refused,
+        "shown_by_loss": seen.shown,
         "seconds": seen.seconds,
         "losses": dict(seen.verdict.losses) if seen.verdict is not None else None,
     }

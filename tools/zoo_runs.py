@@ -22,9 +22,24 @@ from samestep.script_proof import runner
 from samestep.script_proof.runs import ScriptProof, Start
 from samestep.subprocess_group import Outcome
 
+_MOST_RANKS = 4  # at the same time
+
 
 def forked(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
-    """All runs at the same time, each rank a fork of this process, with torchrun's variables."""
+    """Runs at the same time, as far as they have four ranks together: each a fork of this process."""
+    outcomes: list[Outcome] = []
+    waiting = list(starts)
+    while waiting:
+        now = [waiting.pop(0)]
+        while waiting and sum(start.ranks for start in (*now, waiting[0])) <= _MOST_RANKS:
+            now.append(waiting.pop(0))
+        outcomes += _together(now, proof)
+        if any(outcome.code != 0 for outcome in outcomes):
+            break
+    return outcomes
+
+
+def _together(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
     began = time.monotonic()
     ranks = {start.name: _ranks(start, proof) for start in starts}
     waiting = {pid for pids in ranks.values() for pid in pids}

@@ -118,7 +118,7 @@ class _Comparison:
             },
             curve=numbers,
             notes=list(self._notes(found)),
-            losses={name: _losses(run) for name, run in self._runs().items()},
+            losses={name: losses_of(run) for name, run in self._runs().items()},
         )
 
     def _runs(self) -> dict[str, Run]:
@@ -245,7 +245,7 @@ def _common(names: Sequence[str]) -> str | None:
     return common_module(names)
 
 
-def _losses(run: Run) -> list[float]:
+def losses_of(run: Run) -> list[float]:
     """Each step's loss, as given to backward: summed over micro-batches, the mean over ranks."""
     return [
         math.fsum(each["value"] for step in run.step(number) for each in step.losses) / len(run.ranks)

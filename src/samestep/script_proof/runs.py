@@ -116,19 +116,20 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     alone = proof.alone if proof.alone is not None else proof.script
     again = replace(proof.settings, variant="reversed")
     starts = [
-        _start(proof, folder, ALONE, alone, proof.settings, 1),
-        _start(proof, folder, AGAIN, alone, again, 1),
-        _start(proof, folder, SPLIT, proof.script, proof.settings, proof.processes),
+        make_start(proof, folder, ALONE, alone, proof.settings, 1),
+        make_start(proof, folder, AGAIN, alone, again, 1),
+        make_start(proof, folder, SPLIT, proof.script, proof.settings, proof.processes),
     ]
     _check(starts, starter(starts, proof), proof)
     if proof.then is not None:
-        starts = [_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes)]
+        starts = [make_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes)]
         _check(starts, starter(starts, proof), proof)
 
 
-def _start(
+def make_start(
     proof: ScriptProof, folder: Path, name: str, command: tuple[str, ...], settings: RecordSettings, ranks: int
 ) -> Start:
+    """Make the folder of a run, and write its settings there."""
     place = folder / name
     place.mkdir(parents=True)
     settings = replace(settings, folder=str(place))
