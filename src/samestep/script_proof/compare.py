@@ -10,7 +10,7 @@ import torch
 
 from samestep.comparison.bilingual import Words
 from samestep.errors import UserError
-from samestep.script_proof.differences import Apart, Limits, compare_tensors, limits_of, overall
+from samestep.script_proof.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
 from samestep.script_proof.record import Run, with_names_of
@@ -191,7 +191,7 @@ class _Comparison:
                     worst = max(each.ranks_apart for each in tensors)
                     if kind == "gradient" and len(own) <= 0.9 * len(tensors):
                         name = "parameter-not-reduced"
-                    module = _common(own) if len(own) < len(tensors) else None
+                    module = common_module(own) if len(own) < len(tensors) else None
                     return Finding(kind=name, step=number + 1, what=what, relative=worst, module=module)
         return None
 
@@ -237,12 +237,6 @@ class _Comparison:
             ).format(apart=apart)
         if not any(rank.evaluations for rank in self.alone.ranks):
             yield Words("no evaluation was seen", "没有看到评估")
-
-
-def _common(names: Sequence[str]) -> str | None:
-    from samestep.script_proof.differences import common_module
-
-    return common_module(names)
 
 
 def losses_of(run: Run) -> list[float]:

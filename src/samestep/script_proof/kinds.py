@@ -1,5 +1,6 @@
 """What a difference looks like: a kind for each fault that is known, and how it is said in both languages."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,4 +202,6 @@ class Finding:
         return KINDS[self.kind].format(**self.facts)
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "what": self.what, "module": self.module, "relative": self.relative}
+        """`relative` is None where nothing can be told, as of a gradient that is missing."""
+        relative = self.relative if math.isfinite(self.relative) else None
+        return {"step": self.step, "what": self.what, "module": self.module, "relative": relative}
