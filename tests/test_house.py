@@ -51,6 +51,7 @@ HOUSE = (
     ("job_check",),
     ("inference",),
     ("comparison",),
+    ("script_proof",),
     ("tuning",),
     ("comm_bench",),
     ("doctor",),

@@ -58,8 +58,9 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="the job file")
+def add_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), *, job: bool = True) -> None:
+    """`job`: whether there must be a job file."""
+    parser.add_argument("job", type=Path, nargs=None if job else "?", metavar="JOB.yaml", help="the job file")
     for flag, (_, text) in _FLAGS.items():
         if flag in without:
             continue

@@ -1,11 +1,11 @@
-"""Prove that a layout takes the steps of one process: both run, in float64, and are compared."""
+"""Prove that a layout, or a training script, takes the steps of one process: both run, and are compared."""
 
 import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options
+from samestep.cli import job_options, verify_script
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,18 +13,25 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    job_options.add_arguments(parser)
+    job_options.add_arguments(parser, job=False)
     job_options.add_check(parser)
     parser.add_argument("more", nargs="*", type=Path, metavar="JOB.yaml", help="with --layouts: further job files")
     parser.add_argument(
         "--layouts", metavar="LAYOUTS", help='a table of many layouts: "all", "fast", "experts", or "dp2, fsdp2 tp2"'
     )
-    parser.add_argument("--steps", type=int, default=5, help="how many steps are compared (default: 5)")
+    parser.add_argument("--steps", type=int, help="how many steps are compared (default: 5; of a script 10)")
     parser.add_argument("--dropout", action="store_true", help="compare steps with the recipe's dropout, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences to a file")
+    verify_script.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.script is not None:
+        return verify_script.run(options)
+    verify_script.check_absent(options)
+    if options.job is None:
+        raise UserError('verify needs a job file, or a script of your own: --script "train.py --batch-size 16"')
+    options.steps = 5 if options.steps is None else options.steps
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)

@@ -188,6 +188,7 @@ def page(found: Comparison) -> str:
     """The page as text. It holds plotly's program and needs nothing from elsewhere."""
     name = str(found.job.name or found.job.recipe.task)
     return Template(_file("page.html")).substitute(
+        command="compare",
         title=escape(name),
         heading=both(bilingual.HEADING.format(job=name)),
         css=_file("page.css"),

@@ -8,6 +8,7 @@ multiply. Under the mode of this file such a model computes what it would withou
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -50,10 +51,11 @@ _LIKE_ANOTHER = {Tensor.to, Tensor.type_as}
 # Their result has the dtype of a NumPy array, where they are given one.
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 
-# A mode is left while a call that it answers runs; here what runs may be parts of the model.
+# A mode is left while a call that it answers runs; here what runs may be parts of the model. What asks the mode is
+# the function itself, also where something that listens has been put in its place.
 _BACKWARD: dict[Any, Callable[..., Any]] = {
     function: without_override(function)
-    for function in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+    for function in (Tensor.backward, unwrap(torch.autograd.backward), torch.autograd.grad)
 }
 
 _KINDS_OF_TENSORS = ("FloatTensor", "HalfTensor", "BFloat16Tensor")

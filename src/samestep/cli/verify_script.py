@@ -1,0 +1,130 @@
+"""`samestep verify --script`: prove that a training script takes, split over processes, the steps of one process."""
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from samestep.cli import job_options
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from samestep.script_proof.runs import ScriptProof
+
+_PROCESSES, _STEPS, _TIME_LIMIT = 2, 10, 600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a script of your own", "run as it stands, alone and split, under a recorder")
+    add = group.add_argument
+    add("--script", metavar="COMMAND", help='"train.py --batch-size 16", or "-m package.train"; with --processes N')
+    add("--alone", metavar="COMMAND", help="the same with other arguments, for one process")
+    add("--then", metavar="COMMAND", help="what goes on where the split run has ended: a resumption")
+    add("--every", type=int, metavar="N", help="compare tensors in each N-th step (default: 1)")
+    add("--modules", metavar="PATTERN", help='compare tensors of these parameters: "*.layers.0.*"')
+    add("--dtype", metavar="TYPE", help="torch's default type before the script begins, such as float64")
+    add("--seed", type=int, metavar="N", help="seed random numbers before the script begins")
+    add("--time-limit", type=float, metavar="S", help=f"of one run (default: {_TIME_LIMIT:g} s)")
+    add("--report", type=Path, metavar="FILE", help="write a page of HTML, which needs no network")
+    add("--keep", type=Path, metavar="FOLDER", help="keep what was recorded, in a new folder")
+    add("--launch", metavar="OPTIONS", help='further options of samestep launch, such as "--hostfile hosts"')
+
+
+_OWN = ("alone", "then", "every", "modules", "dtype", "seed", "time_limit", "report", "keep", "launch")
+_OF_JOBS = ("layout", "layouts", "micro_batch", "checkpoint_every", "max_restarts", "folder", "threads", "no_check")
+
+
+def check_absent(options: argparse.Namespace) -> None:
+    """Raise UserError for an option of scripts that stands beside a job file."""
+    if given := [name for name in _OWN if getattr(options, name) is not None]:
+        raise UserError(f"--{given[0].replace('_', '-')} goes with --script, a training script of your own")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit codes: 0 the same step, 1 not, 2 a mistake."""
+    proof = _proof(options)
+    job_options.check("--json", options.json)
+    job_options.check("--report", options.report)
+    if options.report is not None and importlib.util.find_spec("plotly") is None:
+        raise UserError('--report needs plotly, which is not installed; pip install "samestep[report]"')
+    if options.keep is not None and options.keep.exists():
+        raise UserError(f"--keep {options.keep}: it is there already; name a new folder")
+
+    from samestep import environment, subprocess_group
+    from samestep.script_proof.compare import compare_runs
+    from samestep.script_proof.report import print_verdict
+    from samestep.script_proof.runs import run_all
+
+    if environment.ranks() is not None:
+        raise UserError("verify --script starts its own processes; start it without a launcher")
+    with TemporaryDirectory(prefix="samestep-script-") as scratch, subprocess_group.signals_raise():
+        folder = options.keep if options.keep is not None else Path(scratch) / "runs"
+        run_all(proof, folder)
+        verdict = compare_runs(folder, dropout=proof.dropout)
+    if options.json is not None:
+        options.json.write_text(json.dumps(verdict.to_json(), indent=2) + "\n", encoding="utf-8")
+    if options.report is not None:
+        from samestep.script_proof.page import page
+
+        options.report.write_text(page(verdict, options.script), encoding="utf-8")
+    print_verdict(verdict)
+    return 0 if verdict.same_step else 1
+
+
+def _proof(options: argparse.Namespace) -> "ScriptProof":
+    """What is asked for. Raises UserError for what can be seen to be wrong before anything is started."""
+    from samestep.launch.launcher import parse_command
+    from samestep.launch.script_env import registry
+    from samestep.script_proof.runs import ScriptProof, words
+
+    if options.job is not None:
+        raise UserError(f"{options.job} is a job file, and --script names a script; leave one of them out")
+    if given := [name for name in _OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(options.set):
+        raise UserError(f"--{given[0].replace('_', '-')} goes with a job file; a script has its own arguments")
+    engine = options.engine or "torch"
+    registry.check(engine)
+    commands: Mapping[str, Any] = {
+        name: words(f"--{name}", getattr(options, name)) if getattr(options, name) is not None else None
+        for name in ("script", "alone", "then")
+    }
+    launch = parse_command(words("--launch", options.launch, script=False)) if options.launch else ()
+    return ScriptProof(
+        script=commands["script"],
+        alone=commands["alone"],
+        then=commands["then"],
+        processes=_whole("--processes", options.processes, _PROCESSES, 2),
+        engine=engine,
+        device=options.device or "auto",
+        steps=_whole("--steps", options.steps, _STEPS, 1),
+        every=_whole("--every", options.every, 1, 1),
+        modules=options.modules,
+        dropout=options.dropout,
+        dtype=_dtype(options.dtype),
+        seed=options.seed,
+        time_limit=_limit(options.time_limit),
+        launch=launch,
+    )
+
+
+def _whole(flag: str, given: str | int | None, default: int, least: int) -> int:
+    if given is None:
+        return default
+    text = str(given)
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"{flag} is {text}; use a whole number of {least} or more")
+    return int(text)
+
+
+def _dtype(name: str | None) -> str | None:
+    if name not in (None, "float64", "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {name}: use float64, float32, bfloat16 or float16")
+    return name
+
+
+def _limit(seconds: float | None) -> float:
+    if seconds is not None and not seconds > 0:
+        raise UserError(f"--time-limit is {seconds:g}; use a number of seconds above 0")
+    return _TIME_LIMIT if seconds is None else seconds

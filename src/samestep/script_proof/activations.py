@@ -1,0 +1,57 @@
+"""What each module made of each row in one forward: two numbers a row, which show the first module that departs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.script_proof.samples import tensors_in
+from samestep.script_proof.shards import named_modules
+
+_MOST_ROWS = 256
+_MOST_CALLS = 1000
+_MOST_NUMBERS = 1 << 14  # of a row; of a longer one, so many at equal distances
+
+
+class Activations:
+    """Notes the output of every module, in the order in which they end, while a model's forward runs.
+
+    Of a row x there is its norm, and its product with cos(1.7 k + 0.3): the same numbers in another order, or with
+    other signs, differ in one of the two.
+    """
+
+    def __init__(self, module: nn.Module, root: str, batch: int) -> None:
+        self._names = {id(each): (name, type(each).__name__) for name, each in reversed(list(named_modules(module)))}
+        self._batch = batch
+        self._calls: list[dict[str, Any]] = []
+        self._directions: dict[int, Tensor] = {}
+
+    def add(self, module: nn.Module, result: Any) -> None:
+        name = self._names.get(id(module))
+        value = next((each for _, each in tensors_in(result) if each.is_floating_point() and each.dim() > 0), None)
+        if name is None or value is None or not 0 < self._batch <= _MOST_ROWS or len(self._calls) >= _MOST_CALLS:
+            return
+        if value.shape[0] % self._batch or not value.numel():
+            return
+        rows = value.detach().reshape(self._batch, -1)
+        numbers = rows.shape[1]
+        rows = rows[:, :: max(1, numbers // _MOST_NUMBERS)].double()
+        direction = self._direction(rows.shape[1], rows.device)
+        self._calls.append(
+            {
+                "module": name[0],
+                "kind": name[1],
+                "numbers": numbers,
+                "norms": rows.norm(dim=1).tolist(),
+                "products": (rows @ direction).tolist(),
+            }
+        )
+
+    def _direction(self, numbers: int, device: torch.device) -> Tensor:
+        if numbers not in self._directions:
+            steps = torch.arange(numbers, dtype=torch.float64, device=device)
+            self._directions[numbers] = torch.cos(1.7 * steps + 0.3)
+        return self._directions[numbers]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return self._calls

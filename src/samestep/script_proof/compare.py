@@ -1,0 +1,265 @@
+"""Compare the records of a script alone, alone again, and split: the first difference, beside the noise."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.comparison.bilingual import Words
+from samestep.errors import UserError
+from samestep.script_proof.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
+from samestep.script_proof.gradients import StepPair, gradient_finding
+from samestep.script_proof.kinds import Finding
+from samestep.script_proof.record import Run, with_names_of
+from samestep.script_proof.runs import AGAIN, ALONE, SPLIT
+from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, sampling
+from samestep.script_proof.updates import buffer_finding, initial_finding, update_finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNumbers:
+    """How far both runs are apart in one step, relative, and how far rounding alone drives them."""
+
+    step: int  # from 1
+    loss: float | None
+    gradient: float
+    parameters: float
+    gradient_noise: float
+    parameters_noise: float
+    modules: Mapping[str, float]  # the gradient's difference, by module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of a proof."""
+
+    processes: int
+    steps: int  # that were compared
+    finding: Finding | None
+    noise: Mapping[str, float]  # that was measured, of gradients and parameters: the largest of a step
+    curve: Sequence[StepNumbers] = ()
+    notes: Sequence[Words] = ()
+    losses: Mapping[str, Sequence[float]] = field(default_factory=dict)  # a step: alone, again, split
+
+    @property
+    def same_step(self) -> bool:
+        return self.finding is None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "same_step": self.same_step,
+            "processes": self.processes,
+            "steps": self.steps,
+            "kind": self.finding.kind if self.finding is not None else None,
+            "words": self.finding.words.en if self.finding is not None else None,
+            "first_difference": self.finding.to_json() if self.finding is not None else None,
+            "noise": dict(self.noise),
+            "notes": [note.en for note in self.notes],
+            "losses": {name: list(values) for name, values in self.losses.items()},
+            "curve": [
+                {
+                    "step": each.step,
+                    "loss": each.loss,
+                    "gradient": each.gradient,
+                    "parameters": each.parameters,
+                    "gradient_noise": each.gradient_noise,
+                    "parameters_noise": each.parameters_noise,
+                    "modules": dict(each.modules),
+                }
+                for each in self.curve
+            ],
+        }
+
+
+def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
+    """The verdict on the runs in a folder. Raises UserError where they can't be compared: what to pass instead."""
+    alone, again, split = (Run.read(folder / name) for name in (ALONE, AGAIN, SPLIT))
+    if (folder / f"{SPLIT}-then").is_dir():
+        split = split.then(Run.read(folder / f"{SPLIT}-then"))
+    check_steps(alone, split)
+    return _Comparison(alone=alone, again=again, split=with_names_of(split, alone), dropout=dropout).verdict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    alone: Run
+    again: Run
+    split: Run
+    dropout: bool
+
+    def verdict(self) -> Verdict:
+        found = sampling(self.alone, self.split, self.again)
+        steps = min(self.alone.steps, self.split.steps)
+        numbers: list[StepNumbers] = []
+        finding = self._initial()
+        limits: dict[str, Limits] = {}
+        for number in range(steps if found.mistake is None else 0):
+            first, shown = self._step(number, limits, judged=finding is None and number < found.same)
+            numbers.append(shown)
+            finding = finding or first
+            if finding is None and number == found.same:
+                finding = found.finding
+        if finding is None and found.mistake is None:
+            finding = found.finding or self._rest()
+        if finding is None and found.mistake is not None:
+            finding = self._without_samples()
+            if finding is None:
+                raise UserError(found.mistake)
+        return Verdict(
+            processes=len(self.split.ranks),
+            steps=steps,
+            finding=finding,
+            noise={
+                "gradient": max((each.gradient_noise for each in numbers), default=0.0),
+                "parameters": max((each.parameters_noise for each in numbers), default=0.0),
+            },
+            curve=numbers,
+            notes=list(self._notes(found)),
+            losses={name: losses_of(run) for name, run in self._runs().items()},
+        )
+
+    def _runs(self) -> dict[str, Run]:
+        return {ALONE: self.alone, AGAIN: self.again, SPLIT: self.split}
+
+    @property
+    def _compares_gradients(self) -> bool:
+        return not (self.dropout and self._drops())
+
+    def _drops(self) -> bool:
+        return any(step.values["dropout"] for step in self.split.step(0))
+
+    def _initial(self) -> Finding | None:
+        tensors = compare_tensors(0, "before", self.alone, self.split, self.again)
+        limits = limits_of(tensors, self.alone.dtype())
+        if tensors and max(each.noise for each in tensors) > 1e-3:
+            copies = [each for each in tensors if each.ranks_apart > 0]
+            if not copies:
+                raise UserError(
+                    "two runs alone begin with different weights: the script draws them from an unseeded generator; "
+                    "call torch.manual_seed before the model is made, or pass --seed 0"
+                )
+        return initial_finding(tensors, limits, self.alone, self.split)
+
+    def _step(self, number: int, known: dict[str, Limits], *, judged: bool) -> tuple[Finding | None, StepNumbers]:
+        """The first difference in a step, where it is looked for, and the step's numbers."""
+        dtype = self.alone.dtype()
+        found = {}
+        for kind in ("gradient", "after", "buffer"):
+            found[kind] = compare_tensors(number, kind, self.alone, self.split, self.again)
+            known[kind] = limits_of(found[kind], dtype, known.get(kind))
+        finding = self._judge(number, found, known) if judged and self._compares_gradients else None
+        return finding, StepNumbers(
+            step=number + 1,
+            loss=_loss_apart(self.alone, self.split, number),
+            gradient=overall(found["gradient"]),
+            parameters=overall(found["after"]),
+            gradient_noise=max((each.noise for each in found["gradient"]), default=0.0),
+            parameters_noise=max((each.noise for each in found["after"]), default=0.0),
+            modules=_modules(found["gradient"]),
+        )
+
+    def _judge(
+        self, number: int, found: Mapping[str, Sequence[Apart]], limits: Mapping[str, Limits]
+    ) -> Finding | None:
+        pair = StepPair(
+            number=number,
+            alone=self.alone.step(number),
+            split=self.split.step(number),
+            tensors=found["gradient"],
+            limits=limits["gradient"],
+        )
+        return (
+            gradient_finding(pair, self.alone, self.split, keys_of(self.alone, self.split))
+            or update_finding(number, found["after"], limits["after"], self.alone, self.split)
+            or buffer_finding(number, found["buffer"], limits["buffer"])
+        )
+
+    def _without_samples(self) -> Finding | None:
+        """Where the samples of both runs are others: what can be seen in the ranks of the split run alone."""
+        for number in range(self.split.steps):
+            for kind, name, what in (
+                ("gradient", "not-reduced", "gradient"),
+                ("after", "ranks-differ", "parameters"),
+            ):
+                tensors = compare_tensors(number, kind, self.split, self.split, None)
+                limits = limits_of(tensors, self.split.dtype())
+                own = [each.name for each in tensors if limits.ranks_exceeded(each)]
+                if own:
+                    worst = max(each.ranks_apart for each in tensors)
+                    if kind == "gradient" and len(own) <= 0.9 * len(tensors):
+                        name = "parameter-not-reduced"
+                    module = common_module(own) if len(own) < len(tensors) else None
+                    return Finding(kind=name, step=number + 1, what=what, relative=worst, module=module)
+        return None
+
+    def _rest(self) -> Finding | None:
+        """What is looked at where every step was the same."""
+        found = evaluation_finding(self.alone, self.split, keys_of(self.alone, self.split))
+        if found is None and self.dropout and self._equal_draws():
+            return Finding(kind="equal-draws", step=1, what="random numbers", relative=1.0)
+        ends = [run.ranks[0].end.get("how") for run in (self.alone, self.split)]
+        if found is None and self.alone.steps != self.split.steps and ends == ["ended", "ended"]:
+            facts = {"alone": self.alone.steps, "split": self.split.steps}
+            number = min(self.alone.steps, self.split.steps)
+            relative = abs(self.split.steps / self.alone.steps - 1)
+            return Finding(kind="steps-differ", step=number + 1, what="steps", relative=relative, facts=facts)
+        return found
+
+    def _equal_draws(self) -> bool:
+        """Whether all ranks, where there is dropout, begin their first forward with the same generator."""
+        states = {step.forwards[0]["random"] for step in self.split.step(0) if step.forwards}
+        return len(self.split.ranks) > 1 and len(states) == 1 and self._drops()
+
+    def _notes(self, found: Sampling) -> Iterator[Words]:
+        if not found.seen:
+            yield Words(
+                "no samples were seen: no model that is an nn.Module was called with tensors before the first step",
+                "没有看到样本：第一步之前没有以张量调用任何 nn.Module 模型",
+            )
+        if self._drops() and not self.dropout:
+            yield Words(
+                "dropout was off in all runs; --dropout leaves it on, and looks at random numbers alone",
+                "所有运行都关闭了 dropout；--dropout 保留它，只检查随机数",
+            )
+            if self._equal_draws():
+                yield Words(
+                    "with dropout all ranks would draw the same masks: their generators are equal",
+                    "打开 dropout 时，所有 rank 会抽到相同的掩码：它们的生成器相同",
+                )
+        apart = _loss_apart(self.alone, self.split, 0)
+        if apart is not None and apart > 1e-3:
+            yield Words(
+                "losses given to backward differ by {apart:.3g} in step 1 (mean over ranks)",
+                "第 1 步传给 backward 的损失相差 {apart:.3g}（各 rank 的平均）",
+            ).format(apart=apart)
+        if not any(rank.evaluations for rank in self.alone.ranks):
+            yield Words("no evaluation was seen", "没有看到评估")
+
+
+def losses_of(run: Run) -> list[float]:
+    """Each step's loss, as given to backward: summed over micro-batches, the mean over ranks."""
+    return [
+        math.fsum(each["value"] for step in run.step(number) for each in step.losses) / len(run.ranks)
+        for number in range(run.steps)
+    ]
+
+
+def _loss_apart(alone: Run, split: Run, number: int) -> float | None:
+    values = []
+    for run in (alone, split):
+        if number >= run.steps or not run.step(number)[0].losses:
+            return None
+        values.append(math.fsum(each["value"] for step in run.step(number) for each in step.losses) / len(run.ranks))
+    return abs(values[1] - values[0]) / max(abs(values[0]), 1e-300)
+
+
+def _modules(tensors: Sequence[Apart]) -> dict[str, float]:
+    """The largest difference of a parameter's gradient, by the module that has the parameter."""
+    found: dict[str, float] = {}
+    for each in tensors:
+        name = each.name.rpartition(".")[0] or each.name
+        found[name] = max(found.get(name, 0.0), min(each.apart, torch.finfo(torch.float32).max))
+    return found

@@ -1,0 +1,171 @@
+"""The numbers of one tensor in one step: how far the split run is from the run alone, and what is rounding."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from samestep.script_proof.record import Joined, Run, piece_of
+
+# A difference counts from so many times the noise that was measured: rounding draws anew in every sum.
+NOISES = 20.0
+# Differences below so many units of the precision are rounding, whatever was measured.
+_UNITS = 64.0
+# A tensor that is so much smaller than the others, by its root mean square, is rounding itself.
+_SMALL = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """Of one tensor. Squares and products are sums over its numbers, in float64."""
+
+    name: str
+    alone: float  # its norm in the run alone
+    apart: float  # the norm of what lies between both runs, relative to `alone`
+    noise: float  # likewise between the run alone and its repetition
+    ranks_apart: float  # the largest distance of a rank's copy from rank 0's, relative
+    ratio: float  # of the split run's tensor, as a multiple of the other's
+    rest: float  # what lies between the split run's and that multiple, relative to the split run's
+    of_ranks: Sequence[tuple[float, float]] = ()  # ratio and rest of each rank's shards
+    product: float = 0.0
+    square: float = 0.0
+    split_square: float = 0.0
+    missing: bool = False  # the split run has none of it
+    absent: Sequence[int] = ()  # ranks that have none of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What counts as rounding in one step, for tensors of one kind."""
+
+    common: float  # of a usual tensor
+    own: Mapping[str, float]  # of each
+
+    def of(self, name: str) -> float:
+        return max(self.common, self.own.get(name, 0.0))
+
+    def exceeded(self, each: Apart) -> bool:
+        return each.missing or not each.apart <= self.of(each.name)
+
+    def ranks_exceeded(self, each: Apart) -> bool:
+        return bool(each.absent) or not each.ranks_apart <= self.of(each.name)
+
+
+def limits_of(tensors: Sequence[Apart], dtype: torch.dtype, before: Limits | None = None) -> Limits:
+    """Noise grows from step to step, so what it was `before` is the least of what it is."""
+    smallest = _UNITS * torch.finfo(dtype).eps
+    common = max(smallest, NOISES * median([each.noise for each in tensors] or [0.0]))
+    own = {each.name: NOISES * each.noise for each in tensors}
+    if before is not None:
+        common = max(common, before.common)
+        own = {name: max(value, before.own.get(name, 0.0)) for name, value in own.items()}
+    return Limits(common=common, own=own)
+
+
+def compare_tensors(number: int, kind: str, alone: Run, split: Run, again: Run | None) -> list[Apart]:
+    """All tensors of a kind in one step, one after the other."""
+    names = alone.tensor_names(number, kind)
+    scale = _usual_size(number, kind, alone, names)
+    return [_apart(number, kind, name, alone, split, again, scale) for name in names]
+
+
+def _usual_size(number: int, kind: str, run: Run, names: Sequence[str]) -> float:
+    """The root mean square over all tensors."""
+    squares = count = 0.0
+    for name in names:
+        found = run.joined(number, kind, name)
+        if found is not None:
+            squares += found.value.square().sum().item()
+            count += found.value.numel()
+    return math.sqrt(squares / count) if count else 0.0
+
+
+def _apart(number: int, kind: str, name: str, alone: Run, split: Run, again: Run | None, usual: float) -> Apart:
+    known = alone.joined(number, kind, name)
+    assert known is not None
+    norm = known.value.norm().item()
+    least = max(norm, _SMALL * usual * math.sqrt(max(1, known.value.numel())), 1e-300)
+    repeated = again.joined(number, kind, name) if again is not None and number < again.steps else None
+    noise = _distance(repeated.value, known.value) / least if repeated is not None else 0.0
+    found = split.joined(number, kind, name)
+    if found is None or found.value.shape != known.value.shape:
+        return Apart(
+            name=name, alone=norm, apart=math.inf, noise=noise, ranks_apart=0.0, ratio=0.0, rest=0.0, missing=True
+        )
+    product = (found.value * known.value).sum().item()
+    square, split_square = known.value.square().sum().item(), found.value.square().sum().item()
+    ratio, rest = ratio_of(product, square, split_square)
+    return Apart(
+        name=name,
+        alone=norm,
+        apart=_distance(found.value, known.value) / least,
+        noise=noise,
+        ranks_apart=max((_distance(copy, found.copies[0]) / least for copy in found.copies), default=0.0),
+        ratio=ratio,
+        rest=rest,
+        of_ranks=_of_ranks(found, known.value),
+        product=product,
+        square=square,
+        split_square=split_square,
+        absent=found.absent if found.copies else (),
+    )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    value = (one - other).norm().item()
+    return value if math.isfinite(value) else math.inf
+
+
+def ratio_of(product: float, square: float, split_square: float) -> tuple[float, float]:
+    """r of the smallest |s - r a|, and that remainder relative to |s|, from the products of s and a."""
+    if square <= 0 or split_square <= 0:
+        return (1.0, 0.0) if split_square <= 0 and square <= 0 else (0.0, 1.0)
+    ratio = product / square
+    rest = max(0.0, 1.0 - product * product / (square * split_square))
+    return ratio, math.sqrt(rest)
+
+
+def _of_ranks(found: Joined, known: Tensor) -> list[tuple[float, float]]:
+    numbers = []
+    for _, place, value in found.pieces:
+        piece = piece_of(known, place).reshape(-1)
+        mine = value.reshape(-1)
+        if mine.numel():
+            numbers.append(
+                ratio_of((mine * piece).sum().item(), piece.square().sum().item(), mine.square().sum().item())
+            )
+    return numbers
+
+
+def together(tensors: Sequence[Apart]) -> tuple[float, float]:
+    """Ratio and rest of several tensors as one."""
+    return ratio_of(
+        sum(each.product for each in tensors),
+        sum(each.square for each in tensors),
+        sum(each.split_square for each in tensors),
+    )
+
+
+def overall(tensors: Sequence[Apart]) -> float:
+    """The difference of several tensors as one, relative to their norm alone."""
+    norm = math.sqrt(sum(each.alone**2 for each in tensors))
+    apart = math.sqrt(sum((each.apart * each.alone) ** 2 for each in tensors if math.isfinite(each.apart)))
+    return apart / norm if norm else 0.0
+
+
+def common_module(names: Sequence[str]) -> str | None:
+    """What the names of parameters have in common: a parameter, or the innermost module that holds them all."""
+    if not names:
+        return None
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".")[:-1] for name in names]
+    shared: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared) or None

@@ -1,0 +1,70 @@
+"""Forward: the first module that makes something else of the same samples with the same weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.script_proof.record import RankStep, Row
+from samestep.script_proof.sampling import Keys, rows_of_forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleApart:
+    module: str
+    kind: str  # its class
+    relative: float  # the largest difference of a row's numbers, relative to the row's norm
+
+
+_LEAST = 1e-9  # of rounding, in float64; of other precisions a hundred times what gradients are held to
+
+
+def first_module_apart(
+    alone: Sequence[RankStep], split: Sequence[RankStep], keys: Keys, *, eps: float
+) -> ModuleApart | None:
+    """In the order in which modules end; None where none departs, or no row can be found in both runs."""
+    mine = _outputs(alone, keys.alone)
+    theirs = _outputs(split, keys.split)
+    limit = max(_LEAST, 100 * eps)
+    found: dict[tuple[str, int], ModuleApart] = {}
+    for place, rows in mine.items():
+        worst = 0.0
+        others = theirs.get(place)
+        if others is None:
+            continue
+        for row, (kind, numbers, norm, product) in rows.items():
+            other = others.get(row)
+            if other is None or other[1] != numbers:
+                continue
+            apart = max(abs(other[2] - norm), abs(other[3] - product)) / max(norm, 1e-12)
+            worst = max(worst, apart)
+            if apart > limit:
+                found[place] = ModuleApart(module=place[0], kind=kind, relative=worst)
+        if place in found:
+            return found[place]
+    return None
+
+
+_Numbers = tuple[str, int, float, float]
+
+
+def _outputs(steps: Sequence[RankStep], keys: Sequence[str]) -> dict[tuple[str, int], dict[Row, _Numbers]]:
+    """By a module's name and the number of its call in a forward: what it made of each sample."""
+    found: dict[tuple[str, int], dict[Row, _Numbers]] = {}
+    for step in steps:
+        for forward in step.forwards:
+            rows = rows_of_forward(forward, keys)
+            for place, call in _calls(forward):
+                made = found.setdefault(place, {})
+                for row, norm, product in zip(rows, call["norms"], call["products"], strict=False):
+                    made.setdefault(row, (call["kind"], call["numbers"], norm, product))
+    return found
+
+
+def _calls(forward: Mapping[str, Any]) -> list[tuple[tuple[str, int], Mapping[str, Any]]]:
+    counted: dict[str, int] = {}
+    calls = []
+    for call in forward.get("activations", ()):
+        number = counted.get(call["module"], 0)
+        counted[call["module"]] = number + 1
+        calls.append(((call["module"], number), call))
+    return calls

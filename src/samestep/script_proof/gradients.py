@@ -1,0 +1,242 @@
+"""Gradients: what a difference of gradients looks like, where samples and weights were the same."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from samestep.script_proof.differences import Apart, Limits, common_module, together
+from samestep.script_proof.forward import first_module_apart
+from samestep.script_proof.kinds import Finding
+from samestep.script_proof.record import RankStep, Run
+from samestep.script_proof.sampling import Keys
+
+# What is left of a difference once a multiple is taken off: so small, and the multiple is what it is.
+_REST = 0.02
+_NEAR = 0.01  # a ratio is a whole number's, so near to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPair:
+    """One step of both runs."""
+
+    number: int
+    alone: Sequence[RankStep]
+    split: Sequence[RankStep]
+    tensors: Sequence[Apart]
+    limits: Limits
+
+    @property
+    def departing(self) -> list[Apart]:
+        return [each for each in self.tensors if self.limits.exceeded(each)]
+
+    @property
+    def worst(self) -> float:
+        return max((each.apart for each in self.departing if math.isfinite(each.apart)), default=math.inf)
+
+    @property
+    def micro_batches(self) -> int:
+        return max(len(step.losses) for step in self.split)
+
+    def finding(self, kind: str, names: Sequence[str] | None = None, **facts: object) -> Finding:
+        module = common_module(names) if names is not None and len(names) < len(self.tensors) else None
+        return Finding(
+            kind=kind, step=self.number + 1, what="gradient", relative=self.worst, module=module, facts=facts
+        )
+
+
+def gradient_finding(pair: StepPair, alone: Run, split: Run, keys: Keys | None) -> Finding | None:
+    """The kind of the difference of a step's gradients; None where there is none."""
+    apart = _ranks_apart(pair)
+    if apart is not None:
+        return apart
+    if not pair.departing:
+        return None
+    missing = [each.name for each in pair.departing if each.missing]
+    if missing:
+        return pair.finding("missing-gradient", missing)
+    forward = first_module_apart(pair.alone, pair.split, keys, eps=pair.limits.common) if keys is not None else None
+    if forward is not None and "BatchNorm" in forward.kind:
+        return Finding(
+            kind="local-batch-statistics",
+            step=pair.number + 1,
+            what="forward",
+            relative=forward.relative,
+            module=forward.module,
+        )
+    found = _clipped(pair) or _scaled(pair) or _mean_of_means(pair) or _lost_micro_batches(pair)
+    if found is not None:
+        return found
+    if forward is not None:
+        return Finding(
+            kind="forward-differs",
+            step=pair.number + 1,
+            what="forward",
+            relative=forward.relative,
+            module=forward.module,
+        )
+    names = [each.name for each in sorted(pair.departing, key=lambda each: -each.apart)]
+    if len(names) == len(pair.tensors):
+        return pair.finding("gradients-differ")
+    return pair.finding("gradients-differ", names)
+
+
+def _ranks_apart(pair: StepPair) -> Finding | None:
+    """Parameters of which every rank has a gradient of its own."""
+    own = [each.name for each in pair.tensors if not each.missing and pair.limits.ranks_exceeded(each)]
+    if not own:
+        return None
+    relative = max(each.ranks_apart for each in pair.tensors if each.name in own)
+    if len(own) > 0.9 * len(pair.tensors):
+        return Finding(kind="not-reduced", step=pair.number + 1, what="gradient", relative=relative)
+    return Finding(
+        kind="parameter-not-reduced",
+        step=pair.number + 1,
+        what="gradient",
+        relative=relative,
+        module=common_module(own),
+    )
+
+
+def _clipped(pair: StepPair) -> Finding | None:
+    """Clipping at the wrong moment, or by the wrong norm."""
+    mine, theirs = pair.alone[0].clips, pair.split[0].clips
+    if not mine and not theirs:
+        return _shards_scaled_apart(pair)
+    if mine and not theirs:
+        total, rest = together(pair.tensors)
+        clipped = any(each["norm"] is not None and each["norm"] > each["limit"] for each in mine)
+        return pair.finding("not-clipped") if clipped and total > 1 and rest < _REST else None
+    if len(theirs) > max(1, len(mine)) and theirs[0]["after"] < len(pair.split[0].losses):
+        return pair.finding("clip-each-micro-batch", count=len(theirs))
+    norms = [step.clips[-1]["norm"] for step in pair.split if step.clips]
+    if None not in norms and len(norms) > 1 and max(norms) - min(norms) > 1e-3 * max(norms):
+        told = ", ".join(f"{norm:.3g}" for norm in norms)
+        shards = any(each.of_ranks for each in pair.tensors)
+        return pair.finding("clip-local-norm" if shards else "clip-before-reduction", norms=told)
+    return _shards_scaled_apart(pair)
+
+
+def _shards_scaled_apart(pair: StepPair) -> Finding | None:
+    """Shards that each rank has multiplied with a number of its own."""
+    ratios: dict[int, list[float]] = {}
+    for each in pair.tensors:
+        for rank, (ratio, rest) in enumerate(each.of_ranks):
+            if len(each.of_ranks) == len(pair.split) and rest < _REST and ratio > 0:
+                ratios.setdefault(rank, []).append(ratio)
+    if len(ratios) < 2 or any(max(found) - min(found) > _NEAR * max(found) for found in ratios.values()):
+        return None
+    means = [sum(found) / len(found) for found in ratios.values()]
+    if max(means) - min(means) <= 2 * _NEAR * max(means):
+        return None
+    return pair.finding("clip-local-norm", norms=", ".join(f"x {mean:.3g}" for mean in means))
+
+
+def _scaled(pair: StepPair) -> Finding | None:
+    """All gradients, or some of them, are a multiple of what they should be."""
+    ratio, rest = together(pair.tensors)
+    ranks, micro_batches = len(pair.split), pair.micro_batches
+    if rest < _REST and abs(ratio - 1) > _NEAR:
+        return _multiple(pair, ratio, ranks, micro_batches)
+    departing = pair.departing
+    others = [each for each in pair.tensors if each not in departing]
+    if not others or abs(together(others)[0] - 1) > _NEAR:
+        return None
+    ratio, rest = together(departing)
+    if rest < _REST and abs(ratio - 1) > _NEAR:
+        return pair.finding("some-gradients-scaled", [each.name for each in departing], ratio=ratio)
+    return None
+
+
+def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> Finding:
+    """Which number a ratio is: that of the ranks, or of the micro-batches. Where both are equal, the losses say."""
+    accumulated = micro_batches > 1
+    losses = _loss_ratio(pair)
+    by_micro = accumulated and (_is(ratio, micro_batches) or _is(ratio, 1 / micro_batches))
+    if by_micro and not (_is(ratio, ranks) or _is(ratio, 1 / ranks)):
+        return pair.finding("accumulation-divisor", ratio=ratio, by=micro_batches)
+    if by_micro and losses is not None and _is(losses, ratio):
+        return pair.finding("accumulation-divisor", ratio=ratio, by=micro_batches)
+    if _is(ratio, ranks):
+        return pair.finding("summed", ratio=ratio, by=ranks)
+    if _is(ratio, 1 / ranks):
+        return pair.finding("divided-twice", ratio=ratio, by=ranks)
+    if accumulated and any(_is(ratio, each) for each in (ranks / micro_batches, micro_batches / ranks)):
+        return pair.finding("accumulation-divisor", ratio=ratio, by=micro_batches)
+    return pair.finding("gradients-scaled", ratio=ratio)
+
+
+def _is(ratio: float, number: float) -> bool:
+    return abs(ratio - number) <= _NEAR * number
+
+
+def _loss_ratio(pair: StepPair) -> float | None:
+    """The split run's losses, as given to backward, as a multiple of the run alone's: the mean over ranks."""
+    mine = sum(each["value"] for each in pair.alone[0].losses)
+    theirs = sum(each["value"] for step in pair.split for each in step.losses) / len(pair.split)
+    return theirs / mine if mine else None
+
+
+def counts_of(step: RankStep) -> list[dict[str, int]]:
+    """What each backward of a step may have divided by: rows, targets, and what the inputs say."""
+    found = []
+    begun = 0
+    for loss in step.losses:
+        counts: dict[str, int] = {}
+        for forward in step.forwards[begun : loss["after"]]:
+            for name, count in forward["counts"].items():
+                counts[name] = counts.get(name, 0) + count
+        if loss["targets"]:
+            counts["targets"] = loss["targets"]
+        begun = loss["after"]
+        found.append(counts)
+    return found
+
+
+def _mean_of_means(pair: StepPair) -> Finding | None:
+    """Counts by which the split run's losses, weighted, make the loss alone, which their plain mean does not.
+
+    Losses are taken up to one common factor: a backward of an accumulation may get a part of its loss.
+    """
+    parts = [(loss["value"], counts) for step in pair.split for loss, counts in _losses(step)]
+    whole = [(loss["value"], counts) for loss, counts in _losses(pair.alone[0])]
+    names = [name for name in parts[0][1] if all(name in counts for _, counts in (*parts, *whole))] if parts else []
+    if len(parts) < 2 or not whole:
+        return None
+    factor = len(pair.split[0].losses) if _divided(pair) else 1
+    for name in sorted(names, key=lambda name: (name == "rows", name != "targets")):
+        weights = [counts[name] for _, counts in parts]
+        if min(weights) == max(weights) or not all(weights):
+            continue
+        alone = _weighted(whole) if len(whole) == 1 else _by_count(whole, name)
+        explained = factor * _by_count(parts, name)
+        plain = factor * sum(value for value, _ in parts) / len(parts)
+        if alone and abs(explained - alone) < 1e-3 * abs(alone) and abs(explained - alone) < 0.2 * abs(plain - alone):
+            return pair.finding("mean-of-means", name=name, counts=", ".join(map(str, weights)))
+    return None
+
+
+def _losses(step: RankStep) -> list[tuple[Mapping[str, float], dict[str, int]]]:
+    return list(zip(step.losses, counts_of(step), strict=True))
+
+
+def _weighted(whole: Sequence[tuple[float, Mapping[str, int]]]) -> float:
+    return sum(value for value, _ in whole)
+
+
+def _by_count(parts: Sequence[tuple[float, Mapping[str, int]]], name: str) -> float:
+    total = sum(counts[name] for _, counts in parts)
+    return sum(value * counts[name] for value, counts in parts) / total if total else 0.0
+
+
+def _divided(pair: StepPair) -> bool:
+    """Whether a micro-batch gives backward a part of its loss: then the sum is of the size of the loss alone."""
+    ratio = _loss_ratio(pair)
+    return pair.micro_batches > 1 and ratio is not None and 0.5 < ratio < 2.0
+
+
+def _lost_micro_batches(pair: StepPair) -> Finding | None:
+    """Gradients smaller by much, in a step of several micro-batches: some of them are not in it."""
+    if pair.micro_batches < 2:
+        return None
+    ratio, _ = together(pair.tensors)
+    return pair.finding("lost-micro-batches") if 0 < ratio < 0.75 else None

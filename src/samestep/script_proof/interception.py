@@ -1,0 +1,236 @@
+"""The functions of PyTorch and Accelerate that a recorder listens to: in the place of each, one that calls it."""
+
+import importlib.abc
+import importlib.machinery
+import multiprocessing.process
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+Call = Callable[..., Any]
+
+
+class Listener(Protocol):
+    """What a recorder does when the script calls one of these. `call` is the function as it was."""
+
+    def module_called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
+    def backward_called(self, call: Call, tensors: Any, args: Any, kwargs: Any) -> Any: ...
+    def clip_called(self, call: Call, parameters: Any, limit: Any, args: Any, kwargs: Any) -> Any: ...
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any: ...
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None: ...
+    def state_loaded(self) -> None: ...
+    def targets_seen(self, count: int) -> None: ...
+    def dropout_seen(self) -> None: ...
+    def batch_seen(self, batch: Any) -> Any: ...
+    def process_started(self) -> None: ...
+    def gathered(self, given: Any, kept: Any) -> None: ...
+
+
+def install(listener: Listener, *, dropout: bool) -> None:
+    """Put a listener in place, for good: this process has no other purpose. Without `dropout` none is applied."""
+    register_optimizer_step_pre_hook(listener.before_step)
+    register_optimizer_step_post_hook(listener.after_step)
+    _modules(listener)
+    _backward(listener)
+    _clipping(listener)
+    _losses(listener)
+    _dropout(listener, kept=dropout)
+    _loading(listener)
+    _batches(listener)
+    _processes(listener)
+    after_import("accelerate.accelerator", lambda module: _gathering(module, listener))
+
+
+def _modules(listener: Listener) -> None:
+    call = nn.Module.__call__
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        return listener.module_called(call, module, args, kwargs)
+
+    nn.Module.__call__ = called
+
+
+def _backward(listener: Listener) -> None:
+    call = torch.autograd.backward
+
+    @wraps(call)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return listener.backward_called(call, tensors, args, kwargs)
+
+    torch.autograd.backward = backward
+
+
+def _clipping(listener: Listener) -> None:
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        call = getattr(clip_grad, name)
+        for place in (clip_grad, nn.utils):
+            setattr(place, name, _clip(call, listener))
+    after_import(
+        "torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: _fsdp_clipping(module, listener)
+    )
+
+
+def _clip(call: Call, listener: Listener) -> Call:
+    @wraps(call)
+    def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+        return listener.clip_called(call, parameters, limit, args, kwargs)
+
+    @wraps(call)
+    def by_keyword(*args: Any, **kwargs: Any) -> Any:
+        words = dict(kwargs)
+        given = list(args)
+        first = given.pop(0) if given else words.pop("parameters")
+        limit = given.pop(0) if given else words.pop("max_norm", words.pop("clip_value", None))
+        return clip(first, limit, *given, **words)
+
+    return by_keyword
+
+
+def _fsdp_clipping(module: ModuleType, listener: Listener) -> None:
+    wrapper = module.FullyShardedDataParallel
+    wrapper.clip_grad_norm_ = _clip(wrapper.clip_grad_norm_, listener)
+
+
+def _losses(listener: Listener) -> None:
+    """The number of targets of a mean. A recorder asks for it where ranks have unlike many."""
+    cross_entropy = F.cross_entropy
+
+    @wraps(cross_entropy)
+    def counted(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and isinstance(target, Tensor) and not target.is_floating_point():
+            ignored = kwargs.get("ignore_index", -100)
+            listener.targets_seen(int((target.detach() != ignored).sum()))
+        return cross_entropy(input, target, *args, **kwargs)
+
+    F.cross_entropy = counted
+    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits"):
+        setattr(F, name, _elementwise(getattr(F, name), listener))
+
+
+def _elementwise(call: Call, listener: Listener) -> Call:
+    @wraps(call)
+    def counted(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and isinstance(target, Tensor):
+            listener.targets_seen(target.numel())
+        return call(input, target, *args, **kwargs)
+
+    return counted
+
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+def _dropout(listener: Listener, *, kept: bool) -> None:
+    for name in _DROPOUTS:
+        setattr(F, name, _drop(getattr(F, name), listener, kept))
+    attention = F.scaled_dot_product_attention
+
+    @wraps(attention)
+    def attend(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+    ):
+        if dropout_p > 0:
+            listener.dropout_seen()
+        return attention(query, key, value, attn_mask, dropout_p if kept else 0.0, *args, **kwargs)
+
+    F.scaled_dot_product_attention = attend
+
+
+def _drop(call: Call, listener: Listener, kept: bool) -> Call:
+    @wraps(call)
+    def drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if training and p > 0:
+            listener.dropout_seen()
+        return call(input, p if kept else 0.0, training, inplace)
+
+    return drop
+
+
+def _loading(listener: Listener) -> None:
+    call = torch.optim.Optimizer.load_state_dict
+
+    @wraps(call)
+    def load(self: Any, state_dict: Any) -> Any:
+        listener.state_loaded()
+        return call(self, state_dict)
+
+    torch.optim.Optimizer.load_state_dict = load
+
+
+def _batches(listener: Listener) -> None:
+    iterator = dataloader._BaseDataLoaderIter
+    call = iterator.__next__
+
+    def following(self: Any) -> Any:
+        return listener.batch_seen(call(self))
+
+    iterator.__next__ = following
+
+
+def _processes(listener: Listener) -> None:
+    base = multiprocessing.process.BaseProcess
+    call = base.start
+
+    def start(self: Any) -> None:
+        listener.process_started()
+        call(self)
+
+    base.start = start
+
+
+def _gathering(module: ModuleType, listener: Listener) -> None:
+    call = module.Accelerator.gather_for_metrics
+
+    @wraps(call)
+    def gather(accelerator: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = call(accelerator, data, *args, **kwargs)
+        listener.gathered(data, kept)
+        return kept
+
+    module.Accelerator.gather_for_metrics = gather
+
+
+def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
+    """Change a module as soon as it is imported; at once where it has been."""
+    if name in sys.modules:
+        change(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, change))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as the others would, and changes it once it has run."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._change = change
+        self._looking = False
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname != self._name or self._looking:
+            return None
+        self._looking = True
+        try:
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            run, change = spec.loader.exec_module, self._change
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                change(module)
+
+            spec.loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,207 @@
+"""What a difference looks like: a kind for each fault that is known, and how it is said in both languages."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.comparison.bilingual import Words
+
+KINDS: Mapping[str, Words] = {
+    # Samples
+    "same-samples": Words(
+        "every rank trains on the same samples: {samples} different ones in a step of {rows} rows",
+        "每个 rank 都在训练相同的样本：一步 {rows} 行中只有 {samples} 个不同的样本",
+    ),
+    "padded-sampler": Words(
+        "the sampler repeats {count} samples to give every rank as many (DistributedSampler pads)",
+        "采样器重复了 {count} 个样本，使每个 rank 数量相同（DistributedSampler 的填充）",
+    ),
+    "lost-samples": Words(
+        "{count} samples of this step are never trained on when the job is split",
+        "切分之后，这一步有 {count} 个样本没有参与训练",
+    ),
+    "repeated-samples": Words(
+        "ranks shuffle each for itself: {count} samples come twice within an epoch, others never",
+        "每个 rank 各自打乱：一个 epoch 内有 {count} 个样本出现两次，另一些从不出现",
+    ),
+    "same-order-each-epoch": Words(
+        "the order of the first epoch is repeated in the next one (sampler.set_epoch is not called)",
+        "下一个 epoch 重复了第一个 epoch 的顺序（没有调用 sampler.set_epoch）",
+    ),
+    "resume-repeats": Words(
+        "after the resumption samples are repeated: step {step} trains on those of step {other}",
+        "恢复之后重复了样本：第 {step} 步训练的是第 {other} 步的样本",
+    ),
+    "resume-skips": Words(
+        "after the resumption samples are skipped: step {step} trains on those of step {other}",
+        "恢复之后跳过了样本：第 {step} 步训练的是第 {other} 步的样本",
+    ),
+    "resume-other-order": Words(
+        "after the resumption the samples come in another order",
+        "恢复之后样本的顺序不同了",
+    ),
+    # Weights
+    "weights-not-broadcast": Words(
+        "ranks begin with different weights: those of rank 0 are not broadcast",
+        "各 rank 的初始权重不同：没有广播 rank 0 的权重",
+    ),
+    "other-initial-weights": Words(
+        "the split run begins with other weights than the run alone",
+        "切分运行的初始权重与单独运行的不同",
+    ),
+    "ranks-differ": Words(
+        "ranks have different weights after the step, of equal gradients",
+        "梯度相同，但这一步之后各 rank 的权重不同",
+    ),
+    # Gradients
+    "not-reduced": Words(
+        "no gradient is reduced: every rank steps by its own samples",
+        "梯度没有做归约：每个 rank 只按自己的样本更新",
+    ),
+    "parameter-not-reduced": Words(
+        "these parameters' gradients are never reduced: every rank has its own",
+        "这些参数的梯度从不归约：每个 rank 各有一份",
+    ),
+    "missing-gradient": Words(
+        "these parameters have no gradient when the job is split",
+        "切分之后，这些参数没有梯度",
+    ),
+    "summed": Words(
+        "gradients are {ratio:.3f} times as large: summed over {by} ranks, not averaged",
+        "梯度是 {ratio:.3f} 倍：在 {by} 个 rank 上求了和，而不是平均",
+    ),
+    "divided-twice": Words(
+        "gradients are {ratio:.3f} times as large: divided by the {by} ranks once too often",
+        "梯度是 {ratio:.3f} 倍：多除了一次 rank 数 {by}",
+    ),
+    "accumulation-divisor": Words(
+        "gradients are {ratio:.3f} times as large: the divisor of the accumulation over {by} micro-batches is wrong",
+        "梯度是 {ratio:.3f} 倍：{by} 个 micro-batch 的累积除数不对",
+    ),
+    "lost-micro-batches": Words(
+        "gradients are those of a part of the step's micro-batches",
+        "梯度只来自这一步的一部分 micro-batch",
+    ),
+    "gradients-scaled": Words(
+        "gradients are {ratio:.4g} times as large",
+        "梯度是 {ratio:.4g} 倍",
+    ),
+    "some-gradients-scaled": Words(
+        "the gradients of these parameters are {ratio:.4g} times as large, the others' are right",
+        "这些参数的梯度是 {ratio:.4g} 倍，其余参数的梯度正确",
+    ),
+    "mean-of-means": Words(
+        "a mean of means: each rank or micro-batch divides by its own {name} ({counts}), and the results count alike",
+        "均值的均值：每个 rank 或 micro-batch 除以自己的 {name}（{counts}），结果却按同样的权重平均",
+    ),
+    "local-batch-statistics": Words(
+        "batch norm takes the mean and the variance of each rank's own rows (SyncBatchNorm takes all ranks')",
+        "批归一化用的是每个 rank 自己那些行的均值和方差（SyncBatchNorm 用全部 rank 的）",
+    ),
+    "forward-differs": Words(
+        "for the same samples and weights this module gives other results",
+        "样本和权重相同，这个模块给出的结果却不同",
+    ),
+    "gradients-differ": Words(
+        "for the same samples and weights the gradients are others",
+        "样本和权重相同，梯度却不同",
+    ),
+    # Clipping
+    "clip-before-reduction": Words(
+        "each rank clips its own gradient before they are reduced: norms {norms}",
+        "每个 rank 在归约之前裁剪自己的梯度：范数 {norms}",
+    ),
+    "clip-local-norm": Words(
+        "each rank clips by the norm of its own shards: norms {norms}",
+        "每个 rank 按自己那份分片的范数裁剪：范数 {norms}",
+    ),
+    "clip-each-micro-batch": Words(
+        "gradients are clipped {count} times in a step, before all micro-batches are added up",
+        "一步之内裁剪了 {count} 次，micro-batch 还没有全部累加",
+    ),
+    "not-clipped": Words(
+        "gradients are clipped alone, and not when the job is split",
+        "单独运行时裁剪梯度，切分之后没有裁剪",
+    ),
+    # Optimizer
+    "schedule-steps": Words(
+        "the learning-rate schedule is stepped {by} times in each step",
+        "学习率调度器在每一步里走了 {by} 次",
+    ),
+    "learning-rate-scaled": Words(
+        "the learning rate is {ratio:.4g} times as large ({split:.4g} instead of {alone:.4g})",
+        "学习率是 {ratio:.4g} 倍（{split:.4g}，应为 {alone:.4g}）",
+    ),
+    "learning-rate": Words(
+        "the learning rate is {split:.4g} instead of {alone:.4g}",
+        "学习率是 {split:.4g}，应为 {alone:.4g}",
+    ),
+    "learning-rate-differs": Words(
+        "ranks have different learning rates: {rates}",
+        "各 rank 的学习率不同：{rates}",
+    ),
+    "weight-decay": Words(
+        "weight decay is {split:.4g} instead of {alone:.4g} on {count} parameters",
+        "{count} 个参数的权重衰减是 {split:.4g}，应为 {alone:.4g}",
+    ),
+    "optimizer-setting": Words(
+        "the optimizer's {name} is {split} instead of {alone}",
+        "优化器的 {name} 是 {split}，应为 {alone}",
+    ),
+    "not-in-optimizer": Words(
+        "these parameters are not in the optimizer when the job is split",
+        "切分之后，这些参数不在优化器里",
+    ),
+    "optimizer-state-lost": Words(
+        "after the resumption the optimizer begins without its state: equal gradients, another update",
+        "恢复之后优化器没有了原来的状态：梯度相同，更新不同",
+    ),
+    "update-differs": Words(
+        "of equal gradients and settings the optimizer makes another update",
+        "梯度和设置都相同，优化器的更新却不同",
+    ),
+    "steps-differ": Words(
+        "the optimizer steps {split} times where it steps {alone} times alone",
+        "优化器走了 {split} 步，单独运行时是 {alone} 步",
+    ),
+    # Buffers, random numbers, evaluation
+    "buffers-differ": Words(
+        "ranks have different buffers: each follows its own samples",
+        "各 rank 的 buffer 不同：每个 rank 只跟随自己的样本",
+    ),
+    "buffer": Words("this buffer is another one", "这个 buffer 不同"),
+    "equal-draws": Words(
+        "all ranks draw the same random numbers: dropout masks of different samples are equal",
+        "所有 rank 抽到相同的随机数：不同样本的 dropout 掩码相同",
+    ),
+    "evaluation-repeats": Words(
+        "evaluation counts {count} samples more than once",
+        "评估把 {count} 个样本算了不止一次",
+    ),
+    "evaluation-loses": Words(
+        "evaluation leaves {count} samples out",
+        "评估漏掉了 {count} 个样本",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A difference, and what it looks like."""
+
+    kind: str
+    step: int  # of the optimizer, from 1; 0: before the first one
+    what: str  # samples, initial weights, gradient, learning rate, parameters, buffers, evaluation
+    relative: float  # how large it is
+    module: str | None = None  # or parameter, where it is not in all
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def words(self) -> Words:
+        return KINDS[self.kind].format(**self.facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """`relative` is None where nothing can be told, as of a gradient that is missing."""
+        relative = self.relative if math.isfinite(self.relative) else None
+        return {"step": self.step, "what": self.what, "module": self.module, "relative": relative}

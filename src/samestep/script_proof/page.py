@@ -1,0 +1,163 @@
+"""The verdict as a page: the difference by step and by module, in both languages, as `compare`'s report is made."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from math import log10
+from string import Template
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from samestep.comparison.bilingual import LANGUAGES, NO_SCRIPT, Words
+from samestep.comparison.page.page import Cell, both, table
+from samestep.comparison.page.plots import json_in_html
+from samestep.script_proof.compare import StepNumbers, Verdict
+
+_HEADING = Words("{script}: {processes} processes beside one", "{script}：{processes} 个进程与单进程对比")
+_SAME = Words(
+    "The same step in {steps} steps: what differs is as small as the noise.",
+    "{steps} 步都是同一步：差异与噪声一样小。",
+)
+_NOT_SAME = Words("Not the same step. {where}{module}: {what}.", "不是同一步。{where}{module}：{what}。")
+_STEP = Words("Step {step}", "第 {step} 步")
+_START = Words("Before step 1", "第 1 步之前")
+_CURVE = Words("Difference by step", "各步的差异")
+_ABOUT_CURVE = Words(
+    "Relative differences between the split run and the run alone, and between two runs alone of which one had the "
+    "rows of each batch in another order: the noise.",
+    "切分运行与单独运行之间的相对差异，以及两次单独运行之间的相对差异（其中一次把每批的行换了顺序）：后者就是噪声。",
+)
+_MODULES = Words("Gradients by step and module", "各步各模块的梯度差异")
+_ABOUT_MODULES = Words(
+    "The largest relative difference of a gradient in each module, as a power of ten.",
+    "每个模块中梯度的最大相对差异，以 10 的幂表示。",
+)
+_NUMBERS = Words("Numbers", "数值")
+_NOTES = Words("Notes", "说明")
+_LEAST = 1e-17  # of what a logarithmic axis shows
+
+
+def page(verdict: Verdict, script: str) -> str:
+    """The page as text. It holds plotly's program and needs nothing from elsewhere."""
+    return Template(_file("page.html")).substitute(
+        command="verify",
+        title=escape(script),
+        heading=both(_HEADING.format(script=script, processes=verdict.processes)),
+        css=_file("page.css"),
+        js=_file("page.js"),
+        plotly=get_plotlyjs(),
+        figures=json_in_html({name: _drawn(verdict.curve, draw) for name, draw in _FIGURES.items()}),
+        body=_body(verdict),
+    )
+
+
+def _body(verdict: Verdict) -> str:
+    parts = [f'<p class="{"good" if verdict.same_step else "bad"}">{both(_told(verdict))}</p>']
+    if verdict.notes:
+        items = "".join(f"<li>{both(note)}</li>" for note in verdict.notes)
+        parts.append(f"<section>\n<h2>{both(_NOTES)}</h2>\n<ul>{items}</ul>\n</section>")
+    for name, title, about in (("curve", _CURVE, _ABOUT_CURVE), ("modules", _MODULES, _ABOUT_MODULES)):
+        plot = f'<div class="plot" id="{name}"></div><noscript><p>{both(NO_SCRIPT)}</p></noscript>'
+        parts.append(f'<section>\n<h2>{both(title)}</h2>\n<p class="quiet">{both(about)}</p>\n{plot}\n</section>')
+    parts.append(f"<section>\n<h2>{both(_NUMBERS)}</h2>\n{_table(verdict.curve)}\n</section>")
+    return "\n".join(parts)
+
+
+def _told(verdict: Verdict) -> Words:
+    finding = verdict.finding
+    if finding is None:
+        return _SAME.format(steps=verdict.steps)
+    where = _STEP.format(step=finding.step) if finding.step else _START
+    module = f", {finding.module}" if finding.module else ""
+    words = finding.words
+    return Words(
+        _NOT_SAME.en.format(where=where.en, module=module, what=words.en),
+        _NOT_SAME.zh.format(where=where.zh, module=module, what=words.zh),
+    )
+
+
+def _table(curve: Sequence[StepNumbers]) -> str:
+    columns = [
+        (Words("step", "步"), ""),
+        (Words("loss", "损失"), ""),
+        (Words("gradients", "梯度"), ""),
+        (Words("noise of gradients", "梯度噪声"), ""),
+        (Words("parameters", "参数"), ""),
+        (Words("noise of parameters", "参数噪声"), ""),
+    ]
+    rows = [
+        [
+            Cell(str(each.step)),
+            Cell(f"{each.loss:.2e}" if each.loss is not None else ""),
+            Cell(f"{each.gradient:.2e}"),
+            Cell(f"{each.gradient_noise:.2e}"),
+            Cell(f"{each.parameters:.2e}"),
+            Cell(f"{each.parameters_noise:.2e}"),
+        ]
+        for each in curve
+    ]
+    return table("numbers-table", columns, rows)
+
+
+def _drawn(curve: Sequence[StepNumbers], draw: Any) -> dict[str, Any]:
+    return {name: json.loads(draw(curve, number).to_json() or "") for number, name in enumerate(LANGUAGES)}
+
+
+_LINES = (
+    ("gradient", Words("gradients", "梯度"), "#d55e00", "solid"),
+    ("parameters", Words("parameters", "参数"), "#0072b2", "solid"),
+    ("gradient_noise", Words("noise of gradients", "梯度噪声"), "#d55e00", "dot"),
+    ("parameters_noise", Words("noise of parameters", "参数噪声"), "#0072b2", "dot"),
+)
+
+
+def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
+    figure = go.Figure(layout=_layout(420))
+    for name, title, color, dash in _LINES:
+        figure.add_scatter(
+            x=[each.step for each in curve],
+            y=[max(getattr(each, name), _LEAST) for each in curve],
+            name=title[language],
+            mode="lines+markers",
+            line={"color": color, "dash": dash, "width": 1.8},
+        )
+    figure.update_xaxes(title_text=Words("step", "步")[language], gridcolor="#e3e8ed", dtick=1)
+    figure.update_yaxes(type="log", exponentformat="power", gridcolor="#e3e8ed")
+    return figure
+
+
+def _modules(curve: Sequence[StepNumbers], language: int) -> go.Figure:
+    names = list(dict.fromkeys(name for each in curve for name in each.modules))
+    figure = go.Figure(layout=_layout(160 + 22 * len(names)))
+    figure.add_heatmap(
+        x=[each.step for each in curve],
+        y=[name or "(model)" for name in names],
+        z=[[log10(max(each.modules.get(name, 0.0), _LEAST)) for each in curve] for name in names],
+        colorscale="Viridis",
+        colorbar={"tickprefix": "1e"},
+    )
+    figure.update_xaxes(title_text=Words("step", "步")[language], dtick=1)
+    figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
+    return figure
+
+
+def _layout(height: int) -> dict[str, Any]:
+    return {
+        "template": "none",
+        "height": height,
+        "autosize": True,
+        "margin": {"l": 80, "r": 20, "t": 16, "b": 60},
+        "font": {"size": 13, "color": "#1f2328"},
+        "paper_bgcolor": "#ffffff",
+        "plot_bgcolor": "#ffffff",
+    }
+
+
+_FIGURES = {"curve": _curve, "modules": _modules}
+
+
+def _file(name: str) -> str:
+    return (files("samestep.comparison.page") / name).read_text(encoding="utf-8")

@@ -1,0 +1,186 @@
+"""What a run left: the steps of all its ranks, and its tensors whole, whichever rank holds which part of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.script_proof.store import events, load
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """One step of one rank, as its recorder wrote it."""
+
+    folder: Path
+    values: Mapping[str, Any]
+
+    @property
+    def forwards(self) -> Sequence[Mapping[str, Any]]:
+        return self.values["forwards"]
+
+    @property
+    def losses(self) -> Sequence[Mapping[str, Any]]:
+        return self.values["losses"]
+
+    @property
+    def clips(self) -> Sequence[Mapping[str, Any]]:
+        return self.values["clips"]
+
+    @cached_property
+    def settings(self) -> dict[str, Mapping[str, Any]]:
+        """The settings of the group of each parameter, by the parameter's name."""
+        return {name: group["options"] for group in self.values["groups"] for name in group["names"]}
+
+    @cached_property
+    def tensors(self) -> dict[str, dict[str, Mapping[str, Any]]]:
+        """Where each tensor stands, by its kind (before, gradient, after, buffer) and its name."""
+        return {kind: {place["name"]: place for place in places} for kind, places in self.values["tensors"].items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one rank noted."""
+
+    steps: Sequence[RankStep]
+    evaluations: Sequence[Mapping[str, Any]]
+    gathered: Sequence[Mapping[str, Any]]
+    loaded: Sequence[int]  # after how many steps an optimizer's state was loaded
+    end: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Rank":
+        found = list(events(folder))
+
+        def of(kind: str) -> list[Mapping[str, Any]]:
+            return [each for each in found if each["event"] == kind]
+
+        return cls(
+            steps=[RankStep(folder=folder, values=each) for each in of("step")],
+            evaluations=of("evaluation"),
+            gathered=of("gathered"),
+            loaded=[each["after"] for each in of("loaded") if each["after"]],
+            end=next(iter(of("end")), {}),
+        )
+
+    def then(self, other: "Rank") -> "Rank":
+        """This rank and what went on where it had ended."""
+        before = len(self.steps)
+
+        def later(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+            return [{**each, "after": each["after"] + before} for each in events]
+
+        return Rank(
+            steps=[*self.steps, *other.steps],
+            evaluations=[*self.evaluations, *later(other.evaluations)],
+            gathered=[*self.gathered, *later(other.gathered)],
+            loaded=[*self.loaded, before, *(each + before for each in other.loaded)],
+            end=other.end,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A tensor of a step over all ranks."""
+
+    value: Tensor  # the whole, in float64
+    copies: Sequence[Tensor] = ()  # of each rank, where each has the whole
+    pieces: Sequence[tuple[int, Mapping[str, Any], Tensor]] = ()  # rank, place and values, where each has a part
+    absent: Sequence[int] = ()  # ranks that have none of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The ranks of one run."""
+
+    ranks: Sequence[Rank]
+    names: Mapping[str, str] = field(default_factory=dict)  # the record's names of tensors, by those asked for
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        places = sorted(folder.glob("rank-*/"), key=lambda place: int(place.name.removeprefix("rank-")))
+        return cls(ranks=[Rank.read(place) for place in places])
+
+    def then(self, other: "Run") -> "Run":
+        return Run(ranks=[mine.then(its) for mine, its in zip(self.ranks, other.ranks, strict=True)])
+
+    @property
+    def steps(self) -> int:
+        return min((len(rank.steps) for rank in self.ranks), default=0)
+
+    def step(self, number: int) -> list[RankStep]:
+        return [rank.steps[number] for rank in self.ranks]
+
+    def tensor_names(self, number: int, kind: str) -> list[str]:
+        """In the order of the first rank that has any."""
+        found: dict[str, None] = {}
+        for step in self.step(number):
+            found |= dict.fromkeys(step.tensors.get(kind, ()))
+        return list(found)
+
+    def joined(self, number: int, kind: str, name: str) -> Joined | None:
+        """A tensor, whole; None where no rank has it."""
+        name = self.names.get(name, name)
+        places = [step.tensors.get(kind, {}).get(name) for step in self.step(number)]
+        held = [(rank, place) for rank, place in enumerate(places) if place is not None]
+        if not held:
+            return None
+        absent = [rank for rank, place in enumerate(places) if place is None]
+        loaded = [(rank, place, _real(load(self.ranks[rank].steps[number].folder, place))) for rank, place in held]
+        if all(place["start"] is None and place["offset"] is None for _, place, _ in loaded):
+            return Joined(value=loaded[0][2], copies=[value for _, _, value in loaded], absent=absent)
+        whole = torch.zeros(loaded[0][1]["whole"], dtype=torch.float64)
+        for _, place, value in loaded:
+            piece_of(whole, place).copy_(value.reshape(piece_of(whole, place).shape))
+        return Joined(value=whole, pieces=loaded, absent=absent)
+
+    def dtype(self) -> torch.dtype:
+        """That of the gradients, which sets what rounding is."""
+        for kind in ("gradient", "after"):
+            for place in self.step(0)[0].tensors.get(kind, {}).values():
+                return getattr(torch, place["dtype"])
+        return torch.float32
+
+
+def piece_of(whole: Tensor, place: Mapping[str, Any]) -> Tensor:
+    """The part of a whole tensor that stands at a place; a view, which may be written to."""
+    if place["start"] is not None:
+        count = place["shape"][0] if place["shape"] else 1
+        return whole.view(-1)[place["start"] : place["start"] + count]
+    if place["offset"] is not None:
+        for dim, (start, count) in enumerate(zip(place["offset"], place["shape"], strict=True)):
+            whole = whole.narrow(dim, min(start, whole.shape[dim]), count)
+    return whole
+
+
+def _real(value: Tensor) -> Tensor:
+    return (torch.view_as_real(value) if value.is_complex() else value).double()
+
+
+def with_names_of(run: Run, other: Run) -> Run:
+    """A run whose tensors are asked for by the names of another one.
+
+    A model that a framework calls inside of another has shorter names: `net.0.weight` is `0.weight`. Where no names
+    belong together, tensors of the same shapes do, in the optimizer's order.
+    """
+    own = dict.fromkeys(name for kind in ("gradient", "after") for name in run.tensor_names(0, kind))
+    theirs = dict.fromkeys(name for kind in ("gradient", "after") for name in other.tensor_names(0, kind))
+    if own.keys() == theirs.keys() or not own or not theirs:
+        return run
+    found = dict(_by_ending(list(theirs), list(own)))
+    if not found and len(own) == len(theirs):
+        found = dict(zip(theirs, own, strict=True))
+    return Run(ranks=run.ranks, names=found)
+
+
+def _by_ending(wanted: Sequence[str], known: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for name in wanted:
+        same = [each for each in known if each == name or each.endswith(f".{name}") or name.endswith(f".{each}")]
+        if len(same) == 1 or (same and name in same):
+            yield name, name if name in same else same[0]

@@ -1,0 +1,382 @@
+"""The recorder of one rank: notes what went into the model, the loss, the gradients, and what the optimizer made.
+
+It changes nothing of the run but what its settings ask for: it draws no random number, sends nothing to other ranks
+and handles no error. What it notes of a step stands in one event, written when the step is over.
+"""
+
+import fnmatch
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from samestep.script_proof import interception, shards
+from samestep.script_proof.activations import Activations
+from samestep.script_proof.samples import random_state, rows_of, tensors_in
+from samestep.script_proof.settings import RecordSettings
+from samestep.script_proof.store import Writer
+
+Call = Callable[..., Any]
+
+
+class Stopped(SystemExit):
+    """Ends the script after the last step that is noted, past what handles errors."""
+
+
+class Recorder:
+    """Listens to the functions of `interception`, and writes what a rank does."""
+
+    def __init__(self, settings: RecordSettings, *, rank: int, world_size: int) -> None:
+        self._settings = settings
+        self._writer = Writer(Path(settings.folder) / f"rank-{rank}")
+        self._thread = threading.get_ident()
+        self._roots: dict[str, nn.Module] = {}  # the models that were called, by what their names begin with
+        self._optimizers: list[Any] = []
+        self._counts: list[int] = []  # steps of each optimizer
+        self._stepping: list[Any] = []  # optimizers inside of each other's step
+        self._depth = 0  # of modules inside each other's forward
+        self._in_backward = False
+        self._step = _Noted()
+        self._activations: Activations | None = None
+        self._batches = 0  # that DataLoaders gave
+        self._processes = 0
+        self._buffers: dict[str, tuple[int, int, dict[str, Any]]] = {}
+        self._moved = False
+        self._made: list[weakref.ref[Tensor]] = []  # what models returned, for as long as the script holds it
+        self._writer.event("start", rank=rank, world_size=world_size, variant=settings.variant)
+
+    def install(self) -> None:
+        """From here on the script is noted."""
+        interception.install(self, dropout=self._settings.dropout)
+
+    def end(self, how: str) -> None:
+        """Write how the script ended."""
+        self._writer.event("end", how=how, processes=self._processes, batches=self._batches, open=self._step.forwards)
+        self._writer.close()
+
+    # Forward
+
+    def module_called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._in_backward or self._stepping_without_closure() or threading.get_ident() != self._thread:
+            return call(module, *args, **kwargs)
+        if self._depth == 0:
+            if next(module.parameters(), None) is None:
+                return call(module, *args, **kwargs)
+            self._enter(module, args, kwargs)
+        self._depth += 1
+        try:
+            result = call(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._activations is not None:
+            self._activations.add(module, result)
+        if self._depth == 0:
+            self._leave(result)
+        return result
+
+    def _stepping_without_closure(self) -> bool:
+        return bool(self._stepping) and not self._step.in_closure
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        root = self._root(module)
+        made = {tensor.untyped_storage().data_ptr() for each in self._made if (tensor := each()) is not None}
+        rows = rows_of(args, kwargs, made)
+        training = torch.is_grad_enabled() and module.training
+        noted = {
+            "model": root,
+            "batch": rows.batch if rows else None,
+            "rows": dict(rows.hashes) if rows else {},
+            "counts": dict(rows.counts) if rows else {},
+        }
+        if not training:
+            self._writer.event("evaluation", after=sum(self._counts), **noted)
+            return
+        self._disturb(module)
+        noted["random"] = random_state()
+        self._step.forwards.append(noted)
+        self._step.targets = 0
+        if rows is not None and self._whole_step():
+            self._activations = Activations(module, root, rows.batch)
+
+    def _leave(self, result: Any) -> None:
+        self._made = [each for each in self._made if each() is not None]
+        self._made += [weakref.ref(value) for _, value in tensors_in(result)]
+        if self._activations is None:
+            return
+        forward = self._step.forwards[-1]
+        forward["activations"] = self._activations.to_json()
+        forward["returned_loss"] = next(
+            (
+                value.detach().float().item()
+                for name, value in tensors_in(result, depth=1)
+                if name == "loss" and value.numel() == 1
+            ),
+            None,
+        )
+        self._activations = None
+
+    def _root(self, module: nn.Module) -> str:
+        """What the names of a model begin with. A part of a model that is known has that one's names."""
+        inner = shards.unwrapped(module)
+        for name, root in self._roots.items():
+            if root is module or shards.unwrapped(root) is inner:
+                return name
+        same = [name for name in self._roots if name.partition("#")[0] == type(inner).__name__]
+        name = type(inner).__name__ + (f"#{len(same) + 1}" if same else "")
+        self._roots[name] = module
+        if not self._settings.dropout:
+            self._without_recurrent_dropout(module)
+        return name
+
+    def _without_recurrent_dropout(self, module: nn.Module) -> None:
+        """That of LSTM and its like is applied in C++, past the functions that are listened to."""
+        for each in module.modules():
+            if isinstance(each, nn.RNNBase) and each.dropout > 0:
+                each.dropout = 0.0
+
+    def _named(self) -> dict[str, nn.Module]:
+        """The models by what their parameters' names begin with: nothing where there is one."""
+        if len(self._roots) == 1:
+            return {"": next(iter(self._roots.values()))}
+        return dict(self._roots)
+
+    def _disturb(self, module: nn.Module) -> None:
+        """For the measure of noise: the first weights moved, where no batch could be reversed."""
+        if self._moved or self._settings.variant == "as-is":
+            return
+        if self._settings.variant == "moved" or not self._batches:
+            self._moved = True
+            shards.moved_by_one_unit(list(module.parameters()))
+            self._writer.event("moved")
+
+    def batch_seen(self, batch: Any) -> Any:
+        self._batches += 1
+        return reversed_rows(batch) if self._settings.variant == "reversed" else batch
+
+    def dropout_seen(self) -> None:
+        if self._depth and not self._in_backward:
+            self._step.dropout = True
+
+    def targets_seen(self, count: int) -> None:
+        if not self._in_backward and torch.is_grad_enabled():
+            self._step.targets += count
+
+    # Backward and clipping
+
+    def backward_called(self, call: Call, tensors: Any, args: Any, kwargs: Any) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        values = [_number(each) for each in given]
+        step = self._step
+        step.losses.append({"value": math.fsum(values), "targets": step.targets, "after": len(step.forwards)})
+        step.targets = 0
+        self._in_backward = True
+        try:
+            return call(tensors, *args, **kwargs)
+        finally:
+            self._in_backward = False
+
+    def clip_called(self, call: Call, parameters: Any, limit: Any, args: Any, kwargs: Any) -> Any:
+        norm = call(parameters, limit, *args, **kwargs)
+        told = isinstance(norm, Tensor) and not isinstance(norm, DTensor)  # a rank alone can't add a DTensor up
+        self._step.clips.append(
+            {"norm": _number(norm) if told else None, "limit": float(limit), "after": len(self._step.losses)}
+        )
+        return norm
+
+    # The optimizer
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        self._stepping.append(optimizer)
+        if len(self._stepping) > 1:
+            return None
+        if not any(each is optimizer for each in self._optimizers):
+            self._optimizers.append(optimizer)
+            self._counts.append(0)
+        # The first argument is the optimizer itself.
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._note_gradients(optimizer)
+            return None
+        return self._with_closure(optimizer, closure, args, kwargs)
+
+    def _with_closure(self, optimizer: Any, closure: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The same arguments, with a closure after which the gradients are there; its first call is noted."""
+
+        def noted() -> Any:
+            self._step.in_closure = True
+            try:
+                result = closure()
+            finally:
+                self._step.in_closure = False
+            if self._step.tensors is None:
+                self._note_gradients(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": noted}
+        return (*args[:1], noted, *args[2:]), kwargs
+
+    def _note_gradients(self, optimizer: Any) -> None:
+        step, number = self._step, self._number(optimizer)
+        step.parts = shards.parts_of(self._named())
+        step.groups = [self._group(number, group, at) for at, group in enumerate(optimizer.param_groups)]
+        step.tensors = {}
+        if not self._whole_step():
+            return
+        first = self._counts[number] == 0
+        for parameter, parts in self._parameters(optimizer):
+            for part in parts:
+                if first:
+                    self._add("before", part, parameter)
+                if parameter.grad is not None:
+                    self._add("gradient", part, parameter.grad)
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping.pop()
+        if self._stepping:
+            return
+        step, number = self._step, self._number(optimizer)
+        if step.tensors is None:  # a closure that was never called
+            self._note_gradients(optimizer)
+        if self._whole_step():
+            for parameter, parts in self._parameters(optimizer):
+                for part in parts:
+                    self._add("after", part, parameter)
+            self._note_buffers()
+        self._counts[number] += 1
+        self._writer.event("step", **step.to_json(), optimizer=number, number=self._counts[number])
+        self._step = _Noted()
+        if number == 0 and self._counts[0] == self._settings.steps:
+            raise Stopped(0)
+
+    def _number(self, optimizer: Any) -> int:
+        return next(number for number, each in enumerate(self._optimizers) if each is optimizer)
+
+    def _whole_step(self) -> bool:
+        """Whether the tensors of this step are written."""
+        return (self._counts[0] if self._counts else 0) % self._settings.every == 0
+
+    def _parameters(self, optimizer: Any) -> Iterator[tuple[Tensor, list[shards.Part]]]:
+        number = self._number(optimizer)
+        for at, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield parameter, self._parts(number, at, place, parameter)
+
+    def _parts(self, number: int, group: int, place: int, parameter: Tensor) -> list[shards.Part]:
+        """One in no model that was called has the name of its place in the optimizer."""
+        known = self._step.parts.get(id(parameter))
+        name = f"optimizer{number}.group{group}.{place}"
+        return known if known is not None else [shards.Part(name=name, shape=tuple(parameter.shape))]
+
+    def _group(self, number: int, group: Mapping[str, Any], at: int) -> dict[str, Any]:
+        names = [
+            part.name
+            for place, parameter in enumerate(group["params"])
+            for part in self._parts(number, at, place, parameter)
+        ]
+        return {"names": names, "options": dict(_options(group))}
+
+    def _add(self, kind: str, part: shards.Part, tensor: Tensor) -> None:
+        if self._settings.modules is not None and not fnmatch.fnmatch(part.name, self._settings.modules):
+            return
+        assert self._step.tensors is not None
+        value = part.of(tensor)
+        self._step.tensors.setdefault(kind, []).append({**part.to_json(), **self._writer.tensor(value)})
+
+    def _note_buffers(self) -> None:
+        """Those that have changed since they were last written."""
+        assert self._step.tensors is not None
+        for name, buffer in shards.buffers_of(self._named()):
+            if isinstance(buffer, DTensor) or buffer.is_meta:
+                continue
+            known = self._buffers.get(name)
+            if known is None or known[:2] != (id(buffer), buffer._version):
+                place = {"name": name, "whole": list(buffer.shape), "start": None, "offset": None}
+                known = (id(buffer), buffer._version, {**place, **self._writer.tensor(buffer)})
+                self._buffers[name] = known
+            self._step.tensors.setdefault("buffer", []).append(known[2])
+
+    # The rest
+
+    def state_loaded(self) -> None:
+        self._writer.event("loaded", after=sum(self._counts))
+
+    def process_started(self) -> None:
+        self._processes += 1
+
+    def gathered(self, given: Any, kept: Any) -> None:
+        sizes = [
+            next((value.shape[0] for _, value in tensors_in(each) if value.dim() > 0), None) for each in (given, kept)
+        ]
+        self._writer.event("gathered", after=sum(self._counts), given=sizes[0], kept=sizes[1])
+
+
+class _Noted:
+    """What is known of the step that is under way."""
+
+    def __init__(self) -> None:
+        self.forwards: list[dict[str, Any]] = []
+        self.losses: list[dict[str, Any]] = []
+        self.clips: list[dict[str, Any]] = []
+        self.groups: list[dict[str, Any]] = []
+        self.parts: dict[int, list[shards.Part]] = {}
+        self.tensors: dict[str, list[dict[str, Any]]] | None = None
+        self.targets = 0  # of mean losses since the last forward began
+        self.dropout = False
+        self.in_closure = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "forwards": self.forwards,
+            "losses": self.losses,
+            "clips": self.clips,
+            "groups": self.groups,
+            "tensors": self.tensors or {},
+            "dropout": self.dropout,
+        }
+
+
+def _number(tensor: Tensor) -> float:
+    value = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return value.detach().double().sum().item()
+
+
+def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The settings of a parameter group that are numbers: lr, weight_decay, betas, ..."""
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            yield name, value.item()
+        elif isinstance(value, (bool, int, float)) or (
+            isinstance(value, (tuple, list))
+            and name != "params"
+            and all(isinstance(each, (int, float)) for each in value)
+        ):
+            yield name, value
+
+
+def reversed_rows(value: Any) -> Any:
+    """A batch with the rows of all its tensors in the opposite order; one of unlike many rows is left as it is."""
+    sizes = {tensor.shape[0] for _, tensor in tensors_in(value) if tensor.dim() > 0}
+    return _flipped(value) if len(sizes) == 1 else value
+
+
+def _flipped(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.flip(0) if value.dim() > 0 else value
+    if isinstance(value, dict):
+        return type(value)({name: _flipped(each) for name, each in value.items()})
+    if isinstance(value, Mapping) and hasattr(value, "data"):  # transformers' BatchEncoding
+        for name in list(value):
+            value[name] = _flipped(value[name])  # pyright: ignore[reportIndexIssue]
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_flipped(each) for each in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_flipped(each) for each in value)
+    return value

@@ -1,0 +1,49 @@
+"""The verdict in the terminal."""
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from samestep.script_proof.compare import Verdict
+from samestep.script_proof.kinds import Finding
+
+_WIDTH = 120  # characters, where the output is no terminal
+
+
+def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
+    """The largest differences beside the noise, and what the first one that is none looks like."""
+    if console is None:
+        console = Console(markup=False, emoji=False)
+        if not console.is_terminal:
+            console = Console(markup=False, emoji=False, width=_WIDTH)
+    steps = f"{verdict.steps} step{'s' if verdict.steps != 1 else ''}"
+    table = Table(title=f"{verdict.processes} processes beside one, {steps}")
+    table.add_column("largest relative difference of")
+    table.add_column("", justify="right")
+    table.add_column("noise", justify="right")
+    losses = [each.loss for each in verdict.curve if each.loss is not None]
+    rows = (
+        ("loss, as given to backward", losses, None),
+        ("gradients", [each.gradient for each in verdict.curve], verdict.noise["gradient"]),
+        ("parameters", [each.parameters for each in verdict.curve], verdict.noise["parameters"]),
+    )
+    for name, values, noise in rows:
+        if values:
+            table.add_row(name, f"{max(values):.2e}", f"{noise:.2e}" if noise is not None else "")
+    if verdict.curve:
+        console.print(table)
+    for note in verdict.notes:
+        console.print(f"note: {note.en}", soft_wrap=True)
+    if verdict.finding is None:
+        console.print("the same step: what differs is as small as the noise", soft_wrap=True)
+    else:
+        console.print(f"NOT the same step: {said(verdict.finding)}", soft_wrap=True)
+
+
+def said(finding: Finding) -> str:
+    """A finding in one line: where, what it looks like, and how large it is."""
+    where = f"step {finding.step}, {finding.what}" if finding.step else finding.what
+    module = f" of {finding.module}" if finding.module else ""
+    size = f" (relative difference {finding.relative:.2g})" if math.isfinite(finding.relative) else ""
+    return f"{where}{module}: {finding.words.en}{size} [{finding.kind}]"

@@ -1,0 +1,73 @@
+"""A rank's first lines: it installs the recorder, and runs the user's script or module as Python itself would.
+
+`python -m samestep.script_proof.runner [ENGINE'S ARGUMENTS] -- SETTINGS.json (SCRIPT.py | -m MODULE) [ARGUMENTS]`
+"""
+
+import random
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from samestep import environment
+from samestep.script_proof.recorder import Recorder, Stopped
+from samestep.script_proof.settings import RecordSettings
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the script to its end, or to the last step that is noted. What it raises is raised here too."""
+    at = list(arguments).index("--")
+    engines, file, command = arguments[:at], Path(arguments[at + 1]), arguments[at + 2 :]
+    settings = RecordSettings.read(file)
+    ranks = environment.ranks()
+    _prepare(settings)
+    recorder = Recorder(settings, rank=ranks.rank if ranks else 0, world_size=ranks.world_size if ranks else 1)
+    recorder.install()
+    try:
+        _run(command, engines)
+    except Stopped:
+        recorder.end("stopped")
+    except SystemExit as ended:
+        recorder.end("ended" if ended.code in (None, 0) else f"exit code {ended.code}")
+        raise
+    except BaseException as error:
+        recorder.end("failed: " + "".join(traceback.format_exception_only(error)).strip())
+        raise
+    else:
+        recorder.end("ended")
+
+
+def _prepare(settings: RecordSettings) -> None:
+    if settings.dtype is not None:
+        torch.set_default_dtype(getattr(torch, settings.dtype))
+    if settings.seed is not None:
+        random.seed(settings.seed)
+        torch.manual_seed(settings.seed)
+        if (numpy := sys.modules.get("numpy")) is not None:  # PyTorch imports it where it is installed
+            numpy.random.seed(settings.seed)
+
+
+def _run(command: Sequence[str], engines: Sequence[str]) -> None:
+    """The command as the main program of this process, with what an engine's launcher puts before its arguments."""
+    if command[0] == "-m":
+        module, own = command[1], command[2:]
+        sys.argv = [module, *engines, *own]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    script, own = command[0], command[1:]
+    sys.argv = [script, *engines, *own]
+    sys.path[0] = str(Path(script).resolve().parent)
+    # It stays __main__ to the end of the process: classes of the script are pickled by that name.
+    main_module = ModuleType("__main__")
+    vars(main_module).update({"__file__": script, "__builtins__": __builtins__})
+    sys.modules["__main__"] = main_module
+    exec(compile(Path(script).read_bytes(), script, "exec"), vars(main_module))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,157 @@
+"""The runs of a proof: the script alone, alone once more with its rows in another order, and split over ranks."""
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from samestep import subprocess_group
+from samestep.errors import UserError
+from samestep.script_proof.settings import RecordSettings
+
+ALONE, AGAIN, SPLIT = "alone", "again", "split"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptProof:
+    """What the user asks for."""
+
+    script: tuple[str, ...]  # train.py and its arguments, or -m, a module and its arguments
+    alone: tuple[str, ...] | None = None  # with one process; None: the same
+    then: tuple[str, ...] | None = None  # what goes on where the split run has ended
+    processes: int = 2
+    engine: str = "torch"
+    device: str = "auto"
+    steps: int | None = 10
+    every: int = 1
+    modules: str | None = None
+    dropout: bool = False
+    dtype: str | None = None
+    seed: int | None = None
+    time_limit: float = 600.0  # seconds of one run
+    launch: tuple[str, ...] = ()  # further options of `samestep launch` for the split run
+
+    @property
+    def settings(self) -> RecordSettings:
+        return RecordSettings(
+            folder="",
+            steps=self.steps,
+            every=self.every,
+            modules=self.modules,
+            dropout=self.dropout,
+            dtype=self.dtype,
+            seed=self.seed,
+        )
+
+
+def words(flag: str, text: str, *, script: bool = True) -> tuple[str, ...]:
+    """The words in one option: those of a `script`, which must be there. Raises UserError."""
+    try:
+        found = tuple(shlex.split(text))
+    except ValueError:
+        raise UserError(f"{flag} {text}: a quote has no end") from None
+    if not script:
+        return found
+    if found[:1] == ("python",) or found[:1] == ("python3",):
+        found = found[1:]
+    if not found:
+        raise UserError(f'{flag} is empty; use {flag} "train.py --batch-size 16"')
+    if found[0] == "-m":
+        if len(found) == 1:
+            raise UserError(f'{flag} "-m" names no module; use {flag} "-m package.module"')
+    elif not Path(found[0]).is_file():
+        raise UserError(f"{flag} {found[0]}: there is no such script in {Path.cwd()}")
+    elif not found[0].endswith(".py"):
+        raise UserError(
+            f"{flag} {found[0]}: this is no script of Python's; use train.py or -m module, without a launcher"
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One run that is to be started."""
+
+    name: str  # of its folder
+    command: tuple[str, ...]  # the script and its arguments
+    settings: RecordSettings
+    ranks: int
+    place: Path  # the folder
+    further: tuple[str, ...] = ()  # options of `samestep launch`
+
+    @property
+    def title(self) -> str:
+        return f"{shlex.join(self.command)} with {self.ranks} process{'es' if self.ranks > 1 else ''}"
+
+    @property
+    def settings_file(self) -> Path:
+        return self.place / "settings.json"
+
+
+Starter = Callable[[Sequence[Start], ScriptProof], Sequence[subprocess_group.Outcome]]
+
+
+def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_group.Outcome]:
+    """Start runs one after the other, each by `samestep launch`."""
+    outcomes = []
+    for start in starts:
+        command = [
+            *(sys.executable, "-m", "samestep", "launch", "--num-procs", str(start.ranks), "--threads", "1"),
+            *("--bind", "none", "--device", proof.device, "--engine", proof.engine),
+            *("--logs", str(start.place / "logs"), "--output", "files", *start.further),
+            *("--", "-m", "samestep.script_proof.runner", "--", str(start.settings_file), *start.command),
+        ]
+        outcomes.append(subprocess_group.run(command, limit=proof.time_limit))
+        if outcomes[-1].code != 0:
+            break
+    return outcomes
+
+
+def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> None:
+    """Run the script alone, alone again and split, each run in a folder of its own.
+
+    Raises UserError where a run fails or does not end.
+    """
+    alone = proof.alone if proof.alone is not None else proof.script
+    again = replace(proof.settings, variant="reversed")
+    starts = [
+        make_start(proof, folder, ALONE, alone, proof.settings, 1),
+        make_start(proof, folder, AGAIN, alone, again, 1),
+        make_start(proof, folder, SPLIT, proof.script, proof.settings, proof.processes),
+    ]
+    _check(starts, starter(starts, proof), proof)
+    if proof.then is not None:
+        starts = [make_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes)]
+        _check(starts, starter(starts, proof), proof)
+
+
+def make_start(
+    proof: ScriptProof, folder: Path, name: str, command: tuple[str, ...], settings: RecordSettings, ranks: int
+) -> Start:
+    """Make the folder of a run, and write its settings there."""
+    place = folder / name
+    place.mkdir(parents=True)
+    settings = replace(settings, folder=str(place))
+    further = proof.launch if name.startswith(SPLIT) else ()
+    start = Start(name=name, command=command, settings=settings, ranks=ranks, place=place, further=further)
+    settings.write(start.settings_file)
+    return start
+
+
+def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome], proof: ScriptProof) -> None:
+    """Raise UserError for the first run that failed, or did not end."""
+    for start, outcome in zip(starts, outcomes, strict=False):
+        (start.place / "output.txt").write_text(outcome.output, encoding="utf-8")
+        if outcome.code is None:
+            raise UserError(
+                f"{start.title} did not end within {proof.time_limit:g} s; --steps N stops it after N steps of its "
+                "optimizer, --time-limit SECONDS leaves it more time"
+            )
+        if outcome.code != 0:
+            raise UserError(f"{start.title} failed:\n{_reason(outcome.output)}")
+
+
+def _reason(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip() and "runpy" not in line]
+    return "\n".join(lines[-40:])

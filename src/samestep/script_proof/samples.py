@@ -1,0 +1,95 @@
+"""Which samples went into a model: a hash of each row of its inputs, whatever batch the row stands in."""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_DEPTH = 4  # containers inside each other that are looked into
+_MASK = "attention_mask"
+_IGNORED = -100  # the label of a token that has no loss, in PyTorch's cross entropy
+
+
+def tensors_in(value: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors in arguments or results, each by the path to it, such as 0 or 1.labels."""
+    if isinstance(value, Tensor):
+        if not isinstance(value, DTensor) and value.layout == torch.strided and not value.is_meta:
+            yield name, value
+        return
+    if depth == 0:
+        return
+    if isinstance(value, Mapping):
+        inner: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, (list, tuple)):
+        inner = iter(enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = ((each.name, getattr(value, each.name)) for each in fields(value))
+    else:
+        return
+    for key, each in inner:
+        yield from tensors_in(each, f"{name}.{key}" if name else str(key), depth - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of one forward."""
+
+    batch: int  # how many
+    hashes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of each input with so many rows, by its path
+    counts: Mapping[str, int] = field(default_factory=dict)  # what a mean over the batch may be divided by
+
+
+def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], made: Container[int] = ()) -> Rows | None:
+    """The rows of a model's inputs, as the first tensor among them has them; None where there is none.
+
+    `made`: addresses of what other models have returned, which is no sample.
+
+    A batch is padded to its longest row, so a row is what its attention mask leaves of it.
+    """
+    found = {name: value for name, value in (*tensors_in(args), *tensors_in(kwargs)) if value.dim() > 0}
+    found = {name: value for name, value in found.items() if value.untyped_storage().data_ptr() not in made}
+    if not found:
+        return None
+    batch = next(iter(found.values())).shape[0]
+    found = {name: value.detach() for name, value in found.items() if value.shape[0] == batch}
+    mask = next((value for name, value in found.items() if name.endswith(_MASK) and value.dim() == 2), None)
+    return Rows(
+        batch=batch,
+        hashes={name: [_hash(row) for row in _left(value, mask)] for name, value in found.items()},
+        counts={"rows": batch, **_counts(found)},
+    )
+
+
+def _left(value: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
+    """The rows, without their padding."""
+    value = value.cpu()
+    if mask is None or value.shape[: mask.dim()] != mask.shape:
+        yield from value
+        return
+    for row, kept in zip(value, mask.cpu() != 0, strict=True):
+        yield row[kept]
+
+
+def _hash(row: Tensor) -> str:
+    return blake2b(row.contiguous().reshape(-1).view(torch.uint8).numpy().data, digest_size=8).hexdigest()
+
+
+def _counts(inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    counts = {}
+    for name, value in inputs.items():
+        if value.dtype.is_floating_point or value.dtype.is_complex or value.dim() < 2:
+            continue
+        if name.endswith(_MASK) or value.dtype == torch.bool:
+            counts[f"{name} != 0"] = int((value != 0).sum())
+        elif bool((value == _IGNORED).any()) or name.endswith("labels"):
+            counts[f"{name} != {_IGNORED}"] = int((value != _IGNORED).sum())
+    return counts
+
+
+def random_state() -> str:
+    """A hash of where this process's random numbers stand. None is drawn."""
+    return _hash(torch.get_rng_state())

@@ -1,0 +1,302 @@
+"""Samples: whether the split run trains in each step on those of the run alone, and what it looks like where not."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.errors import UserError
+from samestep.script_proof.kinds import Finding
+from samestep.script_proof.record import Row, Run
+
+Rows = Counter[Row]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What the samples of two runs have in common."""
+
+    same: int  # so many steps from the first on have the same samples
+    finding: Finding | None = None  # what is wrong in the step after them
+    mistake: str | None = None  # why steps can't be compared, and what to pass
+    seen: bool = True  # whether samples were seen at all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Which inputs name a sample, in each run: the same ones where both have them."""
+
+    alone: Sequence[str]
+    split: Sequence[str]
+
+
+def sampling(alone: Run, split: Run, again: Run) -> Sampling:
+    """Hold the samples of each step beside each other."""
+    steps = min(alone.steps, split.steps)
+    keys = keys_of(alone, split)
+    if keys is None:
+        return Sampling(same=steps, seen=False)
+    mine = [_rows(alone, number, keys.alone) for number in range(alone.steps)]
+    theirs = [_rows(split, number, keys.split) for number in range(split.steps)]
+    if drawn := _drawn_anew(mine, [_rows(again, number, keys.alone) for number in range(again.steps)]):
+        return Sampling(same=0, mistake=drawn)
+    for number in range(steps):
+        if mine[number] != theirs[number]:
+            finding, mistake = _judged(alone, split, number, mine, theirs, keys)
+            return Sampling(same=number, finding=finding, mistake=mistake)
+    if split.steps < alone.steps and alone.ranks[0].end.get("how") != "failed":
+        missing = sum((mine[split.steps]).values())
+        if missing and not _continues(split):
+            return Sampling(same=steps, finding=_samples("lost-samples", steps, missing, mine[steps]))
+    return Sampling(same=steps)
+
+
+def _continues(split: Run) -> bool:
+    """Whether it was stopped before its own end."""
+    return any(rank.end.get("how") == "stopped" for rank in split.ranks)
+
+
+def keys_of(alone: Run, split: Run) -> Keys | None:
+    """The inputs by which samples are told apart. None where no model's forward was seen, or none with rows."""
+    if not alone.steps or not split.steps:
+        return None
+    mine, theirs = _first_inputs(alone), _first_inputs(split)
+    if not mine or not theirs:
+        return None
+    shared = [name for name in mine if name in theirs]
+    if shared and any(set(mine[name]) & set(theirs[name]) for name in shared):
+        return Keys(alone=shared, split=shared)
+    # A framework may call the whole where the other run calls a part: with the batch in another place.
+    best = max(
+        ((a, s) for a in mine for s in theirs), key=lambda pair: len(set(mine[pair[0]]) & set(theirs[pair[1]]))
+    )
+    if set(mine[best[0]]) & set(theirs[best[1]]):
+        return Keys(alone=[best[0]], split=[best[1]])
+    return Keys(alone=shared or list(mine), split=shared or list(theirs))
+
+
+def _first_inputs(run: Run) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for step in run.step(0):
+        for forward in step.forwards:
+            for name, hashes in forward["rows"].items():
+                found.setdefault(name, []).extend(hashes)
+    return found
+
+
+def rows_of_forward(forward: Mapping[str, Any], keys: Sequence[str]) -> list[Row]:
+    """The samples of one forward, in their order."""
+    columns = [forward["rows"][name] for name in keys if name in forward["rows"]]
+    return list(zip(*columns, strict=True)) if columns else []
+
+
+def _of_rank(run: Run, rank: int, number: int, keys: Sequence[str]) -> Rows:
+    return Counter(
+        row for forward in run.ranks[rank].steps[number].forwards for row in rows_of_forward(forward, keys)
+    )
+
+
+def _rows(run: Run, number: int, keys: Sequence[str]) -> Rows:
+    total: Rows = Counter()
+    for rank in range(len(run.ranks)):
+        total += _of_rank(run, rank, number, keys)
+    return total
+
+
+def _drawn_anew(mine: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
+    pairs = list(zip(mine, repeated, strict=False))
+    if any(a != b for a, b in pairs) and pairs and not pairs[0][0] & pairs[0][1]:
+        return (
+            "two runs alone train on different samples in step 1: the script draws their order, or what it makes of "
+            "them, from an unseeded generator; seed it, or pass --seed 0"
+        )
+    return None
+
+
+def _samples(kind: str, number: int, count: int, of: Rows, **facts: Any) -> Finding:
+    return Finding(
+        kind=kind,
+        step=number + 1,
+        what="samples",
+        relative=count / max(1, sum(of.values())),
+        facts={"count": count, **facts},
+    )
+
+
+def _judged(
+    alone: Run, split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows], keys: Keys
+) -> tuple[Finding | None, str | None]:
+    """What the first step with other samples looks like; or why it can't be said."""
+    a, s = mine[number], theirs[number]
+    missing, extra = sum((a - s).values()), sum((s - a).values())
+    for judge in (
+        _same_on_ranks(split, number, keys, theirs),
+        _resumed(split, number, mine, theirs),
+        _epoch_again(number, mine, theirs),
+        _padded_or_lost(number, mine, theirs),
+        _shuffled_apart(number, mine, theirs),
+        _never_seen(alone, split, number, mine, theirs),
+    ):
+        if judge is not None:
+            return judge, None
+    if sum(a.values()) != sum(s.values()):
+        return None, (
+            f"batch sizes differ: {sum(a.values())} alone, {sum(s.values())} split, in step {number + 1}; pass "
+            f"--alone with the arguments by which one process takes batches of {sum(s.values())}"
+        )
+    return None, (
+        f"step {number + 1} trains on other samples: {missing} of {sum(a.values())} are not those of the run alone, "
+        f"and {extra} others are; use one order for any number of processes (DistributedSampler also with one), or "
+        "pass --alone with arguments that give the same order"
+    )
+
+
+def _same_on_ranks(split: Run, number: int, keys: Keys, theirs: Sequence[Rows]) -> Finding | None:
+    ranks = [_of_rank(split, rank, number, keys.split) for rank in range(len(split.ranks))]
+    if len(ranks) < 2 or not ranks[0] or any(rank != ranks[0] for rank in ranks):
+        return None
+    total = theirs[number]
+    return Finding(
+        kind="same-samples",
+        step=number + 1,
+        what="samples",
+        relative=1.0 - len(total) / sum(total.values()),
+        facts={"samples": len(total), "rows": sum(total.values())},
+    )
+
+
+def _resumed(split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+    """Steps that train, from a resumption on, on the samples of earlier or later ones."""
+    loaded = [at for rank in split.ranks for at in rank.loaded if at <= number]
+    if not loaded:
+        return None
+    later = range(number, min(len(theirs), number + 3))
+    for by in sorted(range(-len(mine), len(mine)), key=abs):
+        if by and any(0 <= at - by < len(mine) for at in later):
+            pairs = [(theirs[at], mine[at - by]) for at in later if 0 <= at - by < len(mine)]
+            if all(a == b for a, b in pairs):
+                kind = "resume-repeats" if by > 0 else "resume-skips"
+                facts = {"step": number + 1, "other": number + 1 - by}
+                return _samples(kind, number, sum((mine[number] - theirs[number]).values()), mine[number], **facts)
+    if set(theirs[number]) & set().union(*mine):
+        missing = sum((mine[number] - theirs[number]).values())
+        return _samples("resume-other-order", number, missing, mine[number])
+    return None
+
+
+def _epoch(rows: Sequence[Rows]) -> int | None:
+    """Steps in an epoch: up to the first whose samples have mostly been there before; None where none has."""
+    seen: set[Row] = set()
+    for number, step in enumerate(rows):
+        before = sum(1 for row in step if row in seen)
+        if number and step and before * 2 > len(step):
+            return number
+        seen |= step.keys()
+    return None
+
+
+def _epoch_again(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+    length = _epoch(theirs)
+    if length is None or number < length or not theirs[number]:
+        return None
+    if theirs[number] != theirs[number - length] or mine[number] == mine[number - length]:
+        return None
+    return _samples("same-order-each-epoch", number, sum((mine[number] - theirs[number]).values()), mine[number])
+
+
+def _padded_or_lost(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+    """Samples that make up for others at the end of an epoch, or that fall away there."""
+    a, s = mine[number], theirs[number]
+    missing, extra = sum((a - s).values()), sum((s - a).values())
+    seen = set().union(*mine[: number + 1])
+    at_end = (
+        number == (_epoch(mine) or len(mine)) - 1
+        or number + 1 == len(mine)
+        or sum(a.values()) < sum(mine[0].values())
+    )
+    if extra and not missing and number and set(s - a) <= seen:
+        return _samples("padded-sampler", number, extra, a)
+    if missing and not extra and at_end:
+        return _samples("lost-samples", number, missing, a)
+    return None
+
+
+def _shuffled_apart(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+    """Samples that come twice in the split run within a stretch in which the run alone has each once."""
+    length = _epoch(mine) or min(len(mine), len(theirs))
+    alone: Rows = sum(mine[:length], Counter())
+    split: Rows = sum(theirs[:length], Counter())
+    if number >= length or not alone or sum(alone.values()) != sum(split.values()):
+        return None
+    repeated = sum(count - 1 for count in split.values())
+    if repeated <= sum(count - 1 for count in alone.values()):
+        return None
+    return _samples("repeated-samples", number, repeated, alone)
+
+
+def _never_seen(alone: Run, split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+    """Samples of the run alone that the split run has nowhere, though both saw their epoch's end."""
+    for run, rows in ((alone, mine), (split, theirs)):
+        if _continues(run) and _epoch(rows) is None:
+            return None
+    known, found = set().union(*mine), set().union(*theirs)
+    if not found < known:
+        return None
+    return _samples("lost-samples", number, len(known - found), Counter(known))
+
+
+def evaluation_finding(alone: Run, split: Run, keys: Keys | None) -> Finding | None:
+    """Evaluation's samples, phase by phase. What Accelerate cuts off before a metric sees it doesn't count."""
+    if keys is None:
+        return None
+    mine, theirs = _evaluated(alone, keys.alone), _evaluated(split, keys.split)
+    for after in sorted(mine.keys() & theirs.keys()):
+        a, s = mine[after], theirs[after]
+        if not a or a == s or not set(a) & set(s):
+            continue
+        repeated, lost = sum((s - a).values()), sum((a - s).values())
+        if repeated and not lost and _cut(split, after) >= repeated:
+            continue
+        kind = "evaluation-loses" if lost and not repeated else "evaluation-repeats"
+        count = lost if kind == "evaluation-loses" else repeated
+        relative = count / sum(a.values())
+        return Finding(kind=kind, step=after, what="evaluation", relative=relative, facts={"count": count})
+    return None
+
+
+def _evaluated(run: Run, keys: Sequence[str]) -> dict[int, Rows]:
+    """The samples of each evaluation, by the number of steps before it."""
+    found: dict[int, Rows] = {}
+    for rank in run.ranks:
+        for forward in rank.evaluations:
+            found.setdefault(forward["after"], Counter()).update(_evaluation_rows(forward, keys))
+    return found
+
+
+def _evaluation_rows(forward: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Row]:
+    rows = rows_of_forward(forward, keys) or rows_of_forward(forward, list(forward["rows"]))
+    yield from rows
+
+
+def _cut(split: Run, after: int) -> int:
+    """How many rows were cut off after all ranks' were gathered, in evaluations after so many steps."""
+    ranks = len(split.ranks)
+    return sum(
+        each["given"] * ranks - each["kept"]
+        for each in split.ranks[0].gathered
+        if each["after"] == after and each["given"] is not None and each["kept"] is not None
+    )
+
+
+def check_steps(alone: Run, split: Run) -> None:
+    """Raise UserError where a run left no step."""
+    for run, title in ((alone, "alone"), (split, "split")):
+        if run.steps:
+            continue
+        ends = [rank.end for rank in run.ranks]
+        if any(end.get("processes") for end in ends):
+            raise UserError(
+                f"the script, {title}, took no step of an optimizer in its own process, and started others; use a "
+                "script that is one rank, as torchrun starts it, without torch.multiprocessing.spawn"
+            )
+        raise UserError(f"the script, {title}, ended without a step of a torch.optim optimizer; use one that trains")

@@ -1,0 +1,31 @@
+"""What the recorder of a rank is told, by a file that the prover writes."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+# as-is: nothing but the recorder. reversed: the rows of each batch in the opposite order, for the noise. moved: the
+# first weights moved by one unit in the last place, where no batches pass through a DataLoader.
+Variant = Literal["as-is", "reversed", "moved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """What a rank notes, and where."""
+
+    folder: str  # in it each rank makes a folder of its own
+    steps: int | None  # of the optimizer, after which the script is stopped; None: it runs to its end
+    every: int = 1  # tensors are written in steps 1, 1 + every, ...; the rest of a step always is
+    modules: str | None = None  # a pattern of names: of other parameters no tensors are written
+    dropout: bool = False  # whether dropout stays on
+    dtype: str | None = None  # torch.set_default_dtype before the script's first line
+    seed: int | None = None  # of torch, numpy and random before the script's first line
+    variant: Variant = "as-is"
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: Path) -> "RecordSettings":
+        return cls(**json.loads(file.read_text(encoding="utf-8")))

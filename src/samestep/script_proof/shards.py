@@ -1,0 +1,192 @@
+"""Which part of which parameter a rank holds, by the parameter's name in the model as the user wrote it.
+
+No rank asks another one: the offsets stand in DTensors (FSDP2, tensor parallel) and in FSDP1's flat parameters.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# Modules that stand around another one, by the name of their class, and where they hold it.
+_WRAPPERS: Mapping[str, str] = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "_FabricModule": "_forward_module",
+}
+
+_HOLDERS = set(_WRAPPERS.values()) - {"module"}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's module in what DDP, FSDP1, torch.compile and others put around it."""
+    while (inside := _inside(module)) is not None:
+        module = inside
+    return module
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    for kind in type(module).__mro__:
+        if kind.__name__ in _WRAPPERS and not kind.__module__.startswith("__main__"):
+            found = module._modules.get(_WRAPPERS[kind.__name__])
+            return found if isinstance(found, nn.Module) else None
+    return None
+
+
+def named_modules(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Every module by its name without wrappers; a wrapper by the name of what it stands around, before it."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield name, module
+    inside = _inside(module)
+    if inside is not None:
+        yield from named_modules(inside, name, seen)
+        return
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from named_modules(child, f"{name}.{key}" if name else key, seen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Of one parameter: what a rank's tensor, or a stretch of it, is of the whole.
+
+    `start`: where a stretch of the whole, flattened, begins. `offset`: where a block does. Neither: it is whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # of the whole
+    start: int | None = None
+    offset: tuple[int, ...] | None = None
+    stretch: tuple[int, int] | None = None  # of the rank's tensor, flattened; None: all of it
+
+    def of(self, tensor: Tensor) -> Tensor:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        local = local.detach()
+        return local if self.stretch is None else local.reshape(-1)[self.stretch[0] : self.stretch[1]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "whole": list(self.shape), "start": self.start, "offset": self.offset}
+
+
+def parts_of(roots: Mapping[str, nn.Module]) -> dict[int, list[Part]]:
+    """The parts behind each parameter, by its identity; `roots`: the models by what their names begin with."""
+    found: dict[int, list[Part]] = {}
+    for root_name, root in roots.items():
+        for name, module in named_modules(root, root_name):
+            if getattr(module, "_handle", None) is not None:
+                found.update(_flat_parts(module._handle, name))
+            if type(module).__name__ == "DeepSpeedEngine":
+                found.update(_deepspeed_parts(module, root_name))
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in found:
+                    found[id(parameter)] = [_part(f"{name}.{key}" if name else key, parameter)]
+    return found
+
+
+def _part(name: str, parameter: Tensor) -> Part:
+    if not isinstance(parameter, DTensor):
+        return Part(name=name, shape=tuple(parameter.shape))
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return Part(name=name, shape=tuple(parameter.shape), offset=tuple(int(each) for each in offset))
+
+
+def _flat_parts(handle: Any, name: str) -> Iterator[tuple[int, list[Part]]]:
+    """The parts of one of FSDP1's flat parameters; with `use_orig_params` each parameter is a stretch by itself."""
+    flat = handle.flat_param
+    parts: list[Part] = []
+    for number, info in enumerate(flat._shard_param_infos):
+        fqn = ".".join(each for each in flat._fqns[number].split(".") if each not in _HOLDERS)
+        whole = Part(
+            name=f"{name}.{fqn}" if name else fqn, shape=tuple(flat._shapes[number]), start=0, stretch=(0, 0)
+        )
+        if info.in_shard:
+            start, count = int(info.intra_param_start_idx), int(info.numel_in_shard)
+            at = int(info.offset_in_shard)
+            whole = Part(name=whole.name, shape=whole.shape, start=start, stretch=(at, at + count))
+        parts.append(whole)
+    yield id(flat), parts
+    for parameter, part in zip(flat._params or [], parts, strict=False):
+        assert part.stretch is not None
+        count = part.stretch[1] - part.stretch[0]
+        full = count == math.prod(part.shape)
+        yield (
+            id(parameter),
+            [
+                Part(name=part.name, shape=part.shape)
+                if full and handle.uses_sharded_strategy is False
+                else Part(name=part.name, shape=part.shape, start=part.start, stretch=(0, count))
+            ],
+        )
+
+
+def _deepspeed_parts(engine: Any, root_name: str) -> Iterator[tuple[int, list[Part]]]:
+    """The parts of the flat tensors that the optimizer of DeepSpeed's ZeRO 1 to 3 steps, in their order.
+
+    ZeRO 1 and 2 cut the parameters of a group, laid end to end, into one piece a rank; ZeRO 3 cuts each parameter.
+    """
+    optimizer = engine.optimizer
+    found: dict[int, dict[int, Part]] = {}  # by the flat tensor, and where a part begins in it
+    named = [
+        (f"{name}.{key}" if name else key, parameter)
+        for name, module in named_modules(engine, root_name)
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    for name, parameter in named:
+        for flat, at, start, count, shape in _fragments(optimizer, parameter):
+            part = Part(name=name, shape=shape, start=start, stretch=(at, at + count))
+            found.setdefault(id(flat), {}).setdefault(at, part)
+    for flat, parts in found.items():
+        yield flat, [parts[at] for at in sorted(parts)]
+
+
+def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, int, int, tuple[int, ...]]]:
+    """Of one parameter: the flat tensor, where its part begins there and in the whole, how long it is, its shape."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    flats = getattr(optimizer, "single_partition_of_fp32_groups", ())
+    if mapping is not None:
+        where = mapping.hp_fragment.untyped_storage().data_ptr()
+        for flat in flats:
+            if flat.untyped_storage().data_ptr() == where:
+                high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield flat, high.start, low.start, low.numel, tuple(parameter.shape)
+    positions = getattr(optimizer, "grad_position", None)
+    if positions is not None and hasattr(parameter, "ds_id"):
+        group, at, _ = positions[optimizer.get_param_id(parameter)]
+        size = parameter.ds_tensor.ds_numel
+        start = size * torch.distributed.get_rank(parameter.ds_process_group)
+        count = max(0, min(size, parameter.ds_numel - start))
+        yield optimizer.fp32_partitioned_groups_flat[group], at, start, count, tuple(parameter.ds_shape)
+
+
+def buffers_of(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every buffer that a checkpoint would hold, by its name."""
+    for root_name, root in roots.items():
+        for name, module in named_modules(root, root_name):
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    yield f"{name}.{key}" if name else key, buffer
+
+
+def moved_by_one_unit(parameters: Sequence[Tensor]) -> None:
+    """Move each number of the parameters to its neighbour in their precision: up and down in turn."""
+    with torch.no_grad():
+        for parameter in parameters:
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            if local.is_floating_point() and local.numel():
+                flat = torch.arange(local.numel(), device=local.device).reshape(local.shape) % 2
+                towards = torch.where(flat == 0, math.inf, -math.inf).to(local.dtype)
+                local.copy_(torch.nextafter(local, towards) if local.dtype.itemsize > 2 else local)

@@ -1,0 +1,207 @@
+"""Updates: weights before and after a step, the optimizer's settings, and buffers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from samestep.script_proof.differences import Apart, Limits, common_module
+from samestep.script_proof.kinds import Finding
+from samestep.script_proof.record import RankStep, Run, piece_of
+
+_RELATIVE = 1e-6  # of settings, which are computed in Python
+
+
+def initial_finding(tensors: Sequence[Apart], limits: Limits, alone: Run, split: Run) -> Finding | None:
+    """Weights with which the first step begins."""
+    copies = [each for each in tensors if each.ranks_apart > 0 or each.absent]
+    departing = [each for each in tensors if limits.exceeded(each)]
+    missing = [each.name for each in tensors if each.missing]
+    if missing:
+        return _weights("not-in-optimizer", tensors, missing, math.inf)
+    if copies:
+        names = [each.name for each in copies]
+        return _weights("weights-not-broadcast", tensors, names, max(each.ranks_apart for each in copies))
+    if not departing:
+        return None
+    names = [each.name for each in departing]
+    worst = max(each.apart for each in departing)
+    first_ranks_only = all(_rank_0_agrees(alone, split, name) for name in names)
+    return _weights("weights-not-broadcast" if first_ranks_only else "other-initial-weights", tensors, names, worst)
+
+
+def _rank_0_agrees(alone: Run, split: Run, name: str) -> bool:
+    """Whether, of a parameter in shards, those of rank 0 are those of the run alone, and others are not."""
+    mine, theirs = alone.joined(0, "before", name), split.joined(0, "before", name)
+    if mine is None or theirs is None or not theirs.pieces:
+        return False
+    held = [(rank, value, piece_of(mine.value, place)) for rank, place, value in theirs.pieces if value.numel()]
+    first = [value.reshape(-1).equal(known.reshape(-1)) for rank, value, known in held if rank == 0]
+    return all(first) and bool(held)
+
+
+def _weights(kind: str, tensors: Sequence[Apart], names: Sequence[str], relative: float) -> Finding:
+    module = common_module(names) if len(names) < len(tensors) else None
+    return Finding(kind=kind, step=0, what="initial weights", relative=relative, module=module)
+
+
+def settings_finding(number: int, alone: Run, split: Run) -> Finding | None:
+    """The optimizer's settings of each parameter in one step: learning rate, decay, betas, ..."""
+    if (own := _rates_of_ranks(number, split)) is not None:
+        return own
+    mine, theirs = alone.step(number)[0].settings, _settings(split.step(number))
+    theirs = {wanted: theirs[known] for wanted in mine if (known := split.names.get(wanted, wanted)) in theirs}
+    unlike: dict[str, list[str]] = {}
+    for name, options in mine.items():
+        for option, value in options.items():
+            other = theirs.get(name, {}).get(option, value)
+            if not _equal(value, other):
+                unlike.setdefault(option, []).append(name)
+    for option in sorted(unlike, key=lambda option: (option != "lr", option != "weight_decay")):
+        names = unlike[option]
+        a, s = mine[names[0]][option], theirs[names[0]][option]
+        if option == "lr":
+            return _learning_rate(number, alone, split, names[0], a, s, names if len(names) < len(mine) else None)
+        if option == "weight_decay":
+            facts = {"alone": a, "split": s, "count": len(names)}
+            return _setting("weight-decay", number, names, mine, _relative(a, s), **facts)
+        if option in _DECIDING:
+            return _setting("optimizer-setting", number, names, mine, _relative(a, s), name=option, alone=a, split=s)
+    return None
+
+
+def _rates_of_ranks(number: int, split: Run) -> Finding | None:
+    """Learning rates that are another on each rank."""
+    rates = [
+        next((options["lr"] for options in step.settings.values() if "lr" in options), None)
+        for step in split.step(number)
+    ]
+    known = [rate for rate in rates if rate is not None]
+    if not known or all(_equal(rate, known[0]) for rate in known):
+        return None
+    facts = {"rates": ", ".join(f"{rate:.4g}" for rate in known)}
+    relative = _relative(min(known), max(known))
+    return Finding(
+        kind="learning-rate-differs", step=number + 1, what="learning rate", relative=relative, facts=facts
+    )
+
+
+_DECIDING = ("betas", "eps", "momentum", "dampening", "nesterov", "alpha", "centered", "amsgrad", "maximize", "rho")
+
+
+def _settings(steps: Sequence[RankStep]) -> dict[str, Mapping[str, Any]]:
+    """Of all ranks: some may have no part of a parameter."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for step in reversed(steps):
+        found |= step.settings
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return abs(a - b) <= _RELATIVE * max(abs(a), abs(b)) + 1e-15
+    return a == b
+
+
+def _relative(a: Any, b: Any) -> float:
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return abs(a - b) / max(abs(a), abs(b), 1e-300)
+    return 1.0
+
+
+def _setting(
+    kind: str, number: int, names: Sequence[str], known: Mapping[str, Any], relative: float, **facts: Any
+) -> Finding:
+    module = common_module(names) if len(names) < len(known) else None
+    what = "learning rate" if kind in ("schedule-steps", "learning-rate", "learning-rate-scaled") else "optimizer"
+    return Finding(kind=kind, step=number + 1, what=what, relative=relative, module=module, facts=facts)
+
+
+def _learning_rate(
+    number: int, alone: Run, split: Run, name: str, a: float, s: float, names: Sequence[str] | None
+) -> Finding:
+    """A schedule that goes so many times as fast, one common factor, or something else."""
+    mine = _rates(alone, name)
+    theirs = _rates(split, split.names.get(name, name))
+    facts: dict[str, Any] = {"alone": a, "split": s}
+    module = common_module(names) if names is not None else None
+    kind, more = "learning-rate", {}
+    ranks = len(split.ranks)
+    micro_batches = len(split.step(number)[0].losses)
+    for by in dict.fromkeys((ranks, micro_batches, ranks * micro_batches)):
+        if by > 1 and any(_times_as_fast(mine, theirs, by, begun) for begun in range(by)):
+            kind, more = "schedule-steps", {"by": by}
+            break
+    else:
+        ratios = [one / other for one, other in zip(theirs, mine, strict=False) if other]
+        if a and all(_equal(ratio, s / a) for ratio in ratios):
+            kind, more = "learning-rate-scaled", {"ratio": s / a}
+    return Finding(
+        kind=kind,
+        step=number + 1,
+        what="learning rate",
+        relative=_relative(a, s),
+        module=module,
+        facts={**facts, **more},
+    )
+
+
+def _times_as_fast(mine: Sequence[float], theirs: Sequence[float], by: int, begun: int) -> bool:
+    """Whether the split run's schedule makes `by` steps in each of the other's, of which `begun` before the first."""
+    pairs = [(theirs[at], mine[at * by + begun]) for at in range(len(theirs)) if at * by + begun < len(mine)]
+    return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
+
+
+def _rates(run: Run, name: str) -> list[float]:
+    return [float(_settings(run.step(number)).get(name, {}).get("lr", 0.0)) for number in range(run.steps)]
+
+
+def update_finding(number: int, tensors: Sequence[Apart], limits: Limits, alone: Run, split: Run) -> Finding | None:
+    """Weights after a step whose gradients were the same."""
+    own = [each for each in tensors if not each.missing and limits.ranks_exceeded(each)]
+    departing = [each for each in tensors if limits.exceeded(each)]
+    if (setting := settings_finding(number, alone, split)) is not None:
+        return setting
+    if own:
+        worst = max(each.ranks_apart for each in own)
+        return _parameters("ranks-differ", number, tensors, own, worst)
+    if not departing:
+        return None
+    worst = max(each.apart for each in departing)
+    loaded = [at for rank in split.ranks for at in rank.loaded]
+    if _continued(split) and number in (_continued(split), *loaded):
+        return _parameters("optimizer-state-lost", number, tensors, departing, worst)
+    return _parameters("update-differs", number, tensors, departing, worst)
+
+
+def _continued(split: Run) -> int | None:
+    """After how many steps another start of the script went on."""
+    folders = [step.folder for step in split.ranks[0].steps]
+    return next((number for number, folder in enumerate(folders) if folder != folders[0]), None)
+
+
+def _parameters(
+    kind: str, number: int, tensors: Sequence[Apart], departing: Sequence[Apart], relative: float
+) -> Finding:
+    names = [each.name for each in departing]
+    module = common_module(names) if len(names) < len(tensors) else None
+    return Finding(kind=kind, step=number + 1, what="parameters", relative=relative, module=module)
+
+
+def buffer_finding(number: int, tensors: Sequence[Apart], limits: Limits) -> Finding | None:
+    """Buffers after a step, such as running statistics."""
+    own = [each for each in tensors if limits.ranks_exceeded(each)]
+    departing = [each for each in tensors if limits.exceeded(each)]
+    found = own or departing
+    if not found:
+        return None
+    names = [each.name for each in found]
+    relative = max(each.ranks_apart if own else each.apart for each in found)
+    return Finding(
+        kind="buffers-differ" if own else "buffer",
+        step=number + 1,
+        what="buffers",
+        relative=relative,
+        module=common_module(names),
+    )

@@ -1,0 +1,84 @@
+"""Records of scripts, written as a rank's recorder writes them, for a model of two parameters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.script_proof.store import Writer
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One step of one rank."""
+
+    rows: Sequence[str]
+    gradients: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+    losses: Sequence[tuple[float, int]] = ((1.0, 0),)  # given to backward, with the targets of a mean
+    lr: float = 0.1
+    decay: float = 0.0
+    clips: Sequence[tuple[float, float]] = ()  # norm and limit
+    places: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of parameters that are no wholes
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What a rank leaves."""
+
+    steps: Sequence[Step]
+    before: Mapping[str, Tensor]
+    evaluated: Sequence[str] = ()
+    end: str = "ended"
+    processes: int = 0
+
+
+def write(folder: Path, ranks: Sequence[Record]) -> None:
+    for number, record in enumerate(ranks):
+        _write(Writer(folder / f"rank-{number}"), record)
+
+
+def _write(writer: Writer, record: Record) -> None:
+    for number, step in enumerate(record.steps):
+        kinds = {"gradient": step.gradients, "after": step.after, **({} if number else {"before": record.before})}
+        tensors = {
+            kind: [{**_place(name, value, step), **writer.tensor(value)} for name, value in values.items()]
+            for kind, values in kinds.items()
+        }
+        rows = {"rows": {"0": list(step.rows)}, "batch": len(step.rows)}
+        forward = {"model": "Net", **rows, "counts": {}, "random": "r"}
+        writer.event(
+            "step",
+            forwards=[forward],
+            losses=[{"value": value, "targets": count, "after": 1} for value, count in step.losses],
+            clips=[{"norm": norm, "limit": limit, "after": 1} for norm, limit in step.clips],
+            groups=[{"names": list(step.gradients), "options": {"lr": step.lr, "weight_decay": step.decay}}],
+            tensors=tensors,
+            dropout=False,
+            optimizer=0,
+            number=number + 1,
+        )
+    if record.evaluated:
+        writer.event("evaluation", after=len(record.steps), rows={"0": list(record.evaluated)}, batch=1, counts={})
+    writer.event("end", how=record.end, processes=record.processes, batches=1, open=[])
+    writer.close()
+
+
+def _place(name: str, value: Tensor, step: Step) -> dict[str, Any]:
+    return {"name": name, "whole": list(value.shape), "start": None, "offset": None, **step.places.get(name, {})}
+
+
+def runs(folder: Path, *, alone: Record, split: Sequence[Record], again: Record | None = None) -> Path:
+    """The three runs of a proof; the repetition is as the run alone, within rounding."""
+    write(folder / "alone", [alone])
+    write(folder / "again", [again or alone])
+    write(folder / "split", split)
+    return folder
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"body.weight": torch.randn(4, 3, generator=generator), "head.bias": torch.randn(5, generator=generator)}

@@ -1,0 +1,317 @@
+"""`samestep verify --script`: what records say, what is refused, and scripts of the zoo from end to end."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import script_records as records
+import torch
+from script_records import Record, Step
+
+from samestep.cli.main import main
+from samestep.errors import UserError
+from samestep.script_proof import runs
+from samestep.script_proof.compare import Verdict, compare_runs
+from samestep.script_proof.kinds import KINDS
+from samestep.script_proof.record import Run
+from samestep.script_proof.runs import ScriptProof, Start, run_all, words
+from samestep.script_proof.samples import rows_of
+from samestep.subprocess_group import Outcome
+
+ROOT = Path(__file__).resolve().parent.parent
+WEIGHTS, GRADIENTS, MOVED = records.weights(0), records.weights(1), records.weights(2)
+
+
+def step(*rows: str, **changed: Any) -> Step:
+    return replace(Step(rows=rows, gradients=GRADIENTS, after=MOVED), **changed)
+
+
+def record(*steps: Step, **changed: Any) -> Record:
+    return Record(steps=steps, before=WEIGHTS, **changed)
+
+
+def verdict(folder: Path, alone: Record, *split: Record) -> Verdict:
+    return compare_runs(records.runs(folder, alone=alone, split=split))
+
+
+def kind_of(found: Verdict) -> str | None:
+    return found.finding.kind if found.finding is not None else None
+
+
+def times(factor: float) -> dict[str, torch.Tensor]:
+    return {name: factor * value for name, value in GRADIENTS.items()}
+
+
+ALONE = record(step("a", "b", "c", "d"), step("e", "f", "g", "h"))
+HALVES = (record(step("a", "c"), step("e", "g")), record(step("b", "d"), step("f", "h")))
+
+
+def test_equal_records_are_the_same_step(tmp_path: Path) -> None:
+    found = verdict(tmp_path, ALONE, *HALVES)
+    assert found.same_step
+    assert found.to_json()["first_difference"] is None
+    assert (found.steps, found.processes) == (2, 2)
+
+
+def test_rounding_is_no_difference_and_more_than_the_noise_is(tmp_path: Path) -> None:
+    for number, (apart, same) in enumerate([(5e-6, True), (5e-4, False)]):
+        noisy = {name: value * (1 + 1e-6) for name, value in GRADIENTS.items()}
+        other = {**GRADIENTS, "head.bias": GRADIENTS["head.bias"] + apart * torch.tensor([1.0, -1, 1, -1, 1])}
+        folder = records.runs(
+            tmp_path / str(number),
+            alone=record(step("a", "b")),
+            again=record(step("a", "b", gradients=noisy)),
+            split=[record(step("a", gradients=other)), record(step("b", gradients=other))],
+        )
+        found = compare_runs(folder)
+        assert found.same_step is same
+        if found.finding is not None:
+            norm = GRADIENTS["head.bias"].double().norm().item()
+            assert found.finding.module == "head.bias"
+            assert found.finding.relative == pytest.approx(apart * 5**0.5 / norm, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        ({"gradients": times(2)}, "summed"),
+        ({"gradients": times(0.5)}, "divided-twice"),
+        ({"gradients": times(0.8)}, "gradients-scaled"),
+        ({"gradients": {**GRADIENTS, "head.bias": 2 * GRADIENTS["head.bias"]}}, "some-gradients-scaled"),
+        ({"gradients": {"body.weight": GRADIENTS["body.weight"]}}, "missing-gradient"),
+        ({"after": {**MOVED, "head.bias": MOVED["head.bias"] + 0.1}}, "update-differs"),
+        ({"after": records.weights(3), "lr": 0.2}, "learning-rate-scaled"),
+        ({"after": records.weights(3), "decay": 0.1}, "weight-decay"),
+    ],
+)
+def test_what_all_ranks_do_otherwise_has_a_kind(tmp_path: Path, changed: dict[str, Any], kind: str) -> None:
+    ranks = [record(step(row, **changed)) for row in "ab"]
+    found = verdict(tmp_path, record(step("a", "b")), *ranks)
+    assert kind_of(found) == kind
+    assert kind in KINDS
+
+
+def test_ranks_with_gradients_of_their_own_are_told_by_the_module(tmp_path: Path) -> None:
+    own = {**GRADIENTS, "head.bias": GRADIENTS["head.bias"] + 1}
+    found = verdict(tmp_path, record(step("a", "b")), record(step("a")), record(step("b", gradients=own)))
+    assert kind_of(found) == "parameter-not-reduced"
+    assert found.finding is not None
+    assert found.finding.module == "head.bias"
+    both = times(2)
+    none = verdict(tmp_path / "all", record(step("a", "b")), record(step("a")), record(step("b", gradients=both)))
+    assert kind_of(none) == "not-reduced"
+
+
+def test_a_mean_of_means_is_told_with_the_counts_that_explain_it(tmp_path: Path) -> None:
+    # Over 6 and 2 targets the sums of losses are 12 and 8: 20 / 8 = 2.5 alone, (2 + 4) / 2 = 3 as a mean of means.
+    alone = record(step("a", "b", losses=[(2.5, 8)]))
+    other = records.weights(4)
+    ranks = [record(step(row, losses=[loss], gradients=other)) for row, loss in (("a", (2.0, 6)), ("b", (4.0, 2)))]
+    found = verdict(tmp_path, alone, *ranks)
+    assert kind_of(found) == "mean-of-means"
+    assert found.finding is not None
+    assert "6, 2" in found.finding.words.en
+
+
+def test_shards_are_joined_wherever_they_lie(tmp_path: Path) -> None:
+    whole = GRADIENTS["body.weight"]  # 4 x 3: seven numbers here and five there, or a block of rows each
+    for name, places, parts in (
+        ("flat", [{"start": 0}, {"start": 7}], [whole.flatten()[:7], whole.flatten()[7:]]),
+        ("blocks", [{"offset": [0, 0]}, {"offset": [3, 0]}], [whole[:3], whole[3:]]),
+    ):
+        ranks = [
+            record(
+                step(
+                    "a",
+                    gradients={"body.weight": part},
+                    after={"body.weight": part},
+                    places={"body.weight": {"whole": [4, 3], **place}},
+                )
+            )
+            for place, part in zip(places, parts, strict=True)
+        ]
+        records.write(tmp_path / name, ranks)
+        joined = Run.read(tmp_path / name).joined(0, "gradient", "body.weight")
+        assert joined is not None
+        assert joined.value.equal(whole.double())
+
+
+@pytest.mark.parametrize(
+    ("alone", "split", "kind"),
+    [
+        (["ab cd"], ["ab", "ab"], "same-samples"),
+        (["abcd", "efg"], ["ac eg", "bd fa"], "padded-sampler"),
+        (["abcd", "ef"], ["ac e", "bd"], "lost-samples"),
+        (["abcd", "efgh", "hgfe", "dcba"], ["ac eg ac eg", "bd fh bd fh"], "same-order-each-epoch"),
+        (["abcd", "efgh"], ["ac ab", "bd ef"], "repeated-samples"),
+    ],
+)
+def test_samples_that_are_others_have_a_kind(tmp_path: Path, alone: list[str], split: list[str], kind: str) -> None:
+    one = record(*(step(*rows.replace(" ", "")) for rows in alone))
+    ranks = [record(*(step(*rows) for rows in text.split(" "))) for text in split]
+    ranks = [replace(rank, steps=[*rank.steps, *[step()] * (len(alone) - len(rank.steps))]) for rank in ranks]
+    assert kind_of(verdict(tmp_path, one, *ranks)) == kind
+
+
+def test_batches_of_another_size_are_a_mistake_that_names_what_to_pass(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"batch sizes differ: 2 alone, 4 split, in step 1; pass --alone"):
+        verdict(tmp_path, record(step("a", "b")), record(step("a", "c")), record(step("b", "d")))
+
+
+def test_evaluation_counts_every_sample_once(tmp_path: Path) -> None:
+    alone = record(step("a", "b"), evaluated="xyz")
+    twice = [record(step("a"), evaluated="xz"), record(step("b"), evaluated="yx")]
+    assert kind_of(verdict(tmp_path, alone, *twice)) == "evaluation-repeats"
+
+
+def test_other_first_weights_alone_want_a_seed(tmp_path: Path) -> None:
+    folder = records.runs(
+        tmp_path,
+        alone=record(step("a")),
+        again=replace(record(step("a")), before=records.weights(9)),
+        split=[record(step("a"))],
+    )
+    with pytest.raises(UserError, match=r"two runs alone begin with different weights.*--seed 0"):
+        compare_runs(folder)
+
+
+def test_a_row_is_the_same_however_far_its_batch_is_padded() -> None:
+    tokens = torch.tensor([[5, 6, 0, 0], [7, 8, 9, 1]])
+    mask = (tokens != 0).long()
+    long = rows_of([], {"input_ids": tokens, "attention_mask": mask})
+    short = rows_of([], {"input_ids": tokens[:1, :2], "attention_mask": mask[:1, :2]})
+    assert long is not None
+    assert short is not None
+    assert long.hashes["input_ids"][0] == short.hashes["input_ids"][0]
+    assert long.hashes["input_ids"][1] not in short.hashes["input_ids"]
+    assert long.counts == {"rows": 2, "attention_mask != 0": 6}
+
+
+# What is refused
+
+
+MISTAKES = {
+    "no such script": ('--script "nowhere.py"', "--script nowhere.py: there is no such script"),
+    "no script": ('--script ""', "--script is empty; use --script"),
+    "no module": ("--script=-m", '--script "-m" names no module'),
+    "a program": ('--script "data.csv"', "no script of Python's"),
+    "one process": ('--script "train.py" --processes 1', "--processes is 1; use a whole number of 2 or more"),
+    "steps": ('--script "train.py" --steps 0', "--steps is 0; use a whole number of 1 or more"),
+    "type": ('--script "train.py" --dtype int8', "--dtype int8: use float64"),
+    "time": ('--script "train.py" --time-limit 0', "--time-limit is 0; use a number of seconds above 0"),
+    "engine": ('--script "train.py" --engine keres', "--engine keres: it can be torch"),
+    "job option": ('--script "train.py" --layout dp2', "--layout goes with a job file"),
+    "both": ('job.yaml --script "train.py"', "job.yaml is a job file, and --script names a script"),
+    "neither": ("--steps 3", "verify needs a job file, or a script of your own"),
+    "alone alone": ('job.yaml --alone "train.py"', "--alone goes with --script"),
+    "kept": ('--script "train.py" --keep .', "--keep .: it is there already"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_message_before_anything_starts(
+    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("", encoding="utf-8")
+    Path("data.csv").write_text("", encoding="utf-8")
+    monkeypatch.setattr(runs.subprocess_group, "run", None)  # what starts a process
+    assert main(["verify", *shlex.split(line)]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (Outcome(code=None, seconds=9.0, output=""), r"train.py with 1 process did not end within 9 s; --steps N"),
+        (
+            Outcome(code=1, seconds=1.0, output="\nValueError: no data\n"),
+            r"(?s)1 process failed:.*no data",
+        ),
+        (Outcome(code=2, seconds=1.0, output="error: --data is required"), r"(?s)failed:\nerror: --data is required"),
+    ],
+)
+def test_a_run_that_fails_or_never_ends_is_told(tmp_path: Path, outcome: Outcome, message: str) -> None:
+    def starter(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
+        return [outcome]
+
+    with pytest.raises(UserError, match=message):
+        run_all(ScriptProof(script=("train.py",), time_limit=9), tmp_path / "runs", starter)
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [(0, r"alone, ended without a step of a torch.optim optimizer"), (2, r"took no step .* in its own process")],
+)
+def test_a_script_that_trains_nothing_here_is_told(tmp_path: Path, processes: int, message: str) -> None:
+    nothing = record(processes=processes)
+    with pytest.raises(UserError, match=message):
+        verdict(tmp_path, nothing, nothing)
+
+
+def test_python_before_a_script_is_taken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("", encoding="utf-8")
+    assert words("--script", "python train.py --lr '1 2'") == ("train.py", "--lr", "1 2")
+
+
+# From end to end
+
+
+@pytest.mark.timeout(240)
+def test_a_script_is_proved_by_the_command(tmp_path: Path) -> None:
+    file, page = tmp_path / "verdict.json", tmp_path / "page.html"
+    script = f"{ROOT}/zoo/fault_loss_times_ranks.py"
+    command = ["verify", "--script", script, "--steps", "2", "--json", str(file), "--report", str(page)]
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", *command], capture_output=True, text=True, timeout=220, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "NOT the same step: step 1, gradient: gradients are 2.000 times as large" in done.stdout
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert (found["kind"], found["same_step"], found["steps"]) == ("summed", False, 2)
+    assert found["first_difference"]["relative"] == pytest.approx(1.0, rel=1e-3)
+    assert found["noise"]["gradient"] < 1e-5
+    text = page.read_text(encoding="utf-8")
+    assert "gradients are 2.000 times as large" in text
+    assert "梯度是 2.000 倍" in text
+
+
+FEW = ("fault_head_not_reduced", "fault_mean_of_ranks", "fault_clip_fsdp1_shards", "right_accumulate", "right_fsdp2")
+
+
+def zoo(file: Path, *names: str, limit: float) -> list[dict[str, Any]]:
+    command = [sys.executable, str(ROOT / "tools/zoo.py"), *names, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def right_kind_and_module(found: dict[str, Any]) -> bool:
+    wanted = found["wanted"]
+    return found["kind"] == wanted["kind"] and (found["module"] or "").startswith(wanted["module"] or "")
+
+
+@pytest.mark.timeout(240)
+def test_a_few_of_the_zoo(tmp_path: Path) -> None:
+    found = zoo(tmp_path / "zoo.json", *FEW, limit=220)
+    assert [each["name"] for each in found] == sorted(FEW)
+    assert [each["name"] for each in found if not right_kind_and_module(each)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_whole_zoo(tmp_path: Path) -> None:
+    found = zoo(tmp_path / "zoo.json", limit=1180)
+    faults = [each for each in found if each["wanted"]["kind"] is not None]
+    assert len(faults) >= 30
+    assert len(found) - len(faults) >= 15
+    assert [each["name"] for each in found if not right_kind_and_module(each)] == []

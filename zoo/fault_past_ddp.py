@@ -1,0 +1,20 @@
+"""The forward goes through model.module, past DDP: no gradient is reduced.
+
+report: jingyaogong/minimind PR 854
+kind: not-reduced
+"""
+
+import torch
+from pieces import Classifier, cross_entropy, join, loader, options, replicated, samples
+
+given = options()
+rank, world = join(given.seed)
+model = replicated(Classifier())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+batches = loader(samples(), given.batch)
+for epoch in range(given.epochs):
+    batches.sampler.set_epoch(epoch)
+    for rows, classes in batches:
+        optimizer.zero_grad()
+        cross_entropy(model.module(rows), classes).backward()
+        optimizer.step()

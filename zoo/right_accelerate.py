@@ -1,0 +1,23 @@
+"""Accelerate: a prepared model, loader and optimizer, and its clipping.
+
+verify: --engine accelerate
+"""
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from pieces import Classifier, DataLoader, cross_entropy, options, samples
+
+given = options()
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+torch.manual_seed(given.seed)
+world = accelerator.num_processes
+model = Classifier()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+batches = DataLoader(samples(), batch_size=given.batch // world, shuffle=True)
+model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+for _ in range(given.epochs):
+    for rows, classes in batches:
+        optimizer.zero_grad()
+        accelerator.backward(cross_entropy(model(rows), classes))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()

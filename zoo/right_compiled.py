@@ -1,0 +1,16 @@
+"""DDP around a model that torch.compile has taken, without a compiler behind it."""
+
+import torch
+from pieces import Classifier, cross_entropy, join, loader, options, replicated, samples
+
+given = options()
+rank, world = join(given.seed)
+model = replicated(torch.compile(Classifier(), backend="eager"))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+batches = loader(samples(), given.batch)
+for epoch in range(given.epochs):
+    batches.sampler.set_epoch(epoch)
+    for rows, classes in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(rows), classes).backward()
+        optimizer.step()

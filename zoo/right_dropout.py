@@ -1,0 +1,20 @@
+"""Dropout with a seed of its own on each rank.
+
+verify: --dropout
+"""
+
+import torch
+from pieces import Classifier, cross_entropy, join, loader, options, replicated, samples
+
+given = options()
+rank, world = join(given.seed)
+model = replicated(Classifier(dropout=0.2))
+torch.manual_seed(1000 * given.seed + rank)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+batches = loader(samples(), given.batch)
+for epoch in range(given.epochs):
+    batches.sampler.set_epoch(epoch)
+    for rows, classes in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(rows), classes).backward()
+        optimizer.step()
