@@ -52,7 +52,7 @@ class Run:
     seconds: float | None  # from the fault to the next step
     ended: float | None  # from the fault to the job's end, where it ended
     said: str | None  # the last line that told why
-    resumed: bool | None = None  # whether it went on when it was started anew on the hosts that were left
+    resumed: bool | None = None  # whether it went on when it was started again on the hosts that were left
 
 
 class Job:
@@ -195,28 +195,28 @@ def take(bed: Testbed, way: str, fault: str, limit: float) -> Run:
             before = job.steps().keys()
             at = time.time()
             FAULTS[fault](job)
-            found = _next_step(job, before, at, limit, anew=FAULTS[fault] is not blip)
+            found = _next_step(job, before, at, limit, restarted=FAULTS[fault] is not blip)
             seconds, ended = found
             said = job.said()
             resumed = None
             if seconds is None and ended is not None and WAYS[way] is agents:
-                resumed = _goes_on_anew(job, limit)
+                resumed = _goes_on_again(job, limit)
             return Run(recovered=seconds is not None, seconds=seconds, ended=ended, said=said, resumed=resumed)
         finally:
             job.stop()
 
 
 def _next_step(
-    job: Job, before: Collection[Process], at: float, limit: float, *, anew: bool
+    job: Job, before: Collection[Process], at: float, limit: float, *, restarted: bool
 ) -> tuple[float | None, float | None]:
     """Seconds to the next step, and to the job's end where that came first."""
-    since = at if anew else at + BREAK
+    since = at if restarted else at + BREAK
     while time.time() - at < limit:
         later = [
             moment
             for process, times in job.steps().items()
             for moment in times
-            if moment > since and not (anew and process in before)
+            if moment > since and not (restarted and process in before)
         ]
         if later:
             return min(later) - at, None
@@ -226,12 +226,12 @@ def _next_step(
     return None, None
 
 
-def _goes_on_anew(job: Job, limit: float) -> bool:
-    """Start the job anew on the hosts that are left, from its last checkpoint."""
+def _goes_on_again(job: Job, limit: float) -> bool:
+    """Start the job again on the hosts that are left, from its last checkpoint."""
     left = [host for host in job.workers if host.is_up]
     before, at = job.steps().keys(), time.time()
     agents(job, left, nodes=str(len(left)))
-    return _next_step(job, before, at, limit, anew=True)[0] is not None
+    return _next_step(job, before, at, limit, restarted=True)[0] is not None
 
 
 def cell(runs: Sequence[Run]) -> str:
@@ -247,7 +247,7 @@ def cell(runs: Sequence[Run]) -> str:
         text += f"; ended after {median(ended):.1f} s"
     resumed = [run.resumed for run in runs if run.resumed is not None]
     if resumed:
-        text += f", started anew: {sum(resumed)} of {len(resumed)}"
+        text += f", started again: {sum(resumed)} of {len(resumed)}"
     return text
 
 

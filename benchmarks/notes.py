@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """One that takes steps; a rank that is started anew is another one."""
+    """One that takes steps; a rank that is started again is another one."""
 
     host: str
     rank: int

@@ -60,7 +60,7 @@ def wait_for_text(text: str, running: Running, limit: float = 60.0, *, times: in
 
 
 def gone_on_after(running: Running, *, faults: int = 1) -> float:
-    """Seconds from now to the first step of ranks that were started anew, after so many faults of the whole job."""
+    """Seconds from now to the first step of ranks that were started again, after so many faults of the whole job."""
     return wait_for_text("s to the next step", running, times=faults)
 
 

@@ -47,7 +47,7 @@ def check_complete(folder: Path) -> list[int]:
 
 
 def kill_and_go_on(tmp_path: Path, times: int) -> None:
-    fork_server.preload()  # else every start imports PyTorch anew
+    fork_server.preload()  # else every start imports PyTorch again
     forks = multiprocessing.get_context("forkserver")
     folder = tmp_path / "run" / "checkpoints"
     moments = random.Random(7)

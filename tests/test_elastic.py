@@ -103,7 +103,7 @@ def test_a_host_that_says_nothing_is_lost_and_joins_again(tmp_path: Path) -> Non
         agents.wait_for(lambda: "joins; goes on at step" in here.text)
         after = steps_in(tmp_path / "run")
         assert here.wait(90) == 0, here.text
-    assert after >= before  # what was taken was saved before the ranks started anew
+    assert after >= before  # what was taken was saved before the ranks started again
     assert len(faults_in(tmp_path / "run")) == 1
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=250), rel=1e-9)
 
@@ -170,7 +170,7 @@ def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: P
         assert other.wait(20) == 1
         assert time.monotonic() - began < 20
         assert "the job's store at 127.0.0.1" in other.text
-        assert "started anew with --resume" in other.text
+        assert "started again with --resume" in other.text
         steps = steps_in(tmp_path / "run")
         assert agents.start(0, "--gather", "1s").wait(120) == 0
         first = steps_in(tmp_path / "run")

@@ -52,7 +52,7 @@ def test_freed_memory_is_kept_and_given_back_when_asked() -> None:
 
 
 def test_an_allocator_that_the_user_has_set_up_is_left_alone() -> None:
-    # With a threshold of 1 MB every round maps its three blocks anew: 3 x 8 MB in pages of 4 KB.
+    # With a threshold of 1 MB every round maps its three blocks again: 3 x 8 MB in pages of 4 KB.
     kept, faults, _ = frees("keep", MALLOC_TRIM_THRESHOLD_="1000000", MALLOC_MMAP_THRESHOLD_="1000000")
     assert kept == "False"
     assert faults > 40 * 3 * 8_000_000 // 4096 // 2

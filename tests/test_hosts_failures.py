@@ -93,7 +93,7 @@ def test_a_killed_rank_is_started_anew_with_the_others(bed: Testbed, tmp_path: P
     assert (fault["rank"], fault["host"], "SIGKILL" in fault["cause"]) == (1, "host-b", True)
     assert fault["seconds"] < PROMISED_WHEN_KILLED
     assert losses_in(run) == pytest.approx(losses_alone(steps=STEPS), rel=1e-12)
-    seen = f"all ranks start anew; {SAME}"
+    seen = f"all ranks start again; {SAME}"
     record(SSH, COMMAND, "a rank is killed", seen, first, recovery=fault["seconds"])
 
 

@@ -3,7 +3,7 @@
     python tools/models.py [--kinds K ...] [--models M ...] [--layouts "dp2, tp2"] [--json FILE] [--resume] [--docs]
 
 40 types of transformers, built tiny from a configuration, and models of other kinds. What has been measured is kept
-in the file as it comes; --resume goes on from it, and --again measures anew what came to some verdicts.
+in the file as it comes; --resume goes on from it, and --again measures again what came to some verdicts.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def _options() -> Any:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where results are kept as they come")
     parser.add_argument("--resume", action="store_true", help="measure only what FILE does not have")
     parser.add_argument(
-        "--again", nargs="*", choices=get_args(Verdict), default=[], help="with --resume: these verdicts anew"
+        "--again", nargs="*", choices=get_args(Verdict), default=[], help="with --resume: these verdicts again"
     )
     parser.add_argument("--docs", action="store_true", help="write docs/models.md and docs/zh/models.md")
     return parser.parse_args()

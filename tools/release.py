@@ -140,8 +140,8 @@ def _none(file: Path, faults: Sequence[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the wheel and the sdist, and try the wheel.")
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="made anew (default: dist/)")
-    parser.add_argument("--environment", type=Path, default=ROOT / "build" / "release", help="made anew")
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="made again (default: dist/)")
+    parser.add_argument("--environment", type=Path, default=ROOT / "build" / "release", help="made again")
     options = parser.parse_args()
     version = version_of(ROOT)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

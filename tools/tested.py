@@ -110,7 +110,7 @@ CHINESE = [
     (r"refused before the first step", "在第一步之前就被拒绝"),
     (r"the other ends after (\S+) s", r"另一台在 \1 秒后结束"),
     (r"the other goes on; the losses of one process", "另一台继续；与单进程的损失相同"),
-    (r"all ranks start anew; the losses of one process", "所有 rank 重新启动；与单进程的损失相同"),
+    (r"all ranks start again; the losses of one process", "所有 rank 重新启动；与单进程的损失相同"),
     (
         r"all save after one step, the other goes on from there; the losses of one process",
         "都在同一步后存好，另一台从那里继续；与单进程的损失相同",

@@ -46,7 +46,7 @@ class Inject:
     step: Annotated[Whole, Ge(0)]  # counted from 0, as in metrics.jsonl
     fault: Fault
     seconds: Duration = 0.1  # slow: how much longer this step and every later one takes
-    every_round: bool = False  # also when the ranks have been started anew
+    every_round: bool = False  # also when the ranks have been started again
 
 
 def _one_or_more(value: Any) -> Any:
@@ -65,7 +65,7 @@ class Checkpointing:
     folder: Path | None = None  # None: checkpoints/ in the run's folder
     asynchronous: bool = True  # the step waits for a copy in memory, not for the disk
     memory: Positive | None = None  # steps between copies in the host's memory, from which restarts go on
-    # Frozen parameters are left out, and built anew when it is read; None: where the model has adapters.
+    # Frozen parameters are left out, and built again when it is read; None: where the model has adapters.
     only_trained: bool | None = None
     resume: str = "never"  # auto: go on from the last one in the folder, if any; a path: from that one
 
@@ -124,7 +124,7 @@ class Run:
     checkpoint: Checkpointing | None = None
     tensorboard: bool = True
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
-    max_restarts: Annotated[Whole, Ge(0)] = 0  # times that all ranks are started anew after one has failed
+    max_restarts: Annotated[Whole, Ge(0)] = 0  # times that all ranks are started again after one has failed
     hang_limit: Duration | None = 60.0  # seconds without progress of any rank; None: ranks may wait for ever
     notice: Duration = 30.0  # seconds from SIGTERM or Ctrl-C until the ranks must have saved and ended
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # a loss or gradient norm that is NaN or infinite

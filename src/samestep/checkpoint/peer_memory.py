@@ -1,6 +1,6 @@
 """Copies in the memory of several hosts: each keeps its own ranks' files and those of the host before it.
 
-When one host is lost the others have all of it, and bring it to every host that goes on or comes anew.
+When one host is lost the others have all of it, and bring it to every host that goes on or comes again.
 """
 
 import hashlib

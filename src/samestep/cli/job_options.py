@@ -33,7 +33,7 @@ _FLAGS = {
     "threads": ("run.threads", "threads a process (default: cores / processes)"),
     "device": ("run.device", "auto or cpu"),
     "checkpoint-every": ("run.checkpoint.every", "save the training's state every so many steps, or every 10m"),
-    "max-restarts": ("run.max_restarts", "times that all ranks start anew after one has failed (default: 0)"),
+    "max-restarts": ("run.max_restarts", "times that all ranks start again after one has failed (default: 0)"),
     "folder": ("run.folder", "where the run's files go (default: a new folder under runs/)"),
 }
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
         "--max-restarts",
         type=_count,
         metavar="N",
-        help=f"times that ranks start anew (default: 0; with --nodes MIN:MAX, MAX more than MIN, {ELASTIC_RESTARTS})",
+        help=f"restarts of the ranks (default: 0; with --nodes MIN:MAX, MAX more than MIN, {ELASTIC_RESTARTS})",
     )
     add("--notice", type=_seconds, default=30.0, metavar="TIME", help="ranks have so long to end (default: 30s)")
     add(

@@ -1,4 +1,4 @@
-"""What each back end has, found by trying: ranks of our own, started anew behind what ended them or hung."""
+"""What each back end has, found by trying: ranks of our own, started again behind what ended them or hung."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ class Support:
 def supported(device: DeviceChoice, ranks: int, *, limit: float) -> Support | None:
     """Try everything; `limit` seconds are for one attempt. None on every rank but the first.
 
-    In ranks that a launcher has started there is nobody who could start them anew: there a crash ends the job.
+    In ranks that a launcher has started there is nobody who could start them again: there a crash ends the job.
     """
     if environment.ranks() is not None:
         lines = on_ranks(_try_as_launched, ranks, device)

@@ -31,7 +31,7 @@ class Sampled:
         return len(self.samples)
 
     def batch(self, first: int, last: int) -> Batch:
-        """Samples `first` to `last - 1`, collated anew."""
+        """Samples `first` to `last - 1`, collated again."""
         with said(COLLATE, f"collate of samples {first} to {last - 1}"):
             return as_batch(self.task.collate(self.samples[first:last]))
 

@@ -224,7 +224,7 @@ def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
     if again is model:
         raise ContractError(
             MODEL,
-            f"model() gives the same {type(model).__name__} in each call, which training changes; build it anew in "
+            f"model() gives the same {type(model).__name__} in each call, which training changes; build a new one in "
             f"each call{line_of(task.model)}",
         )
     name = _differs(model, again)

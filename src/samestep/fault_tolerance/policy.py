@@ -40,7 +40,7 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
     if alone and (run.max_restarts or run.elastic):
         what = f"run.max_restarts is {run.max_restarts}" if run.max_restarts else "run.elastic is true"
         raise UserError(
-            f"{what}, and a launcher started these ranks, which alone can start them anew; use its own restarts, "
+            f"{what}, and a launcher started these ranks, which alone can start them again; use its own restarts, "
             "or samestep's own start"
         )
 

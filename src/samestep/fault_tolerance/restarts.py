@@ -1,4 +1,4 @@
-"""Rounds: start all ranks, and start them anew from the last checkpoint when one has failed."""
+"""Rounds: start all ranks, and start them again from the last checkpoint when one has failed."""
 
 import time
 from collections.abc import Callable, Sequence

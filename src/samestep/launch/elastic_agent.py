@@ -1,7 +1,7 @@
 """HostAgent: PyTorch's elastic agent, as one of a job's hosts' that notice each other's deaths.
 
 What it adds: ranks that wait for a host that is gone are ended without waiting for their own time limits; where a
-host joins, ranks get notice and save before all start anew; all hosts count the same restarts.
+host joins, ranks get notice and save before all start again; all hosts count the same restarts.
 """
 
 import os

@@ -115,7 +115,7 @@ class Handshake:
             say(apart.told(self._part.host))
 
     def _come_back(self, error: Exception) -> None:
-        """Reach the store anew, as long as its host does not say that it has ended. Raises StartError."""
+        """Reach the store again, as long as its host does not say that it has ended. Raises StartError."""
         until = min(self._deadline, time.monotonic() + self._part.return_limit)
         while time.monotonic() < until:
             time.sleep(_APART)

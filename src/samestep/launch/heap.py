@@ -1,7 +1,7 @@
 """The C library's heap: a rank that computes on a CPU keeps freed memory for its next step.
 
 Each step frees what the next one allocates again. glibc gives freed memory back to the system as soon as more than a
-few blocks lie at the top of its heap, and every page that comes anew is cleared by the kernel and costs a page fault.
+few blocks lie at the top of its heap, and a page that comes again is cleared by the kernel and costs a page fault.
 """
 
 import ctypes

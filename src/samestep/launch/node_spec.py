@@ -23,7 +23,7 @@ class Limits:
     beat: float = 0.5  # between two signs of life
     keep_alive: int = 1  # between two of those that PyTorch's rendezvous takes note of; three missing: not there
     first_call: float = 30.0  # that a job which has the fewest hosts it needs waits for more, when it starts
-    last_call: float = 2.0  # the same, when it starts anew
+    last_call: float = 2.0  # the same, when it starts again
     meet: float = 600.0  # that hosts wait until there are enough
     # That a host which is cut off tries to reach the others again; by these limits it ends within 20 s.
     come_back: float = 8.0

@@ -184,7 +184,7 @@ class SeveralHosts(RendezvousHandler):
                 what = "has ended" if found == "refuses" else "could not be reached again"
                 raise HostLostError(
                     f"{self.name}: the job's store at {at[0]}:{at[1]} {what}, so its part of the job ends; started "
-                    "anew with --resume, the training goes on from its last checkpoint"
+                    "again with --resume, the training goes on from its last checkpoint"
                 )
             time.sleep(min(_APART, max(0.0, until - time.monotonic())))
         self._inner = self._handler(self._store)

@@ -45,7 +45,7 @@ class Call:
         return seen_in(self.output)
 
     def passed_on(self, seen: Seen) -> bool:
-        """Whether a tensor of the output is one of the arguments as it was: not computed anew, nor in place."""
+        """Whether a tensor of the output is one of the arguments as it was: not computed again, nor in place."""
         return any(seen.identity == given.identity and seen.source is given.source for given in self.inputs())
 
 

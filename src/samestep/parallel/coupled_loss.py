@@ -134,7 +134,7 @@ class Found:
     gradients: Sequence[Tensor | None]  # of the output's tensors, in the order of `tensors_in`
 
     def of(self, output: Any) -> tuple[Tensor, Tensor | int]:
-        """The same sum and count, whose backward gives an output, computed anew, its gradients."""
+        """The same sum and count, whose backward gives an output, computed again, its gradients."""
         pairs = [
             (tensor, gradient)
             for tensor, gradient in zip(tensors_in(output), self.gradients, strict=True)

@@ -59,7 +59,7 @@ class InitialValues:
                 filled[id(parameter)] = _like(parameter, empty)
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, filled[id(parameter)])
-        # FSDP2 and recurrent layers look for their parameters anew when a function is applied to all.
+        # FSDP2 and recurrent layers look for their parameters again when a function is applied to all.
         model._apply(lambda tensor: tensor)
 
     def _fill_one(self, name: str, parameter: Tensor, take: Callable[[Tensor], Tensor] | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samestep.script_proof.record import Joined, Run, piece_of
 
-# A difference counts from so many times the noise that was measured: rounding draws anew in every sum.
+# A difference counts from so many times the noise that was measured: rounding draws again in every sum.
 NOISES = 20.0
 # Differences below so many units of the precision are rounding, whatever was measured.
 _UNITS = 64.0

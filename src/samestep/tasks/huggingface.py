@@ -206,7 +206,7 @@ class HuggingFace(Task):
 
     @cached_property
     def _facts(self) -> ModelFacts:
-        """What trying the model on the first rows tells; each process that builds the task alone does it anew."""
+        """What trying the model on the first rows tells; each process that builds the task alone does it again."""
         rows = [self._data[index] for index in range(min(_FIRST, len(self._data)))]
         rows = rows * 2 if len(rows) == 1 else rows
         try:

@@ -20,7 +20,7 @@ def check_model(model: Any, what: str) -> None:
     """Raise UserError for what is no plain module, or can't be trained. `what` gave it."""
     if not isinstance(model, nn.Module):
         given = "None" if model is None else f"a {type(model).__name__}"
-        raise UserError(f"{what} gave {given}; use an nn.Module, built anew in each call")
+        raise UserError(f"{what} gave {given}; use an nn.Module, a new one in each call")
     if hasattr(model, "_orig_mod"):
         raise UserError(f"{what} gave a module that torch.compile made; use the module itself, and run.compile: true")
     for name, module in model.named_modules():

@@ -310,5 +310,5 @@ def check_place(settings: Checkpointing | None, folder: Path | None) -> None:
     if settings.resume == "never" and (steps := steps_in(place)):
         raise CheckpointError(
             f"{place} holds checkpoints of a training, up to step {steps[-1]:,}; resume: auto (--resume) goes on "
-            "from there, and another folder begins anew"
+            "from there, and another folder begins again"
         )

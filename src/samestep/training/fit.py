@@ -237,9 +237,9 @@ def example_of(task: Task, samples: Samples, turns: Sequence[Turn]) -> Any:
 
 
 def fit(
-    job: Job, task: Task, world: World, layout: Layout, supervision: RankSupervision, *, anew: bool = True
+    job: Job, task: Task, world: World, layout: Layout, supervision: RankSupervision, *, from_start: bool = True
 ) -> TrainResult:
-    """Train to the end on this rank; every rank returns the same result. `anew`: the run was not begun before.
+    """Train to the end on this rank; every rank returns the same result. `from_start`: the run was not begun before.
 
     Raises, on every rank alike, InterruptedJobError after the step at which a signal stops the training, and
     NonFiniteError for a loss or a gradient norm that isn't finite, where the job doesn't skip the step.
@@ -272,7 +272,7 @@ def fit(
                 samples_of=training.samples_of,
                 writes=session.is_main,
                 norms_may_overflow=job.recipe.precision == "fp16",
-                left_out=frozenset() if anew else results.agreed(left_out(folder)),
+                left_out=frozenset() if from_start else results.agreed(left_out(folder)),
             )
             profiler = _profiler(training, job)
             log = StepLog(records, bar, Tally(len(training.samples)), guard, losses=results.agreed(records.losses))
@@ -393,14 +393,14 @@ def fit_with_rollbacks(
 
     Raises NonFiniteError, on every rank alike, where it doesn't, or there is no end to it.
     """
-    anew = not supervision.goes_on(job)
+    from_start = not supervision.goes_on(job)
     for _ in range(_MOST):
         try:
-            return fit(job, task, world, layout, supervision, anew=anew)
+            return fit(job, task, world, layout, supervision, from_start=from_start)
         except NonFiniteError as error:
             if job.run.on_nonfinite != "rollback":
                 raise
             if world.rank == 0:
                 print(f"samestep: {error}; back to the last checkpoint, without this batch", file=sys.stderr)
-            job, anew = again(job), False
-    return fit(job, task, world, layout, supervision, anew=anew)
+            job, from_start = again(job), False
+    return fit(job, task, world, layout, supervision, from_start=from_start)

@@ -272,7 +272,7 @@ class Session:
         """Save the training as it is after `step` steps into `folder/step-<step>`; every rank must call.
 
         The call waits for a copy in memory; the files are written beside the next steps. Frozen parameters of a
-        model with adapters (PEFT's) are left out, and a loop that resumes builds them anew. `extra` is what JSON can
+        model with adapters (PEFT's) are left out, and a loop that resumes builds them again. `extra` is what JSON can
         hold, such as a schedule's state, and comes back from `resume`. Raises CheckpointError where this checkpoint
         or the one before can't be written.
         """

@@ -91,7 +91,7 @@ class RepeatedForwards:
         yield
         for name, buffer in self._model.named_buffers():
             values = before.get(name)
-            # A cache that another size of inputs makes anew, or that is made late, is no state of the training.
+            # A cache that another size of inputs makes again, or that is made late, is no state of the training.
             if values is not None and values.shape == buffer.shape and not _equal(values, buffer):
                 self._moved.append(name)
 

@@ -41,7 +41,7 @@ def move_parameters(model: nn.Module, file: MappedFile) -> None:
             moved[id(parameter)] = nn.Parameter(there, requires_grad=parameter.requires_grad)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, moved[id(parameter)])
-    # FSDP2 looks for its parameters anew when a function is applied to all. A shard that it fills up, since the rows
+    # FSDP2 looks for its parameters again when a function is applied to all. A shard that it fills up, since the rows
     # don't divide by the ranks, it copies back into memory.
     model._apply(lambda tensor: tensor)
 

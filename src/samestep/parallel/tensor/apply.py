@@ -44,7 +44,7 @@ def slice_tensors(
 
     `seen` is what its forward of the example does. `given` is a user's plan: name or pattern of modules -> role.
     The sliced model's output for the example is held against the whole one's. Where a module goes wrong, it is left
-    whole and the rest is sliced anew, which is said on standard error. Raises LayoutError where nothing is left to
+    whole and the rest is sliced again, which is said on standard error. Raises LayoutError where nothing is left to
     slice, and where what `given` says goes wrong.
     """
     layout = parts.layout
