@@ -116,7 +116,7 @@ REFUSED: Mapping[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "computed weights": (
         "orthogonal",
-        "tp2",
+        "tp2 sequence=split",
         {"tensor_plan": {"embed": "whole", "head": "whole"}},
         "the weight of layers.0.up (ParametrizedLinear) is computed from others before each use",
     ),
