@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_tasks import Points
+from torch import nn
 
 import samestep
 from samestep import CheckpointError, UserError
@@ -206,8 +209,16 @@ def test_an_index_that_would_run_code_is_refused(saved: Path, tmp_path: Path) ->
 def test_what_a_killed_run_left_half_done_is_removed(saved: Path) -> None:
     (saved / "checkpoints" / "step-99.saving").mkdir()
     (saved / "checkpoints" / "step-99.saving" / "__0_0.distcp").write_bytes(b"half")
+    (saved / "checkpoints" / "step-98.replaced").mkdir()
+    others = {"notes.saving", "step-7.replaced", "step-x.saving", "linked", "step-6.saving"}
+    (saved / "checkpoints" / "notes.saving").mkdir()
+    (saved / "checkpoints" / "step-x.saving").mkdir()
+    (saved / "checkpoints" / "step-7.replaced").write_text("a file of somebody's", encoding="utf-8")
+    (saved / "checkpoints" / "linked").mkdir()
+    (saved / "checkpoints" / "step-6.saving").symlink_to("linked")
     assert train(saved, checkpoint={"resume": "auto"}).first_step == 10
-    assert steps_of(saved) == [4, 8, 10]
+    left = {path.name for path in (saved / "checkpoints").iterdir()}
+    assert left == others | {"step-4", "step-8", "step-10"}
 
 
 @pytest.fixture(params=[64])
@@ -343,6 +354,28 @@ def test_the_command_line_goes_on_with_the_last_run_of_the_job(
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert main(["train", "job.yaml", "--resume", "runs/none"]) == 2
     assert "there is no such folder" in capfd.readouterr().err
+
+
+def draws(folder: Path, *, stop: int) -> list[float]:
+    """Numbers that the steps `stop` of a loop draw from each generator, from where its last checkpoint stands."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    drawn: list[float] = []
+    with samestep.session("single", threads=1) as session:
+        model = nn.Linear(2, 1)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(session.resume(folder).step, stop):
+            # One normal number of two that a draw makes, so that the other is part of the state.
+            drawn += [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
+            session.save(folder, step=step + 1)
+    return drawn
+
+
+def test_generators_of_pytorch_python_and_numpy_go_on(tmp_path: Path) -> None:
+    whole = draws(tmp_path / "whole", stop=4)
+    assert draws(tmp_path / "cut", stop=1) + draws(tmp_path / "cut", stop=4) == whole
+    assert len(set(whole)) == 20
 
 
 def own_loop(folder: Path, *, stop: int, schedule: bool = True) -> tuple[int, list[float], dict[str, Any]]:

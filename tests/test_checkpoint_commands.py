@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from small_tasks import Points
-from unsafe import renew_sums, trap_index
+from unsafe import lead_out, renew_sums, trap_index
 
 import samestep
+from samestep.checkpoint.one_process import Tensors
 from samestep.cli.main import main
+from samestep.errors import CheckpointError
 
 STEPS = (2, 4, 6, 7)
 
@@ -157,6 +159,13 @@ def sums_without_tensors(file: Path) -> None:
     info.write_text(json.dumps(values), encoding="utf-8")
 
 
+def sums_of_elsewhere(file: Path) -> None:
+    info = file.with_name("checkpoint.json")
+    values = json.loads(info.read_text(encoding="utf-8"))
+    values["files"]["../step-2/.metadata"] = values["files"][".metadata"]
+    info.write_text(json.dumps(values), encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "said"),
     [
@@ -167,6 +176,7 @@ def sums_without_tensors(file: Path) -> None:
         ("__0_0.distcp", emptied_sums, "has no sum of .metadata"),
         ("__0_0.distcp", sums_without_tensors, "has no sum of __0_0.distcp"),
         ("checkpoint.json", shortened, "is damaged"),
+        ("checkpoint.json", sums_of_elsewhere, "it has a sum of '../step-2/.metadata', outside of its folder"),
     ],
 )
 def test_verify_finds_damage(run: Path, tmp_path: Path, name: str, damage: Any, said: str) -> None:
@@ -185,6 +195,18 @@ def test_verify_runs_nothing_of_an_index_whose_sum_fits(run: Path, tmp_path: Pat
     (found,) = asked(tmp_path / "found.json", "verify", folder)
     assert "names posix.mkdir" in found["fault"]
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_an_index_that_leads_out_of_its_folder_is_refused(run: Path, tmp_path: Path, absolute: bool) -> None:
+    folder, elsewhere = run / "checkpoints" / "step-7", run / "checkpoints" / "step-6" / "__0_0.distcp"
+    path = str(elsewhere) if absolute else "../step-6/__0_0.distcp"
+    lead_out(folder, path)
+    renew_sums(folder)
+    (found,) = asked(tmp_path / "found.json", "verify", folder)
+    assert f"it says that tensors are in {path!r}, outside of its folder" in found["fault"]
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        Tensors(folder)  # as commands read them that make other formats
 
 
 @pytest.mark.parametrize(

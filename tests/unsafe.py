@@ -33,6 +33,15 @@ def trap_index(folder: Path, trace: Path) -> None:
     file.write_bytes(pickle.dumps(index))
 
 
+def lead_out(folder: Path, path: str) -> None:
+    """Have the index of a folder in PyTorch's format say that its tensors are in another file."""
+    file = folder / ".metadata"
+    index = pickle.loads(file.read_bytes())
+    for stored in index.storage_data.values():
+        stored.relative_path = path
+    file.write_bytes(pickle.dumps(index))
+
+
 def trap_tensors(folder: Path, trace: Path) -> None:
     """Put a trap in the place of the tensors of a folder in PyTorch's format."""
     index_file = folder / ".metadata"

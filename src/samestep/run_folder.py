@@ -4,7 +4,7 @@ import platform
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -88,6 +88,18 @@ def steps_in(folder: Path) -> list[int]:
         return []
     steps = [step_of(path) for path in folder.iterdir() if (path / INFO_FILE).is_file()]
     return sorted(step for step in steps if step is not None)
+
+
+def lies_within(name: object) -> bool:
+    """Whether a file's name, as a checkpoint's own files say it, leads to a place inside the checkpoint's folder.
+
+    Anybody may have written those files, and `folder / name`, as PyTorch's reader of checkpoints joins them, leaves
+    the folder where the name is absolute or has "..".
+    """
+    if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "torchmetrics")

@@ -6,6 +6,7 @@ used.
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,7 +15,7 @@ from typing import Any
 
 from samestep.checkpoint.base import Base, base_of_json
 from samestep.errors import CheckpointError
-from samestep.run_folder import INFO_FILE, name_of, steps_in
+from samestep.run_folder import INFO_FILE, lies_within, name_of, steps_in
 
 FORMAT = 1
 
@@ -69,6 +70,8 @@ def read_info(folder: Path) -> Info:
         sums = {str(name): FileSum(**each) for name, each in values["files"].items()}
     except (TypeError, AttributeError):
         raise CheckpointError(f"{file} is damaged: its list of files is not one") from None
+    if outside := [name for name in sums if not lies_within(name)]:
+        raise CheckpointError(f"{file} is damaged: it has a sum of {outside[0]!r}, outside of its folder")
     try:
         base = None if values.get("base") is None else base_of_json(values["base"])
     except (TypeError, KeyError):
@@ -116,6 +119,7 @@ def fault_of(
 
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"
+_LEFT = re.compile(rf"(step-\d{{1,15}})({re.escape(UNFINISHED)}|{re.escape(_REPLACED)})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +143,22 @@ def found_in(folder: Path) -> list[Found]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a run that was ended in the middle of saving has left."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.name.endswith((UNFINISHED, _REPLACED)):
-                shutil.rmtree(path)
+    """Remove what a run that was ended in the middle of saving has left: folders named as checkpoints are."""
+    for path in _left_in(folder):
+        shutil.rmtree(path)
+
+
+def unfinished_in(folder: Path) -> list[Path]:
+    """What was to become checkpoints, in the order of their names."""
+    return sorted(path for path in _left_in(folder) if path.name.endswith(UNFINISHED))
+
+
+def _left_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [
+        path for path in folder.iterdir() if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
 
 
 def make_complete(unfinished: Path) -> Path:

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint import folder as folders
-from samestep.checkpoint.folder import Info, fault_of, read_info
+from samestep.checkpoint.folder import Info, fault_of, read_info, unfinished_in
 from samestep.checkpoint.safe_index import METADATA_FILE, entries, read_metadata
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
@@ -50,7 +49,7 @@ def listed(place: Path) -> list[Listed]:
     found = [_listed(path) for path in reversed(candidates(place))]
     if not (place / INFO_FILE).is_file():
         for folder in (place, place / CHECKPOINTS):
-            found += [_unfinished(path) for path in sorted(folder.glob(f"*{folders.UNFINISHED}"))]
+            found += [_unfinished(path) for path in unfinished_in(folder)]
     if not found:
         raise CheckpointError(
             f"{place} holds no checkpoint; use a run's folder, the one with its checkpoints, or a checkpoint"

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
+from samestep.run_folder import lies_within
 
 METADATA_FILE = ".metadata"
 
@@ -82,7 +83,10 @@ class Reader(FileSystemReader):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of a checkpoint. Raises CheckpointError where it is missing, damaged, or names what it should not."""
+    """The index of a checkpoint.
+
+    Raises CheckpointError where it is missing, damaged, or names what it should not: a function, or a file elsewhere.
+    """
     file = folder / METADATA_FILE
     try:
         found = _IndexUnpickler(io.BytesIO(file.read_bytes())).load()
@@ -92,6 +96,10 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{file} is damaged or no index of a checkpoint: {error}") from None
     if not isinstance(found, Metadata):
         raise CheckpointError(f"{file} is no index of a checkpoint: it holds a {type(found).__name__}")
+    for stored in (found.storage_data or {}).values():
+        name = getattr(stored, "relative_path", None)
+        if not lies_within(name):
+            raise CheckpointError(f"{file} is damaged: it says that tensors are in {name!r}, outside of its folder")
     found.storage_meta = found.storage_meta or index.StorageMeta()
     return found
 

@@ -1,9 +1,11 @@
 """A session's state to disk and back: model, optimizer, random numbers, and where the training stood."""
 
+import random
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -89,21 +91,21 @@ def load_state(trainer: Checkpointed, loader: Loader, world: World, layout: Layo
         check_base(base, known, fingerprint(trainer.pieces(), known, loader.group), loader.folder)
         left_out = {MODEL + name for name in base.left_out}
     loader.check({name: entry for name, entry in entries.items() if name not in left_out}, trainer.tied())
-    random: dict[str, Piece] = {}
+    generators: dict[str, Piece] = {}
     states = _random_states(world)
     # Ranks of another layout hold other samples, so there is no state of theirs; they draw new random numbers.
     if loader.info.layout == str(layout) and loader.info.processes == world.world_size:
-        random = {name: whole_piece(state) for name, (state, _) in states.items() if name in loader.entries}
+        generators = {name: whole_piece(state) for name, (state, _) in states.items() if name in loader.entries}
 
     def read(pieces: Mapping[str, Piece]) -> None:
         held = {name: piece for name, piece in pieces.items() if name not in left_out}
-        loader.read({**held, **random})
+        loader.read({**held, **generators})
 
     trainer.restore(loader.info.step, loader.entries, read, loader.info.scaler)
-    for name in random:
+    for name in generators:
         state, put_back = states[name]
         put_back(state)
-    if not random:
+    if not generators:
         torch.manual_seed(torch.initial_seed() + loader.info.step)
 
 
@@ -112,11 +114,53 @@ def _random_pieces(world: World) -> dict[str, Piece]:
 
 
 def _random_states(world: World) -> dict[str, tuple[Tensor, Callable[[Tensor], Any]]]:
-    """The state of each of this rank's random number generators, and what sets it."""
+    """The state of each of this rank's random number generators, and what sets it.
+
+    A state's shape is that of every other state of its generator: a checkpoint's is read into its memory.
+    """
     states: dict[str, tuple[Tensor, Callable[[Tensor], Any]]] = {
-        f"random.{world.rank}": (torch.get_rng_state(), torch.set_rng_state)
+        f"random.{world.rank}": (torch.get_rng_state(), torch.set_rng_state),
+        f"random.{world.rank}.python": (_python_state(), _set_python_state),
     }
+    if (numpys := _numpy_state()) is not None:
+        states[f"random.{world.rank}.numpy"] = numpys, _set_numpy_state
     if world.device.type != "cpu":
         of_device = torch.get_device_module(world.device)
         states[f"random.{world.rank}.{world.device.type}"] = (of_device.get_rng_state(), of_device.set_rng_state)
     return states
+
+
+_TWISTER = "MT19937"  # the generator of NumPy's functions, unless somebody has given them another one
+
+
+def _python_state() -> Tensor:
+    """Python's generator [628]: version, the Mersenne Twister's 624 words and position, and a kept normal number."""
+    version, words, kept = random.getstate()
+    return torch.tensor([version, *words, kept is not None, _bits(kept or 0.0)])
+
+
+def _set_python_state(state: Tensor) -> None:
+    version, *words, has_kept, kept = state.tolist()
+    random.setstate((version, tuple(words), _number(kept) if has_kept else None))
+
+
+def _numpy_state() -> Tensor | None:
+    """NumPy's generator [627]: the Mersenne Twister's 624 words and position, and a kept normal number."""
+    kind, words, position, has_kept, kept = np.random.get_state()
+    if kind != _TWISTER:
+        return None
+    return torch.tensor([*np.asarray(words).tolist(), position, has_kept, _bits(float(kept))])
+
+
+def _set_numpy_state(state: Tensor) -> None:
+    *words, position, has_kept, kept = state.tolist()
+    np.random.set_state((_TWISTER, np.asarray(words, dtype=np.uint32), position, has_kept, _number(kept)))
+
+
+def _bits(number: float) -> int:
+    """The 64 bits of a number, to stand among integers."""
+    return int(np.float64(number).view(np.int64))
+
+
+def _number(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))
