@@ -221,7 +221,7 @@ def test_what_a_killed_run_left_half_done_is_removed(saved: Path) -> None:
     assert left == others | {"step-4", "step-8", "step-10"}
 
 
-@pytest.fixture(params=[64])
+@pytest.fixture(params=[128])
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """Of so many KiB."""
     place = tmp_path / "small"
