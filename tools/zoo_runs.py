@@ -1,5 +1,6 @@
 """Starts ranks by forking a process that has imported PyTorch: the zoo's many small runs take a second each."""
 
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -85,6 +86,8 @@ def _rank(start: Start, proof: ScriptProof, rank: int, port: int) -> int:
     if pid:
         return pid
     code = 1
+    # What is to be removed at the end of the process it came from is not this one's.
+    multiprocessing.util._finalizer_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         _become(start, rank, _variables(start, proof, rank, port))
         code = 0
@@ -93,6 +96,8 @@ def _rank(start: Start, proof: ScriptProof, rank: int, port: int) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
+        # Removes the semaphores that this rank has made.
+        multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
