@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from proving import Case, prove, same
 from small_tasks import Points
 from test_memory import PARAMETERS, Deep, Layers, usage
@@ -20,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
 from samestep.cli.main import main
+from samestep.comm.mesh import new_group
 from samestep.launch.world import join
 from samestep.parallel.exact.buffers import check_buffers, versions
 from samestep.parallel.offload.memory import HostMemory, MappedFile
@@ -244,6 +244,6 @@ def test_buffers_on_an_accelerator_are_compared_while_parameters_are_in_main_mem
         before = versions(model)
         for name, buffer in list(model.named_buffers()):
             setattr(model, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device="privateuseone:0"))
-        group = dist.new_group([0], backend="fake")
+        group = new_group([0], backend="fake")
         with pytest.raises(DataDependentOutputException):
             check_buffers(model, before, group)
