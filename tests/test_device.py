@@ -1,6 +1,7 @@
 """Which accelerator a rank takes and over which back end, on hosts whose accelerators are only pretended."""
 
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,10 +9,17 @@ import pretended
 import pytest
 import torch
 import torch.distributed as dist
+from small_tasks import Points
+from torch import nn
 
+from samestep import proof
 from samestep.errors import UserError
+from samestep.handwritten import training as handwritten
+from samestep.job import Job, Run
 from samestep.launch import agent, device
 from samestep.launch.node_spec import NodeSpec
+from samestep.ranks import Ranks
+from samestep.recipe import Recipe
 
 pytestmark = pytest.mark.quick
 
@@ -75,6 +83,47 @@ def test_an_agent_refuses_such_slots_before_a_rank_starts(visible: pytest.Monkey
     outcome = agent.run(asked)
     assert outcome.exit_code == 2
     assert "worker-2: slot 2, counted from 0, is asked for" in (outcome.message or "")
+
+
+def test_the_reference_of_a_proof_leaves_its_devices_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    models: list[weakref.ref[nn.Module]] = []
+    left: list[bool] = []
+
+    class Noted(Points):
+        def model(self) -> nn.Module:
+            model = super().model()
+            models.append(weakref.ref(model))
+            return model
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: left.append(all(each() is None for each in models)))
+    release = device.release_memory
+    # The steps are taken on the CPU, and its memory is left as an accelerator's.
+    monkeypatch.setattr(proof, "release_memory", lambda _: release(torch.device("cuda", 0)))
+    task = Noted(samples=20)
+    job = Job(recipe=Recipe(task=task, batch=10, steps=1), run=Run(device="cpu", threads=1))
+    proof.reference(proof.proof_job(job), task, 1, tmp_path)
+    assert models
+    assert left == [True]
+
+
+def test_a_handwritten_loop_binds_its_group_to_its_device(visible: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class JoinedError(Exception):
+        pass
+
+    given: dict[str, object] = {}
+
+    def join(backend: str, **values: object) -> None:
+        given.update(values, backend=backend)
+        raise JoinedError
+
+    visible.setattr(dist, "init_process_group", join)
+    visible.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    job = Job(recipe=Recipe(task="regression", batch=10, steps=1), run=Run(threads=1))
+    ranks = Ranks(rank=3, world_size=4, local_rank=3, local_world_size=4)
+    with pytest.raises(JoinedError):
+        handwritten.train(job, tmp_path, ranks=ranks, meet_at="file://nowhere")
+    assert given["device_id"] == torch.device("cuda", 3)
+    assert given["backend"] == "cpu:gloo,cuda:nccl"
 
 
 SMDDP = """

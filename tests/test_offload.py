@@ -13,12 +13,15 @@ from proving import Case, prove, same
 from small_tasks import Points
 from test_memory import PARAMETERS, Deep, Layers, usage
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
 from samestep.cli.main import main
+from samestep.comm.mesh import new_group
 from samestep.launch.world import join
+from samestep.parallel.exact.buffers import check_buffers, versions
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
 from samestep.proof import Proof
@@ -232,3 +235,15 @@ def test_a_mistake_is_told_before_anything_starts(
     Path("job.yaml").write_text("recipe: {task: regression}\n")
     assert main(["train", "job.yaml", *arguments]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_buffers_on_an_accelerator_are_compared_while_parameters_are_in_main_memory() -> None:
+    # Fake tensors have a device and no numbers: operators on two devices raise, and so does the read at the end.
+    with join(alone=True, device="cpu"), FakeTensorMode():
+        model = nn.BatchNorm1d(3)
+        before = versions(model)
+        for name, buffer in list(model.named_buffers()):
+            setattr(model, name, torch.zeros(buffer.shape, dtype=buffer.dtype, device="privateuseone:0"))
+        group = new_group([0], backend="fake")
+        with pytest.raises(DataDependentOutputException):
+            check_buffers(model, before, group)

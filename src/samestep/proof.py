@@ -17,6 +17,7 @@ from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import UserError
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.job import Job, Run
+from samestep.launch.device import device_of, release_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
@@ -144,8 +145,16 @@ def reference(job: Job, task: Task, steps: int, folder: Path, *, held_out: int |
     """The steps of one process in float64: the whole global batch in one forward, on the native engine.
 
     `job` is one that `proof_job` made; `held_out` is how many held-out samples are evaluated, None: all.
-    The parameters after the last step are written into `folder`.
+    The parameters after the last step are written into `folder`. The device's memory is given back: ranks that take
+    the steps under a layout may start on it while this process lives.
     """
+    try:
+        return _reference(job, task, steps, folder, held_out)
+    finally:
+        release_memory(device_of(0, job.run.device))
+
+
+def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | None) -> Reference:
     alone = Run(device=job.run.device, threads=job.run.threads, workers=job.run.workers)
     recipe = replace(job.recipe, precision="fp64", communication=None)
     with join(alone=True, device=alone.device, threads=alone.threads) as world:

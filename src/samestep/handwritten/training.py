@@ -31,7 +31,10 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     if world_size > 1:
-        dist.init_process_group(backend_of(device), init_method=meet_at, rank=rank, world_size=world_size)
+        bound = device if device.type != "cpu" else None
+        dist.init_process_group(
+            backend_of(device), init_method=meet_at, rank=rank, world_size=world_size, device_id=bound
+        )
     loop = Loop(
         job.recipe,
         resolve(job.recipe),

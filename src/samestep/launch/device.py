@@ -1,5 +1,6 @@
 """Which device a rank computes on, and the back end that its messages take. No other module names a device."""
 
+import gc
 import importlib
 import resource
 import sys
@@ -119,6 +120,16 @@ def _has_sagemakers() -> bool:
     except ImportError:
         return False
     return _SAGEMAKERS in dist.Backend.backend_list
+
+
+def release_memory(device: torch.device) -> None:
+    """Give an accelerator's memory that nothing uses any more back to it, for other processes to take.
+
+    PyTorch keeps it to use it again. What refers to itself, as a model and its hooks do, is collected first.
+    """
+    if device.type != "cpu":
+        gc.collect()
+        torch.accelerator.empty_cache()
 
 
 def peak_memory(device: torch.device) -> int:

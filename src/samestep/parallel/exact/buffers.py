@@ -29,14 +29,17 @@ def check_buffers(model: nn.Module, before: Versions, group: dist.ProcessGroup) 
     after = versions(model)
     buffers = dict(model.named_buffers())
     device = next(model.parameters()).device
-    sums = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *map(_sum, buffers.values())])
+    # Under an offload parameters are in the host's memory, while buffers stay on the accelerator.
+    sums = torch.zeros(1 + len(buffers), dtype=torch.float64, device=device)
+    for place, buffer in enumerate(buffers.values(), 1):
+        sums[place] = _sum(buffer)
     changed = torch.tensor([0, *(_is_filled(before.get(name), each) for name, each in after.items())], device=device)
     # The largest and, with the sign turned, the smallest of all ranks.
     message = torch.cat([sums, -sums, changed.double()])
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
-    largest, smallest, changed = message.split(len(sums))
-    for name, high, low, any_changed in zip(["", *buffers], largest, -smallest, changed, strict=True):
-        if any_changed and high != low:
+    # Read all at once: each read waits for the accelerator.
+    for name, (high, negative_low, any_changed) in zip(["", *buffers], message.view(3, -1).T.tolist(), strict=True):
+        if any_changed and high != -negative_low:
             raise UserError(
                 f"the buffer {name} of the model has other values on other ranks after a step: its forward fills it "
                 "from the samples that it sees, which are not the global batch; batch norm's own statistics are kept "
