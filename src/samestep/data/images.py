@@ -148,9 +148,8 @@ def read_fashion_mnist() -> ImageSource:
     """
     if not _FASHION.is_dir():
         raise UserError(
-            f'source "fashion-mnist": no folder {_FASHION}; '
-            "install dataset-fashion-mnist "
-            "(Debian, Ubuntu), or use a folder with the same four files as source"
+            f'source "fashion-mnist": no folder {_FASHION}; install dataset-fashion-mnist (Debian, '
+            "Ubuntu), or use a folder with the same four files as source"
         )
     return read_folder(_FASHION, names=_CLOTHES)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from samestep.script_proof.differences import Apart, Limits, common_module, together
-from samestep.script_proof.forward import first_module_apart
+from samestep.script_proof.forward import ModuleApart, first_module_apart
 from samestep.script_proof.kinds import Finding
 from samestep.script_proof.record import RankStep, Run
 from samestep.script_proof.sampling import Keys
@@ -56,28 +56,21 @@ def gradient_finding(pair: StepPair, alone: Run, split: Run, keys: Keys | None) 
         return pair.finding("missing-gradient", missing)
     forward = first_module_apart(pair.alone, pair.split, keys, eps=pair.limits.common) if keys is not None else None
     if forward is not None and "BatchNorm" in forward.kind:
-        return Finding(
-            kind="local-batch-statistics",
-            step=pair.number + 1,
-            what="forward",
-            relative=forward.relative,
-            module=forward.module,
-        )
+        return _of_forward("local-batch-statistics", pair, forward)
     found = _clipped(pair) or _scaled(pair) or _mean_of_means(pair) or _lost_micro_batches(pair)
     if found is not None:
         return found
     if forward is not None:
-        return Finding(
-            kind="forward-differs",
-            step=pair.number + 1,
-            what="forward",
-            relative=forward.relative,
-            module=forward.module,
-        )
+        return _of_forward("forward-differs", pair, forward)
     names = [each.name for each in sorted(pair.departing, key=lambda each: -each.apart)]
     if len(names) == len(pair.tensors):
         return pair.finding("gradients-differ")
     return pair.finding("gradients-differ", names)
+
+
+def _of_forward(kind: str, pair: StepPair, found: ModuleApart) -> Finding:
+    """What is seen in a module's output before any gradient."""
+    return Finding(kind=kind, step=pair.number + 1, what="forward", relative=found.relative, module=found.module)
 
 
 def _ranks_apart(pair: StepPair) -> Finding | None:

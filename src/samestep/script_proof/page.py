@@ -2,17 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from html import escape
-from importlib.resources import files
 from math import log10
-from string import Template
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
-from samestep.comparison.bilingual import LANGUAGES, NO_SCRIPT, Words
-from samestep.comparison.page.page import Cell, both, table
+from samestep.comparison.bilingual import LANGUAGES, Words
+from samestep.comparison.page.page import Cell, both, document, paragraph, plot, section, table
 from samestep.comparison.page.plots import json_in_html
 from samestep.script_proof.compare import StepNumbers, Verdict
 
@@ -42,27 +38,23 @@ _LEAST = 1e-17  # of what a logarithmic axis shows
 
 def page(verdict: Verdict, script: str) -> str:
     """The page as text. It holds plotly's program and needs nothing from elsewhere."""
-    return Template(_file("page.html")).substitute(
-        command="verify",
-        title=escape(script),
-        heading=both(_HEADING.format(script=script, processes=verdict.processes)),
-        css=_file("page.css"),
-        js=_file("page.js"),
-        plotly=get_plotlyjs(),
+    return document(
+        "verify",
+        title=script,
+        heading=_HEADING.format(script=script, processes=verdict.processes),
         figures=json_in_html({name: _drawn(verdict.curve, draw) for name, draw in _FIGURES.items()}),
         body=_body(verdict),
     )
 
 
 def _body(verdict: Verdict) -> str:
-    parts = [f'<p class="{"good" if verdict.same_step else "bad"}">{both(_told(verdict))}</p>']
+    parts = [paragraph(_told(verdict), "good" if verdict.same_step else "bad")]
     if verdict.notes:
         items = "".join(f"<li>{both(note)}</li>" for note in verdict.notes)
-        parts.append(f"<section>\n<h2>{both(_NOTES)}</h2>\n<ul>{items}</ul>\n</section>")
-    for name, title, about in (("curve", _CURVE, _ABOUT_CURVE), ("modules", _MODULES, _ABOUT_MODULES)):
-        plot = f'<div class="plot" id="{name}"></div><noscript><p>{both(NO_SCRIPT)}</p></noscript>'
-        parts.append(f'<section>\n<h2>{both(title)}</h2>\n<p class="quiet">{both(about)}</p>\n{plot}\n</section>')
-    parts.append(f"<section>\n<h2>{both(_NUMBERS)}</h2>\n{_table(verdict.curve)}\n</section>")
+        parts.append(section(_NOTES, f"<ul>{items}</ul>"))
+    parts.append(section(_CURVE, plot("curve"), _ABOUT_CURVE))
+    parts.append(section(_MODULES, plot("modules"), _ABOUT_MODULES))
+    parts.append(section(_NUMBERS, _table(verdict.curve)))
     return "\n".join(parts)
 
 
@@ -157,7 +149,3 @@ def _layout(height: int) -> dict[str, Any]:
 
 
 _FIGURES = {"curve": _curve, "modules": _modules}
-
-
-def _file(name: str) -> str:
-    return (files("samestep.comparison.page") / name).read_text(encoding="utf-8")

@@ -187,15 +187,21 @@ def _our_cells(found: Comparison, row: Row | None, place: int | None) -> list[Ce
 def page(found: Comparison) -> str:
     """The page as text. It holds plotly's program and needs nothing from elsewhere."""
     name = str(found.job.name or found.job.recipe.task)
+    heading = bilingual.HEADING.format(job=name)
+    return document("compare", title=name, heading=heading, figures=figures(found), body=_body(found))
+
+
+def document(command: str, *, title: str, heading: Words, figures: str, body: str) -> str:
+    """A command's page in both languages, with plotly's program. `figures`: JSON by the name of their plots."""
     return Template(_file("page.html")).substitute(
-        command="compare",
-        title=escape(name),
-        heading=both(bilingual.HEADING.format(job=name)),
+        command=command,
+        title=escape(title),
+        heading=both(heading),
         css=_file("page.css"),
         js=_file("page.js"),
         plotly=get_plotlyjs(),
-        figures=figures(found),
-        body=_body(found),
+        figures=figures,
+        body=body,
     )
 
 
@@ -213,30 +219,31 @@ def _body(found: Comparison) -> str:
     )
     return "\n".join(
         [
-            _paragraph(intro),
-            _paragraph(bilingual.PASSED if found.passed else bilingual.NOT_PASSED, "good" if found.passed else "bad"),
-            _section(bilingual.TABLE, times(found), bilingual.ABOUT_TIMES),
-            _section(bilingual.COSTS, costs(found), bilingual.ABOUT_COSTS),
-            _section(bilingual.TIME, _plot("times"), bilingual.ABOUT_SPREAD),
-            _section(bilingual.LOSS, _plot("losses"), bilingual.ABOUT_LOSS),
-            _section(bilingual.SCORE.format(metric=metric), _plot("scores"), bilingual.ABOUT_SCORE),
-            _section(bilingual.MEMORY, _plot("memory"), bilingual.ABOUT_MEMORY),
-            _section(bilingual.TRAFFIC, _plot("traffic"), bilingual.ABOUT_TRAFFIC),
-            _section(bilingual.PUBLISHED, published(found), bilingual.ABOUT_PUBLISHED),
-            _section(bilingual.MACHINE, _machine(found)),
+            paragraph(intro),
+            paragraph(bilingual.PASSED if found.passed else bilingual.NOT_PASSED, "good" if found.passed else "bad"),
+            section(bilingual.TABLE, times(found), bilingual.ABOUT_TIMES),
+            section(bilingual.COSTS, costs(found), bilingual.ABOUT_COSTS),
+            section(bilingual.TIME, plot("times"), bilingual.ABOUT_SPREAD),
+            section(bilingual.LOSS, plot("losses"), bilingual.ABOUT_LOSS),
+            section(bilingual.SCORE.format(metric=metric), plot("scores"), bilingual.ABOUT_SCORE),
+            section(bilingual.MEMORY, plot("memory"), bilingual.ABOUT_MEMORY),
+            section(bilingual.TRAFFIC, plot("traffic"), bilingual.ABOUT_TRAFFIC),
+            section(bilingual.PUBLISHED, published(found), bilingual.ABOUT_PUBLISHED),
+            section(bilingual.MACHINE, _machine(found)),
         ]
     )
 
 
-def _section(title: Words, content: str, about: Words | None = None) -> str:
-    return f"<section>\n<h2>{both(title)}</h2>\n{_paragraph(about, 'quiet') if about else ''}\n{content}\n</section>"
+def section(title: Words, content: str, about: Words | None = None) -> str:
+    return f"<section>\n<h2>{both(title)}</h2>\n{paragraph(about, 'quiet') if about else ''}\n{content}\n</section>"
 
 
-def _paragraph(text: Words, kind: str = "") -> str:
+def paragraph(text: Words, kind: str = "") -> str:
     return f'<p class="{kind}">{both(text)}</p>'
 
 
-def _plot(name: str) -> str:
+def plot(name: str) -> str:
+    """Where the figure of that name is drawn."""
     return f'<div class="plot" id="{name}"></div><noscript><p>{both(bilingual.NO_SCRIPT)}</p></noscript>'
 
 
