@@ -1,14 +1,18 @@
-"""Steps of hand-written PyTorch, Lightning Fabric and samestep in the same ranks, in turns, beside their limit.
+"""Steps of hand-written PyTorch, other libraries and samestep in the same ranks, in turns, beside their limit.
 
     pip install --no-deps lightning -c constraints.txt                     # for the way "fabric"
     python benchmarks/turns.py examples/language.yaml --processes 2 --starts 5 --json turns.json
+    python benchmarks/turns.py examples/reviews.yaml --hosts 2 --rate 1gbit --ways alone,ddp,accelerate,samestep
 
 Whatever slows the machine for a second slows all ways alike, and all have the heap that samestep's ranks have.
 "alone" is the hand-written loop on as many samples a rank without any communication: what that computation costs at
-least. All others take the step of the global batch; the hand-written loops and Fabric send over gloo, samestep as it
-would by itself. A way's ratio is the median over starts of its median step by that of hand-written DDP.
+least. All others take the step of the global batch, which is checked: their last losses agree. Hand-written loops and
+libraries send over gloo, samestep as it would by itself (ways.py). A way's ratio is the median over starts of its
+median step by that of hand-written DDP.
 
-With `--heap`, what that heap is worth: each way starts by itself, in turns with it and with the heap as it comes.
+With `--hosts`, the processes are those of each of so many hosts, made of Linux namespaces (root needed;
+tools/testbed), whose links carry `--rate` each way. With `--heap`, what that heap is worth: each way starts by
+itself, in turns with it and with the heap as it comes.
 """
 
 import argparse
@@ -18,129 +22,45 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.overhead import handwritten, samestep, shorten
-from samestep.handwritten.loop import Loop
-from samestep.job import Job, Run
+from benchmarks.overhead import shorten
+from benchmarks.ways import WAYS, Place
+from samestep import environment
 from samestep.jobfile import load
-from samestep.launch.world import World, join
-from samestep.layout import Layout
-from samestep.tasks.base import Batch, Task, call
+from samestep.launch.world import join
 from samestep.tasks.registry import resolve
-from samestep.training.fit import Training
 
 SETTLE = 5  # steps until memory is allocated and caches are warm
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a way has on its rank."""
-
-    job: Job
-    task: Task
-    world: World
-    gloo: dist.ProcessGroup
-    folder: Path | None  # for its records, on rank 0
-
-
-Steps = Callable[[Place], Iterator[None]]
-
-
-def _loop(place: Place, **settings: Any) -> Loop:
-    return Loop(
-        place.job.recipe, place.task, rank=place.world.rank, world_size=place.world.world_size,
-        device=place.world.device, group=place.gloo, **settings,
-    )  # fmt: skip
-
-
-def no_messages(place: Place) -> Iterator[None]:
-    """A rank's samples of every step, and an update by their gradient alone."""
-    recipe, world = place.job.recipe, place.world
-    alone = replace(recipe, batch=max(1, recipe.batch // world.world_size))
-    return handwritten(Loop(alone, place.task, device=world.device), place.folder)
-
-
-def ddp(place: Place) -> Iterator[None]:
-    return handwritten(_loop(place), place.folder)
-
-
-def ddp_compiled(place: Place) -> Iterator[None]:
-    return handwritten(_loop(place, compile=True), place.folder)
-
-
-def fabric(place: Place) -> Iterator[None]:
-    """The loop that Fabric's users write, with its records."""
-    from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
-    from lightning.fabric.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
-
-    loop = _loop(place)
-    world = place.world
-    strategy = DDPStrategy(process_group=place.gloo, gradient_as_bucket_view=True)
-    precision = "bf16-mixed" if place.job.recipe.precision == "bf16" else "32-true"
-    runner = Fabric(accelerator="cpu", devices=world.world_size, strategy=strategy, precision=precision)
-    runner.launch()
-    model, optimizer = runner.setup(loop.model, loop.optimizer)
-    with (place.folder / "fabric.jsonl" if place.folder else Path(os.devnull)).open("w", buffering=1) as log:
-        for step, (parts, _) in enumerate(loop.batches()):
-            totals = torch.zeros(2, dtype=torch.float64)
-            (batch, _), samples = parts[0], len(loop.order.global_batch(step))
-            with runner.autocast():
-                loss, terms = place.task.loss(call(model, batch.inputs), Batch(*batch))
-            totals += torch.tensor([loss.detach(), terms])
-            sending = dist.all_reduce(totals, group=place.gloo, async_op=True)
-            optimizer.zero_grad()
-            runner.backward(loss * world.world_size / samples)
-            assert sending is not None
-            sending.wait()
-            norm: Any = runner.clip_gradients(model, optimizer, max_norm=place.job.recipe.clip or float("inf"))
-            optimizer.step()
-            loop.schedule.step()
-            log.write(json.dumps({"step": step, "loss": (totals[0] / totals[1]).item(), "norm": float(norm)}) + "\n")
-            yield
-
-
-def native(**run: Any) -> Steps:
-    """samestep with these keys of a job's `run:` section."""
-
-    def steps(place: Place) -> Iterator[None]:
-        layout = Layout(replicate=place.world.world_size)
-        job = replace(place.job, run=Run(layout=str(layout), **run))
-        return samestep(Training(job, place.task, place.world, layout), place.folder)
-
-    return steps
-
-
-WAYS: Mapping[str, tuple[str, Steps]] = {
-    "alone": ("hand-written, no messages", no_messages),
-    "ddp": ("hand-written DDP", ddp),
-    "ddp-compiled": ("hand-written DDP, torch.compile", ddp_compiled),
-    "fabric": ("Lightning Fabric", fabric),
-    "samestep": ("samestep", native()),
-    "shared": ("samestep, share_replicas", native(share_replicas=True)),
-    "by-length": ("samestep, share_replicas, group_by_length", native(share_replicas=True, group_by_length=True)),
-    "compiled": ("samestep, compile", native(compile=True)),
-}
 BASE = "ddp"
+TIME_LIMIT = 1800.0  # seconds of a start
+SAME = {
+    "fp32": 1e-3,
+    "bf16": 3e-2,
+}  # of last losses beside hand-written DDP's: rounding, which Adam magnifies
+RECORDS = ("metrics.jsonl", "handwritten.jsonl", "peer.jsonl")  # of steps; a way writes one of them
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--processes", type=int, default=2, help="of each host")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--rate", help="of each host's link, such as 1gbit or 100mbit")
+    parser.add_argument("--precision", choices=tuple(SAME), default="fp32")
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ways", default="alone,ddp,samestep,shared", help=f"of {', '.join(WAYS)}, by commas")
@@ -156,6 +76,8 @@ def main() -> None:
     if options.rank_of is not None:
         take_turns(options.rank_of, options.precision, ways)
         return
+    if BASE not in ways and not options.heap:
+        raise SystemExit(f"--ways: {BASE} is missing, which the others are held against; use {BASE},{options.ways}")
     starts = []
     with TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
         shorten(options.job, options.steps, Path(folder))
@@ -174,14 +96,33 @@ def start(options: argparse.Namespace, ways: Sequence[str], folder: Path, **vari
 
     `variables` are added to the environment; ranks that find the allocator set up there leave it as it is.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
-    mine = [str(Path(__file__)), str(options.job), "--precision", options.precision, "--rank-of", str(folder)]
-    command = [sys.executable, *launcher, *mine, "--ways", ",".join(ways)]
-    given = {**os.environ, **variables}
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=1800, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    mine = [str(Path(__file__).resolve()), str(options.job.resolve()), "--precision", options.precision]
+    command = [f"--nproc-per-node={options.processes}", *mine, "--rank-of", str(folder), "--ways", ",".join(ways)]
+    if options.hosts > 1:
+        on_hosts(options, command, folder, variables)
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command]
+        given = {**os.environ, **variables}
+        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
+
+
+def on_hosts(options: argparse.Namespace, command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
+    """Start the ranks of every host of a new testbed, and wait for their good end."""
+    from testbed import Testbed
+
+    given = {"OMP_NUM_THREADS": "1", **variables}
+    with Testbed(options.hosts, ssh=False) as bed:
+        bed.limit(options.rate)
+        meeting = [f"--nnodes={options.hosts}", f"--master-addr={bed.hosts[0].name}", "--master-port=29500"]
+        running = []
+        for number, host in enumerate(bed.hosts):
+            ranks = [sys.executable, "-m", "torch.distributed.run", *meeting, f"--node-rank={number}", *command]
+            running.append(host.start(ranks, env=given, cwd=folder))
+        for each in running:
+            each.finish(TIME_LIMIT)
 
 
 def heap(options: argparse.Namespace, ways: Sequence[str], folder: Path) -> Mapping[str, float]:
@@ -198,6 +139,8 @@ def take_turns(folder: Path, precision: str, ways: Sequence[str]) -> None:
     job = load(folder / "job.yaml").job
     job = replace(job, recipe=replace(job.recipe, precision=precision))
     task = resolve(job.recipe)
+    ranks = environment.ranks()
+    assert ranks is not None  # torchrun started this
     with join(transport="auto") as world:
         gloo: Any = dist.new_group(backend="gloo")
         seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -206,20 +149,49 @@ def take_turns(folder: Path, precision: str, ways: Sequence[str]) -> None:
             mine = folder / str(number) if world.rank == 0 else None
             if mine is not None:
                 mine.mkdir(exist_ok=True)
-            runners[way] = WAYS[way][1](Place(job=job, task=task, world=world, gloo=gloo, folder=mine))
+            place = Place(job=job, task=task, world=world, local_ranks=ranks.local_world_size, folder=mine)
+            with default_group(gloo if WAYS[way].over_gloo else dist.group.WORLD):
+                runners[way] = WAYS[way].steps(place)
         for step in range(job.recipe.steps or 0):
             turn = step % len(ways)
             for way in [*ways[turn:], *ways[:turn]]:
-                dist.barrier(gloo)  # all ranks begin each way's step together
-                began = time.perf_counter()
-                next(runners[way])
-                seconds[way].append(time.perf_counter() - began)
+                with default_group(gloo if WAYS[way].over_gloo else dist.group.WORLD):
+                    dist.barrier(gloo)  # all ranks begin each way's step together
+                    began = time.perf_counter()
+                    next(runners[way])
+                    seconds[way].append(time.perf_counter() - began)
         medians = {way: statistics.median(each[SETTLE:]) for way, each in seconds.items()}
         everyone: list[Any] = [None] * world.world_size
         dist.all_gather_object(everyone, medians, group=gloo)
         if world.rank == 0:
+            check_losses(folder, precision, ways)
             slowest = {way: max(each[way] for each in everyone) for way in ways}
             (folder / "seconds.json").write_text(json.dumps(slowest), encoding="utf-8")
+
+
+@contextmanager
+def default_group(group: Any) -> Iterator[None]:
+    """The group that libraries find as the default one: they can't be handed theirs."""
+    before = dist.group.WORLD
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(before)
+
+
+def check_losses(folder: Path, precision: str, ways: Sequence[str]) -> None:
+    """Raise ValueError where a way has not come where hand-written DDP has: it took other steps."""
+    losses: dict[str, dict[int, float]] = {}
+    for number, way in enumerate(ways):
+        (file,) = (file for name in RECORDS if (file := folder / str(number) / name).exists())
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        losses[way] = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    for way in set(ways) - {"alone", BASE} if BASE in losses else ():
+        step = max(losses[way].keys() & losses[BASE])  # samestep writes a step's record during the next one
+        loss, theirs = losses[way][step], losses[BASE][step]
+        if abs(loss / theirs - 1) > SAME[precision]:
+            raise ValueError(f"step {step}: {way} has a loss of {loss}, {BASE} of {theirs}: these are other steps")
 
 
 def summary(way: str, base: str, starts: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -234,14 +206,15 @@ def summary(way: str, base: str, starts: Sequence[Mapping[str, float]]) -> dict[
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    what = f"{options.job.name}, {options.precision}, {options.processes} processes"
+    where = f"on each of {options.hosts} hosts, {options.rate or 'no limit'}" if options.hosts > 1 else "on a host"
+    what = f"{options.job.name}, {options.precision}, {options.processes} processes {where}"
     table = Table(title=f"a step of {what}: medians of {options.starts} starts of {options.steps} steps")
     table.add_column("way")
     for name in ("ms", "times its own, heap as it comes" if options.heap else "times DDP", "least - most"):
         table.add_column(name, justify="right")
     for row in rows:
         spread = f"{min(row['ratios']):.3f} - {max(row['ratios']):.3f}"
-        table.add_row(WAYS[row["way"]][0], f"{1e3 * row['seconds_median']:.1f}", f"{row['ratio']:.3f}", spread)
+        table.add_row(WAYS[row["way"]].title, f"{1e3 * row['seconds_median']:.1f}", f"{row['ratio']:.3f}", spread)
     Console().print(table)
 
 

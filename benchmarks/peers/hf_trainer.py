@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 from benchmarks.peers.job import PeerJob, arguments
 from samestep import environment
+from samestep.jobfile import load
 from samestep.tasks.base import Batch, call
 
 
@@ -25,6 +26,7 @@ class JobTrainer(Trainer):
 
     def __init__(self, job: PeerJob, **options: Any) -> None:
         self.job = job
+        self._count = 1.0
         super().__init__(model=job.model, optimizers=(job.optimizer, job.schedule), **options)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -36,17 +38,22 @@ class JobTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Tensor:
         samples = self.job.global_samples(len(self.job.losses))
-        loss, _ = self.job.task.loss(call(model, inputs["inputs"]), Batch(inputs["inputs"], inputs["targets"]))
-        self.job.average_loss(loss, samples)
-        # Averaged over ranks: the sum over the global batch / samples.
-        return loss * self.job.place.of / samples
+        batch = Batch(inputs["inputs"], inputs["targets"])
+        loss, terms = self.job.task.loss(call(model, batch.inputs), batch)
+        self._count = self.job.count(terms, batch, samples)
+        self.job.send_loss(loss)
+        # Averaged over ranks: the sum over the global batch / its terms.
+        return loss * self.job.place.of / self._count
+
+    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        loss = super().training_step(*arguments, **options)  # forward and backward
+        self.job.note_loss(self._count)
+        return loss
 
 
-def main() -> None:
-    file, folder = arguments(__doc__)
-    ranks = environment.ranks()
-    job = PeerJob(file, ranks.rank if ranks else 0, ranks.world_size if ranks else 1)
-    settings = TrainingArguments(
+def settings_of(job: PeerJob, folder: Path) -> TrainingArguments:
+    """The Trainer without what is not compared: checkpoints, reports, progress bars."""
+    return TrainingArguments(
         output_dir=str(folder),
         max_steps=job.total_steps,
         max_grad_norm=job.recipe.clip or 0.0,  # 0: none
@@ -60,6 +67,13 @@ def main() -> None:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
+
+
+def main() -> None:
+    file, folder = arguments(__doc__)
+    ranks = environment.ranks()
+    job = PeerJob(load(file).job.recipe, ranks.rank if ranks else 0, ranks.world_size if ranks else 1)
+    settings = settings_of(job, folder)
     trainer = JobTrainer(job, args=settings, train_dataset=job.samples)
     job.begin()
     trainer.train()

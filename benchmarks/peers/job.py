@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from samestep.data.order import Place, SampleOrder, bounds
-from samestep.jobfile import load
 from samestep.launch.device import peak_memory
+from samestep.recipe import Recipe
 from samestep.run_folder import versions
-from samestep.tasks.base import Batch, call
+from samestep.tasks.base import Batch, Task, call
 from samestep.tasks.registry import resolve
 from samestep.training.evaluation import apart, named_parts, plain, switch_off
 from samestep.training.fit import build_model
@@ -37,11 +37,11 @@ def arguments(description: str | None) -> tuple[Path, Path]:
 class PeerJob:
     """A job on one rank, in float32 or bf16 autocast."""
 
-    def __init__(self, file: Path, rank: int, world_size: int) -> None:
-        self.recipe = load(file).job.recipe
+    def __init__(self, recipe: Recipe, rank: int, world_size: int, *, task: Task | None = None) -> None:
+        self.recipe = recipe
         if self.recipe.precision not in ("fp32", "bf16"):
             raise SystemExit(f"recipe.precision is {self.recipe.precision}; peers have fp32 and bf16")
-        self.task = resolve(self.recipe)
+        self.task = task or resolve(recipe)
         self.place = Place(index=rank, of=world_size)
         self.samples = self.task.train_set()
         self.order = SampleOrder(size=len(self.samples), batch=self.recipe.batch, seed=self.recipe.seed)
@@ -52,6 +52,8 @@ class PeerJob:
         self.optimizer = OptimizerPlan(self.recipe, self.model)(self.model.named_parameters())
         self.schedule = make_schedule(self.recipe.schedule, self.total_steps, self.optimizer)
         self.losses: list[float] = []
+        self._total = torch.zeros((), dtype=torch.float64)
+        self._sending: dist.Work | None = None
         self._moments: list[float] = []  # the beginning, the moment when each step's loss was known, and the end
         torch.manual_seed(self.recipe.seed + rank)  # dropout draws other numbers on every rank
 
@@ -76,12 +78,24 @@ class PeerJob:
     def global_samples(self, step: int) -> int:
         return len(self.order.global_batch(step))
 
-    def average_loss(self, loss: Tensor, samples: int) -> float:
-        """A loss that ranks have summed over their samples, over all ranks; noted for the run's records."""
-        total = loss.detach().double().clone()
+    def count(self, terms: int, batch: Batch, samples: int) -> float:
+        """The terms of a global batch of so many samples, as many in each; this rank's batch has `terms`."""
+        each, rest = divmod(terms, len(batch.targets))
+        if rest:
+            raise SystemExit("the samples of this job have unlike numbers of loss terms, which the peers don't weigh")
+        return each * samples
+
+    def send_loss(self, loss: Tensor) -> None:
+        """Begin to add up, over all ranks, the loss that each has summed over its samples, while backward runs."""
+        self._total = loss.detach().double().clone()
         if self.place.of > 1:
-            dist.all_reduce(total)
-        self.losses.append(total.item() / samples)
+            self._sending = dist.all_reduce(self._total, async_op=True)
+
+    def note_loss(self, terms: float) -> float:
+        """The mean loss over the terms of the global batch, which `send_loss` began to add up; it is noted."""
+        if self._sending is not None:
+            self._sending.wait()
+        self.losses.append(self._total.item() / terms)
         self._moments.append(time.perf_counter())
         return self.losses[-1]
 
