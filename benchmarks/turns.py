@@ -187,7 +187,7 @@ def check_losses(folder: Path, precision: str, ways: Sequence[str]) -> None:
         (file,) = (file for name in RECORDS if (file := folder / str(number) / name).exists())
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         losses[way] = {line["step"]: line["loss"] for line in lines if "loss" in line}
-    for way in set(ways) - {"alone", BASE} if BASE in losses else ():
+    for way in set(ways) - {"alone", "alone-compiled", BASE} if BASE in losses else ():
         step = max(losses[way].keys() & losses[BASE])  # samestep writes a step's record during the next one
         loss, theirs = losses[way][step], losses[BASE][step]
         if abs(loss / theirs - 1) > SAME[precision]:

@@ -50,26 +50,24 @@ class Way:
     over_gloo: bool = True  # its default group is gloo's; samestep's own ways have what samestep would choose
 
 
-def _loop(place: Place, **settings: Any) -> Loop:
-    world = place.world
-    return Loop(
-        place.job.recipe, place.task, rank=world.rank, world_size=world.world_size, device=world.device, **settings
-    )
-
-
-def no_messages(place: Place) -> Iterator[None]:
+def no_messages(**settings: Any) -> Steps:
     """A rank's samples of every step, and an update by their gradient alone."""
-    recipe, world = place.job.recipe, place.world
-    alone = replace(recipe, batch=max(1, recipe.batch // world.world_size))
-    return handwritten(Loop(alone, place.task, device=world.device), place.folder)
+
+    def steps(place: Place) -> Iterator[None]:
+        recipe, world = place.job.recipe, place.world
+        alone = replace(recipe, batch=max(1, recipe.batch // world.world_size))
+        return handwritten(Loop(alone, place.task, device=world.device, **settings), place.folder)
+
+    return steps
 
 
-def ddp(place: Place) -> Iterator[None]:
-    return handwritten(_loop(place), place.folder)
+def ddp(**settings: Any) -> Steps:
+    def steps(place: Place) -> Iterator[None]:
+        recipe, world = place.job.recipe, place.world
+        ranks = {"rank": world.rank, "world_size": world.world_size}
+        return handwritten(Loop(recipe, place.task, device=world.device, **ranks, **settings), place.folder)
 
-
-def ddp_compiled(place: Place) -> Iterator[None]:
-    return handwritten(_loop(place, compile=True), place.folder)
+    return steps
 
 
 def _peer(place: Place) -> PeerJob:
@@ -207,10 +205,11 @@ def native(layout: str = "dp{n}", **run: Any) -> Steps:
 
 
 WAYS: Mapping[str, Way] = {
-    "alone": Way(title="hand-written, no messages", steps=no_messages),
-    "ddp": Way(title="hand-written DDP", steps=ddp),
-    "ddp-compiled": Way(title="hand-written DDP, torch.compile", steps=ddp_compiled),
-    "ddp-shared-memory": Way(title="hand-written DDP in samestep's group", steps=ddp, over_gloo=False),
+    "alone": Way(title="hand-written, no messages", steps=no_messages()),
+    "alone-compiled": Way(title="hand-written, no messages, torch.compile", steps=no_messages(compile=True)),
+    "ddp": Way(title="hand-written DDP", steps=ddp()),
+    "ddp-compiled": Way(title="hand-written DDP, torch.compile", steps=ddp(compile=True)),
+    "ddp-shared-memory": Way(title="hand-written DDP in samestep's group", steps=ddp(), over_gloo=False),
     "accelerate": Way(title="Accelerate", steps=accelerate),
     "fabric": Way(title="Lightning Fabric", steps=fabric),
     "trainer": Way(title="Hugging Face Trainer", steps=trainer),
@@ -226,6 +225,11 @@ WAYS: Mapping[str, Way] = {
         over_gloo=False,
     ),
     "compiled": Way(title="samestep, compile", steps=native(compile=True), over_gloo=False),
+    "shared-compiled": Way(
+        title="samestep, share_replicas, compile",
+        steps=native(share_replicas=True, compile=True),
+        over_gloo=False,
+    ),
     "tp": Way(title="samestep, tpN", steps=native("tp{n}"), over_gloo=False),
     "tp-gloo": Way(title="samestep, tpN over gloo", steps=native("tp{n}")),
     "fsdp": Way(title="samestep, fsdpN", steps=native("fsdp{n}"), over_gloo=False),

@@ -78,9 +78,9 @@ class PeerJob:
     def global_samples(self, step: int) -> int:
         return len(self.order.global_batch(step))
 
-    def count(self, terms: int, batch: Batch, samples: int) -> float:
+    def count(self, terms: int | Tensor, batch: Batch, samples: int) -> float:
         """The terms of a global batch of so many samples, as many in each; this rank's batch has `terms`."""
-        each, rest = divmod(terms, len(batch.targets))
+        each, rest = divmod(int(terms), len(batch.targets))
         if rest:
             raise SystemExit("the samples of this job have unlike numbers of loss terms, which the peers don't weigh")
         return each * samples
