@@ -85,7 +85,9 @@ def main() -> None:
         for _ in range(options.starts):
             starts.append(heap(options, ways, Path(folder)) if options.heap else start(options, ways, Path(folder)))
             progress.advance(bar)
-    rows = [summary(way, f"{way}, system" if options.heap else BASE, starts) for way in ways]
+    names = ("precision", "processes", "hosts", "rate")
+    what = {"job": options.job.stem, **{name: getattr(options, name) for name in names}}
+    rows = [what | summary(way, f"{way}, system" if options.heap else BASE, starts) for way in ways]
     print_table(rows, options)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
