@@ -25,6 +25,7 @@ recipe:
   args: {}                   # default
   seed: 3                    # job.yaml:6
   batch: 32                  # --batch 32
+  virtual_ranks: 8           # default
   steps: null                # default
   epochs: 2                  # job.yaml:8
   optimizer:

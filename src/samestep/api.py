@@ -47,7 +47,7 @@ from samestep.validation import checked
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:
     """Train a recipe under a layout, in as many processes as it needs.
 
-    `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch,
+    `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, reduction,
     group_by_length, compile, bucket_mb, tensor_plan, cut_at, device, threads, workers, profile, folder,
     offload_folder, checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, notice, on_nonfinite, elastic,
     min_processes, inject. Raises UserError for a mistake in the job, RankFailedError where a rank fails and restarts
@@ -318,6 +318,9 @@ def _settled(job: Job, layout: Layout | None = None) -> tuple[Job, Layout]:
     engine = engines.resolve(job.run.engine)
     layout = layout_of(job) if layout is None else layout
     engines.check(engine, layout, job.recipe.precision, job.run.engine_config)
+    if job.run.reduction == "ordered" and job.run.threads is None:
+        # A product or a sum is cut between threads, so their number must not follow from that of the ranks.
+        job = replace(job, run=replace(job.run, threads=1))
     return engine.settle(job, layout)
 
 
@@ -329,6 +332,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     engines.check_communication(recipe.communication, engine, layout, recipe.precision)
     engines.check_sparse_rows(job.run.sparse_rows, engine, layout, recipe.communication)
     engines.check_shared_replicas(job, engine, layout)
+    engines.check_reduction(job, engine, layout, device_of(0, job.run.device).type if here else "cpu")
     check_optimizers(job, engine, layout)
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
@@ -371,6 +375,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
         )
     if task.batch_buffers() and not engine.abilities.batch_buffers:
         raise UserError(f'engine "{engine.name}" keeps no batch_buffers() of a task; use engine native')
+    engines.check_ordered_task(job, task)
     engines.check_gather(task.loss, engine, recipe.communication)
     engines.check_several_losses(with_weights(task.loss, task.loss_weights), engine, recipe.communication)
     engines.check_turns(task, engine, layout, job)

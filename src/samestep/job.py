@@ -101,6 +101,9 @@ class Run:
     engine: Any = "native"  # the name of a shipped engine, or an engine object
     engine_config: Path | None = None  # the engine's own configuration file, for engines that have one
     micro_batch: Positive | None = None  # samples of one forward on one rank; None: the whole slice
+    # How gradients are summed. ordered: over the recipe's virtual ranks in one fixed tree, to the same bits under
+    # every layout that has it.
+    reduction: Literal["fast", "ordered"] = "fast"
     group_by_length: bool = False  # a rank's micro-batches are of samples of like length
     cut_at: tuple[str, ...] | None = None  # layers with which pipeline stages begin, but the first; None: found
     device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one

@@ -198,6 +198,8 @@ class Recipe:
     args: dict[str, Any] = field(default_factory=dict)
     seed: Annotated[Whole, Ge(0), Lt(2**32)] = 0
     batch: Positive = 64  # global: samples of one step, over all ranks and micro-batches
+    # Pieces into which run.reduction: ordered cuts the global batch; float32 rounds otherwise with another number.
+    virtual_ranks: Positive = 8
     steps: Positive | None = None
     epochs: Positive | None = None
     optimizer: Optimizer = field(default_factory=AdamW)

@@ -27,6 +27,7 @@ from samestep.contract.step import (
 )
 from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
 from samestep.contract.where import ContractError, said
+from samestep.engines.ordered import check_model as check_ordered
 from samestep.job import Job
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import join
@@ -121,6 +122,8 @@ def _kept(job: Job, task: Task) -> Iterator[str]:
             trial = Trial(job, task, sampled, world.device, first)
         with said(MODEL, "turns()"):
             check_turns(turns, trial.model)
+        if job.run.reduction == "ordered":
+            check_ordered(trial.model)
         plans_of(job.recipe, trial.model, turns)  # what it says of parameters that the model has not
         yield MODEL
         with _named(first):

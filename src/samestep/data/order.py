@@ -47,6 +47,7 @@ class SampleOrder:
     seed: int
     shuffle: bool = True
     lengths: Indices | None = field(default=None, compare=False)  # [size]; None: samples keep the batch's order
+    virtual_ranks: int | None = None  # a micro-batch each, which the ranks share out; None: each rank cuts its slice
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -73,6 +74,8 @@ class SampleOrder:
         With `micro_batches` their number is the same in every step; where samples are too few, some are lent.
         """
         batch = self.global_batch(step)
+        if self.virtual_ranks is not None:
+            return virtual_shares(batch, place, self.virtual_ranks)
         if self.lengths is not None and not place.idle:
             batch = dealt_by_length(batch, self.lengths[batch], place.of)
         return cut(batch, place, micro_batch, micro_batches)
@@ -94,6 +97,19 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
         first, last = bounds(stop - start, part, count)
         samples = batch[start + first : start + last]
         shares.append(Share(samples=samples) if len(samples) else Share(samples=batch[:1], lent=True))
+    return shares
+
+
+def virtual_shares(batch: Indices, place: Place, virtual_ranks: int) -> list[Share]:
+    """The virtual ranks of one rank, a micro-batch each: consecutive ones, whose samples no layout changes.
+
+    Every rank gets as many micro-batches as the one with the most; those without samples of their own are lent one.
+    """
+    first, last = bounds(virtual_ranks, place.index, place.of)
+    shares = []
+    for number in range(first, first + -(-virtual_ranks // place.of)):
+        start, stop = bounds(len(batch), number, virtual_ranks) if number < last else (0, 0)
+        shares.append(Share(samples=batch[start:stop]) if stop > start else Share(samples=batch[:1], lent=True))
     return shares
 
 

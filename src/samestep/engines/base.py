@@ -53,6 +53,7 @@ class Abilities:
     shared_memory: bool = False  # whether run.transport reaches its messages: they go through torch.distributed
     sparse_rows: bool = False  # run.sparse_rows
     shares_replicas: bool = False  # run.share_replicas
+    ordered: bool = False  # run.reduction: ordered
     skips: bool = False  # whether its trainers are Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block

@@ -421,6 +421,7 @@ class Native(Engine):
         shared_memory=True,
         sparse_rows=True,
         shares_replicas=True,
+        ordered=True,
         skips=True,
         sends_less=True,
         adapters=True,
@@ -447,6 +448,10 @@ class Native(Engine):
             from samestep.engines.less_communication import prepare
 
             return prepare(model, how, how.communication, failures)
+        if how.details.virtual_ranks is not None:
+            from samestep.engines.ordered import prepare as prepare_ordered
+
+            return prepare_ordered(model, how, failures)
         if how.details.share_replicas and how.layout.size > 1:
             from samestep.engines.shared_replicas import prepare as prepare_shared
 

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from samestep.errors import LayoutError, UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.parallel.pipeline import schedule
-from samestep.recipe import Average
+from samestep.recipe import Average, NamedOptimizer
 from samestep.tasks.base import Task
 from samestep.tasks.gather import takes_gather
 from samestep.tasks.several_losses import SeveralLosses
@@ -239,3 +239,80 @@ def check_shared_replicas(job: Job, engine: Engine, layout: Layout) -> None:
             f"run.share_replicas is true and run.bucket_mb is {job.run.bucket_mb:g}, and ranks that share memory "
             "send no gradients; use one"
         )
+
+
+# Of a layout: what adds in an order of its own, and what is not tried with virtual ranks.
+_NOT_ORDERED = ("pipeline", "expert", "context", "tensor")
+
+_ORDERED = "run.reduction is ordered"
+
+
+def check_reduction(job: Job, engine: Engine, layout: Layout, device: str) -> None:
+    """Raise UserError where gradients can't be summed in one order with this engine, layout, device or job.
+
+    `device`: the type of device that ranks compute on.
+    """
+    if job.run.reduction != "ordered":
+        return
+    recipe = job.recipe
+    if not engine.abilities.ordered:
+        raise UserError(f'{_ORDERED}, which engine "{engine.name}" does not have; use engine native')
+    if any(getattr(layout, name) > 1 for name in _NOT_ORDERED) or layout.offload != "none":
+        raise LayoutError(
+            f'layout "{layout}": {_ORDERED}, which is for data ranks without offload; use dp{layout.size}, '
+            f"zero1x{layout.size}, zero2x{layout.size} or fsdp{layout.size}, or reduction: fast"
+        )
+    if layout.data_ranks > recipe.virtual_ranks:
+        raise LayoutError(
+            f'layout "{layout}": {_ORDERED}, and recipe.virtual_ranks is {recipe.virtual_ranks}, fewer than the '
+            f"{layout.data_ranks} ranks that share them out; use virtual_ranks: {layout.data_ranks} or more"
+        )
+    if device != "cpu":
+        raise UserError(f"{_ORDERED}, and {device} adds in an order of its own; use device: cpu, or reduction: fast")
+    if recipe.precision not in ("fp32", "fp64"):
+        raise UserError(
+            f"{_ORDERED}, and recipe.precision is {recipe.precision}, which shards round otherwise than replicas; "
+            "use fp32 or fp64"
+        )
+    wrong = next((each for each in _unordered(job) if each is not None), None)
+    if wrong is not None:
+        raise UserError(f"{_ORDERED}, and {wrong}, or reduction: fast")
+
+
+def _unordered(job: Job) -> Iterator[str | None]:
+    """What a job asks for that would change the order of a sum, and what to use."""
+    recipe, run = job.recipe, job.run
+    optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups if group.optimizer is not None)]
+    named = next((each for each in optimizers if isinstance(each, NamedOptimizer)), None)
+    if run.micro_batch is not None:
+        yield f"run.micro_batch is {run.micro_batch}; a virtual rank is one forward: use recipe.virtual_ranks"
+    if run.group_by_length:
+        yield "run.group_by_length is true, which cuts the batch by the number of ranks; use group_by_length: false"
+    if run.share_replicas:
+        yield "run.share_replicas is true, whose ranks add in their own order; use share_replicas: false"
+    if run.sparse_rows == "on":
+        yield "run.sparse_rows is on, which adds rows in an order of its own; use sparse_rows: auto"
+    if run.bucket_mb is not None:
+        yield f"run.bucket_mb is {run.bucket_mb:g}, and its messages are no such buckets; use no bucket_mb"
+    if run.compile:
+        yield "run.compile is true, which compiles sums for each size of batch; use compile: false"
+    if recipe.communication is not None:
+        yield f"recipe.communication is {recipe.communication.kind}, which sends no exact sums; use none"
+    if recipe.average is not None:
+        yield "recipe.average is given, which is not tried with it; use no average"
+    if named is not None:
+        yield f"the optimizer is {named.name}, which may add over a parameter's numbers; use adamw or sgd"
+
+
+def check_ordered_task(job: Job, task: Task) -> None:
+    """Raise UserError where gradients are summed in order, and a task's step is more than a sum over samples."""
+    if job.run.reduction != "ordered":
+        return
+    if turns_of(task):
+        raise UserError(f"{_ORDERED}, and the task's steps are taken in turns; use reduction: fast")
+    if takes_gather(task.loss):
+        raise UserError(f"{_ORDERED}, and the loss takes gather, for rows of other ranks; use reduction: fast")
+    if task.loss_weights:
+        raise UserError(f"{_ORDERED}, and the loss has several terms (loss_weights); use reduction: fast")
+    if task.batch_buffers():
+        raise UserError(f"{_ORDERED}, and the task has batch_buffers(), sums over the batch; use reduction: fast")

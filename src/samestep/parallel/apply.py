@@ -69,7 +69,8 @@ def spread(
         _check_batch_norm(model, layout)
     joins = find_batch_buffers(model, details.batch_buffers, layout)
     parts = ShardTable.of(model, layout, mesh)
-    if layout.zero == 1 and precision != "fp16":  # there every rank must see whether a gradient overflowed
+    # Under fp16 every rank must see whether a gradient overflowed.
+    if layout.zero == 1 and precision != "fp16" and exchange is None:
         parts.owners = Owners(mesh)
     host, now = HostMemory(device), ForwardContext()
     throughout = partial(in_float64, precision == "fp64")  # also where the model is followed and compared

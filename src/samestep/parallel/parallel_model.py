@@ -62,6 +62,9 @@ class Details:
     sparse_rows: Choice = "auto"
     # Whether the replicas of a host share one copy of parameters and optimizer state.
     share_replicas: bool = False
+    # Into how many pieces, each with its own forward and backward, the global batch is cut for a sum of gradients in
+    # one order whatever the layout; None: into as many as there are ranks and micro-batches.
+    virtual_ranks: int | None = None
     # Samples of one step over all ranks, and most samples of one forward on one rank, as the job says them.
     batch: int | None = None
     micro_batch: int | None = None
@@ -160,7 +163,7 @@ class WholeModel(ParallelModel):
         self._watches_draws = True
         self._buffers_checked = False
         self.module = module  # what forward calls
-        self._accumulating = accumulating  # forward and backward without messages
+        self.accumulating = accumulating  # forward and backward without messages
 
     def take(
         self,
@@ -173,10 +176,10 @@ class WholeModel(ParallelModel):
         before = {} if self._buffers_checked else versions(self.model)
         *first, last = micro_batches
         for number, micro_batch in enumerate(first):
-            with self._accumulating(), self.repeated.watched() if number else nullcontext():
-                backward(self._forward(micro_batch, term))
+            with self.accumulating(), self.repeated.watched() if number else nullcontext():
+                backward(self.forward(micro_batch, term))
         with self.repeated.watched() if first else nullcontext():
-            loss = self._forward(last, term)
+            loss = self.forward(last, term)
         forwards_done()
         with self.repeated.watched():  # a block may be computed again
             backward(self._used.reach(loss))
@@ -193,12 +196,16 @@ class WholeModel(ParallelModel):
         if not self._buffers_checked:
             self._buffers_checked = True
             check_buffers(self.model, before, self.parts.mesh.data_group)
-            self._watches_draws = not self._repeatable or self.now.drew or before != versions(self.model)
+            self.watch_draws(buffers_moved=before != versions(self.model))
         if self.parts.layout.zero >= 2:
             average_what_is_whole(self.model, self.parts)
         self.parts.sum_gradients(self.model)
 
-    def _forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
+    def watch_draws(self, *, buffers_moved: bool) -> None:
+        """Decide after a first step whether forwards are still watched for draws."""
+        self._watches_draws = not self._repeatable or self.now.drew or buffers_moved
+
+    def forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
         with self.now.at(micro_batch.moment), self.autocast():
             return term(self._output(micro_batch.batch.inputs), micro_batch)
 

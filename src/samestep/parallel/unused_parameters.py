@@ -96,7 +96,7 @@ class UsedByShards(_UsedByRanks):
         super().__init__(model, group, names)
         self._watched: dict[int, Tensor] = {}
         self._calls = 0  # a hash of the units that ran, in their order
-        units = list(_units(model))
+        units = list(sharded_units(model))
         if may_differ and len(units) > 1:
             self._agree_before_each(model, [module for module, _ in units])
         for number, (module, parameters) in enumerate(units):
@@ -153,7 +153,7 @@ _OTHER_BLOCKS = (
 )
 
 
-def _units(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[nn.Module, str, str]]]]:
+def sharded_units(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[nn.Module, str, str]]]]:
     """Each module that is sharded as one, and its parameters: owner, attribute, name in the model."""
     units: dict[str, tuple[nn.Module, list[tuple[nn.Module, str, str]]]] = {}
     seen: set[int] = set()

@@ -60,6 +60,7 @@ class Training:
         self.usage: Usage | None = None
         self.evaluation_seconds = 0.0
         self.profiler: StepProfiler | None = None
+        self._fused = job.run.reduction == "fast"
         self.session = Session(
             world=world,
             layout=layout,
@@ -74,6 +75,7 @@ class Training:
             average=recipe.average,
             bucket_mb=job.run.bucket_mb,
             sparse_rows=job.run.sparse_rows,
+            virtual_ranks=recipe.virtual_ranks if job.run.reduction == "ordered" else None,
         )
         self.turns = turns_of(task)
         self.samples = task.train_set()
@@ -106,6 +108,7 @@ class Training:
                 engine_config=job.run.engine_config,
                 sparse_rows=job.run.sparse_rows,
                 share_replicas=job.run.share_replicas,
+                virtual_ranks=recipe.virtual_ranks if job.run.reduction == "ordered" else None,
                 batch=recipe.batch,
                 micro_batch=job.run.micro_batch,
             ),
@@ -114,7 +117,7 @@ class Training:
 
     def _optimizer_of(self, model: nn.Module) -> OptimizerOf:
         if not self.turns:
-            return OptimizerPlan(self.recipe, model)
+            return OptimizerPlan(self.recipe, model, fused=self._fused)
         return partial(optimizer_of_turns, self.recipe, model, self.turns)
 
     def late_step(self) -> int:

@@ -29,12 +29,16 @@ from samestep.tasks.turns import Turn
 from samestep.training.named_optimizer import maker_of, takes, try_out
 
 
-def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """AdamW or SGD over groups of parameters, fused where PyTorch has a fused one for them."""
+def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]], *, fused: bool = True) -> Optimizer:
+    """AdamW or SGD over groups of parameters, fused where PyTorch has a fused one for them, and it may be."""
     make = _MAKERS[type(spec)](spec)
     given = [parameter for group in groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in given)
-    if (sharded and type(spec) not in _FUSED_ON_SHARDS) or any(parameter.is_complex() for parameter in given):
+    if (
+        not fused
+        or (sharded and type(spec) not in _FUSED_ON_SHARDS)
+        or any(parameter.is_complex() for parameter in given)
+    ):
         return make(groups)
     try:
         return make(groups, fused=True)
@@ -115,14 +119,18 @@ class _Part:
 class OptimizerPlan:
     """Makes the optimizer of the parameters that a rank holds, given by their names in the whole model."""
 
-    def __init__(self, recipe: Recipe, model: nn.Module, turn: Turn | None = None) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Module, turn: Turn | None = None, *, fused: bool = True) -> None:
         """`model` is whole; its parameters may be on the meta device. `turn`: the one whose parameters it steps.
+
+        `fused`: whether fused kernels may step. On a CPU they round the last few numbers of a parameter otherwise
+        than the rest, and which ones these are depends on how it is sharded.
 
         Raises UserError for a group that matches no parameter, and for an optimizer that can't be made.
         """
         if turn is not None and turn.optimizer is not None:
             recipe = replace(recipe, optimizer=turn.optimizer)
         self._turn = turn
+        self._fused = fused
         self._lr = recipe.optimizer.lr
         self._shapes = {
             name: parameter.shape
@@ -180,7 +188,7 @@ class OptimizerPlan:
         held = by_name(parameters)
         (first, *others) = self._parts
         if not others and not isinstance(first.spec, NamedOptimizer):
-            return make_optimizer(first.spec, self._groups(first, held) or [{"params": []}])
+            return make_optimizer(first.spec, self._groups(first, held) or [{"params": []}], fused=self._fused)
         return Joined(self.members(held), lr=self.rate)
 
     def members(self, held: Mapping[str, list[nn.Parameter]]) -> list[Member]:
@@ -192,7 +200,7 @@ class OptimizerPlan:
         if isinstance(part.spec, NamedOptimizer):
             make = maker_of(part.spec, part.where)
         else:
-            make = partial(make_optimizer, part.spec)
+            make = partial(make_optimizer, part.spec, fused=self._fused)
         groups = self._groups(part, held)
         whole = [
             Shapes(settings=group["settings"], shapes=[self._shapes[name] for name in group["names"]])

@@ -105,6 +105,7 @@ class Session:
         bucket_mb: float | None = None,
         sparse_rows: SparseRows = "auto",
         average: Average | None = None,
+        virtual_ranks: int | None = None,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision, engine_config)
@@ -132,6 +133,7 @@ class Session:
         self._communication = communication
         self._sparse_rows: SparseRows = sparse_rows
         self._average = average
+        self._virtual_ranks = virtual_ranks
         self._trainer: Trainer | None = None
         self._savers: dict[Path, Saver] = {}
         self._group: ProcessGroup | None = None
@@ -253,6 +255,7 @@ class Session:
             seed=self._seed,
             shuffle=shuffle,
             lengths=None if lengths is None else check_lengths(lengths, samples, "session.batches"),
+            virtual_ranks=self._virtual_ranks,
         )
         return Loader(
             samples,

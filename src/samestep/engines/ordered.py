@@ -1,0 +1,97 @@
+"""The native step with gradients summed in one order whatever the layout: `run.reduction: ordered`."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.loader import MicroBatch, StepBatch
+from samestep.engines.base import Loss, Preparation
+from samestep.engines.native import NativeTrainer
+from samestep.engines.precision import Precision
+from samestep.errors import UserError
+from samestep.parallel.apply import spread
+from samestep.parallel.ddp import GradientExchange
+from samestep.parallel.layout_failure import LayoutFailures
+from samestep.parallel.ordered import OrderedModel, total_of_halves
+from samestep.parallel.parallel_model import WholeModel
+from samestep.parallel.spread_optimizer import spread_optimizer
+from samestep.tasks.base import sum_and_count
+from samestep.tasks.out_of_range import in_one_sentence
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise UserError for a layer whose training forward looks at more than a virtual rank's samples."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise UserError(
+                f"run.reduction is ordered, and {name or 'the model'} ({type(module).__name__}) takes its statistics "
+                "from the whole batch, which no virtual rank sees; use group norm or layer norm, or reduction: fast"
+            )
+
+
+def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "OrderedTrainer":
+    """Spread a model so that gradients stay each virtual rank's own until they are summed in order."""
+    assert how.details.virtual_ranks is not None
+    check_model(model)
+    in_precision = Precision(how.precision, how.device)
+    whole = spread(
+        model,
+        how.layout,
+        how.mesh,
+        how.device,
+        precision=how.precision,
+        autocast=in_precision.autocast,
+        details=how.details,
+        exchange=GradientExchange(),
+    )
+    assert isinstance(whole, WholeModel)  # of the layouts that were not refused
+    ordered = OrderedModel(whole, how.details.virtual_ranks)
+    optimizer = spread_optimizer(
+        how.optimizer_of(model.named_parameters()), how.layout, how.mesh, how.device, spread_model=ordered
+    )
+    return OrderedTrainer(
+        ordered=ordered,
+        model=model,
+        spread_model=ordered,
+        optimizer=optimizer,
+        schedule=how.schedule_of(optimizer),
+        precision=in_precision,
+        clip=how.clip,
+        mesh=how.mesh,
+        device=how.device,
+        failures=failures,
+    )
+
+
+class OrderedTrainer(NativeTrainer):
+    """Steps whose losses, gradients and norms are sums over virtual ranks, in an order that no layout changes."""
+
+    def __init__(self, *, ordered: OrderedModel, **native: Any) -> None:
+        super().__init__(**native)
+        self._ordered = ordered
+
+    def backward(self, batch: StepBatch, loss: Loss) -> Tensor:
+        """Leave sum over the global batch / its samples in the gradients; returns [loss sum, count]."""
+        sums = self._ordered.sums
+        facts = torch.zeros(sums.virtual_ranks, 2, dtype=torch.float64, device=self._device)
+        number = {id(each): place for place, each in enumerate(batch.micro_batches, sums.first)}
+
+        def term(output: Any, micro_batch: MicroBatch) -> Tensor:
+            loss_sum, count = sum_and_count(loss(output, micro_batch.batch))
+            if not micro_batch.moment.lent:
+                leaf = facts[number[id(micro_batch)]]
+                leaf[0], leaf[1] = loss_sum.detach(), count
+            return loss_sum * (1 / batch.global_samples)
+
+        checking = nullcontext() if self._draws_checked else self._no_other_draws()
+        with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
+            self._ordered.take(
+                batch.micro_batches, term=term, backward=self._precision.backward, forwards_done=lambda: None
+            )
+            told = sums.complete(facts)
+        return total_of_halves(told.T)
+
+    def _gradient_norm(self) -> Tensor:
+        return self._ordered.sums.squares().sqrt()

@@ -1,0 +1,313 @@
+"""Gradients summed in one order, whatever the layout: to the same bits with one rank and with many.
+
+The global batch is cut into V virtual ranks, each with a forward and backward of its own. Their gradients are the
+leaves of a binary tree over 0 ... V-1 that no layout changes:
+
+    V = 6:   ((0 + 1) + (2 + 3)) + (4 + 5)
+
+A rank holds consecutive leaves and adds what of the tree lies within them. The sums that are left, at most two for
+each level, go to the ranks that complete the tree: each for its part of the numbers, as in a reduce-scatter. A leaf
+without samples, or whose samples do not use a parameter, is zeros. EasyScale (Li et al. 2022, arXiv 2208.14228) keeps
+the ranks of elastic jobs alike by the same idea.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.mesh import Mesh
+from samestep.data.loader import MicroBatch
+from samestep.data.order import bounds
+from samestep.errors import UserError
+from samestep.parallel.complex_parameters import as_real
+from samestep.parallel.exact.buffers import Versions, versions
+from samestep.parallel.parallel_model import ParallelModel, Term, WholeModel
+from samestep.parallel.sharding import local
+from samestep.parallel.tensor.vocab_parallel import Backward
+from samestep.parallel.unused_parameters import sharded_units
+from samestep.parallel.zero1 import buckets
+
+Leaves = tuple[int, int]  # the first of a sum's leaves, and one past the last
+
+
+def completed_by(below: Leaves, top: Leaves, leaves: int) -> bool:
+    """Whether two neighbouring sums are the two children of one node of the tree over so many leaves."""
+    size = below[1] - below[0]
+    return (
+        size & (size - 1) == 0 and below[0] % (2 * size) == 0 and top == (below[1], min(below[0] + 2 * size, leaves))
+    )
+
+
+def held_sums(first: int, last: int, leaves: int) -> list[Leaves]:
+    """The sums that are left of consecutive leaves, once what of the tree lies within them is added."""
+    sums: list[Leaves] = []
+    for leaf in range(first, last):
+        sums.append((leaf, leaf + 1))
+        while len(sums) > 1 and completed_by(sums[-2], sums[-1], leaves):
+            _, last_one = sums.pop(), sums.pop()
+            sums.append((last_one[0], leaf + 1))
+    return sums
+
+
+def total(sums: Sequence[tuple[Leaves, Tensor]], leaves: int) -> Tensor:
+    """The root of the tree, of sums that cover all leaves in their order; the tensors are used up."""
+    stack: list[tuple[Leaves, Tensor]] = []
+    for each in sums:
+        stack.append(each)
+        while len(stack) > 1 and completed_by(stack[-2][0], stack[-1][0], leaves):
+            (_, last), right = stack.pop()
+            (first, _), left = stack.pop()
+            stack.append(((first, last), left.add_(right)))
+    ((_, root),) = stack
+    return root
+
+
+def total_of_halves(values: Tensor) -> Tensor:
+    """The sum over the last dimension, by adding its second half to its first, again and again.
+
+    `Tensor.sum` adds in an order that depends on the shape, and so on how many rows a rank has.
+    """
+    while (length := values.shape[-1]) > 1:
+        half = -(-length // 2)
+        added = values[..., :half].clone()
+        added[..., : length - half] += values[..., half:]
+        values = added
+    return values.sum(-1)  # of one number, or of none
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Peer:
+    """A rank of the data group: the leaves it holds, and the rows of each parameter that its gradients have."""
+
+    sums: Sequence[Leaves]
+    rows: Sequence[tuple[int, int]]  # of each trained parameter; a number alone is one row
+
+
+class OrderedSums:
+    """The gradients of the virtual ranks that this rank holds, and their sum over all ranks."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, virtual_ranks: int) -> None:
+        self.virtual_ranks = virtual_ranks
+        self.first, self.last = bounds(virtual_ranks, mesh.data_place.index, mesh.data_place.of)
+        self._group = mesh.data_group
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._rank = dist.get_rank(self._group)
+        self._peers = self._find_peers()
+        self._sharded = any(isinstance(parameter, DTensor) for parameter in self._trained)
+        self._gathered = _gathered_parameters(model) if self._sharded else {}
+        self._stack: list[tuple[Leaves, list[Tensor]]] = []
+        self._used = [False] * len(self._trained)
+
+    def _find_peers(self) -> list[_Peer]:
+        mine = _Peer(
+            sums=held_sums(self.first, self.last, self.virtual_ranks), rows=[_rows_of(each) for each in self._trained]
+        )
+        peers: list[_Peer | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(peers, mine, group=self._group)
+        return [peer for peer in peers if peer is not None]
+
+    def add(self, number: int, *, counts: bool) -> None:
+        """Take the gradients of this rank's micro-batch `number` away from the parameters.
+
+        `counts`: whether they are of samples of its own, and not of one that it was lent.
+        """
+        leaf = self.first + number
+        gradients = [self._take_gradient(parameter) for parameter in self._trained]
+        if leaf >= self.last:
+            return
+        values: list[Tensor] = []
+        for place, (parameter, gradient) in enumerate(zip(self._trained, gradients, strict=True)):
+            if gradient is None or not counts:
+                values.append(local(parameter.detach()).new_zeros(parameter.shape))
+            else:
+                self._used[place] = True
+                values.append(gradient)
+        self._stack.append(((leaf, leaf + 1), values))
+        while len(self._stack) > 1 and completed_by(self._stack[-2][0], self._stack[-1][0], self.virtual_ranks):
+            (_, last), right = self._stack.pop()
+            (first, _), left = self._stack.pop()
+            torch._foreach_add_(left, right)
+            self._stack.append(((first, last), left))
+
+    def _take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of a whole parameter; of a sharded one it is left at the parameter as it was gathered."""
+        holder = self._gathered[parameter]() if isinstance(parameter, DTensor) else parameter
+        if holder is None:
+            return None
+        gradient, holder.grad = holder.grad, None
+        return gradient
+
+    def complete(self, facts: Tensor) -> Tensor:
+        """Leave the sum over all virtual ranks in the gradients: whole, or this rank's rows of sharded parameters.
+
+        `facts`: [virtual ranks, numbers] float64, with zeros where other ranks know them; comes back from all ranks.
+        """
+        used = torch.tensor(self._used, dtype=torch.float64, device=facts.device)
+        message = torch.cat([used, facts.reshape(-1)])
+        if len(self._peers) > 1:
+            dist.all_reduce(message, group=self._group)  # one rank's number and zeros: their sum has no rounding
+        any_used, told = message.split([len(used), facts.numel()])
+        numbers = {parameter: number for number, parameter in enumerate(self._trained)}
+        wanted = [p for p, used_by in zip(self._trained, any_used.tolist(), strict=True) if used_by]
+        for sharded in (False, True):
+            for dtype in dict.fromkeys(parameter.dtype for parameter in wanted):
+                some = [p for p in wanted if p.dtype == dtype and isinstance(p, DTensor) is sharded]
+                for bucket in buckets(some):
+                    self._sum_bucket([numbers[parameter] for parameter in bucket], sharded=sharded)
+        self._stack = []
+        self._used = [False] * len(self._trained)
+        return told.view(facts.shape)
+
+    def _sum_bucket(self, numbers: Sequence[int], *, sharded: bool) -> None:
+        parameters = [self._trained[number] for number in numbers]
+        by_sum = [[as_real(tensors[number]) for number in numbers] for _, tensors in self._stack]
+        if not sharded:
+            flat = self._sum_whole([torch.cat([each.reshape(-1) for each in tensors]) for tensors in by_sum])
+        else:
+            flat = self._sum_rows(numbers, by_sum)
+        sizes = [local(parameter.detach()).numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
+        for parameter, values in zip(parameters, flat.split(sizes), strict=True):
+            gradient = torch.zeros_like(parameter.detach())
+            as_memory = local(gradient)
+            real = torch.view_as_real(as_memory) if as_memory.is_complex() else as_memory
+            real.copy_(values.view_as(real))
+            parameter.grad = gradient
+
+    def _sum_whole(self, flat: Sequence[Tensor]) -> Tensor:
+        """Sum numbers that every rank is to have: each rank its part of them, which it then gives to all."""
+        ranks = len(self._peers)
+        if ranks == 1:
+            return total(list(zip(self._peers[0].sums, flat, strict=True)), self.virtual_ranks)
+        part = -(-flat[0].numel() // ranks)
+        padded = torch.stack([nn.functional.pad(each, (0, part * ranks - each.numel())) for each in flat])
+        message = padded.view(len(flat), ranks, part).transpose(0, 1).reshape(-1)  # [ranks, sums, part]
+        mine = self._exchanged(message, [len(flat) * part] * ranks, part)
+        whole = mine.new_empty(ranks, part)
+        dist.all_gather(list(whole.unbind()), mine, group=self._group)
+        return whole.view(-1)[: flat[0].numel()]
+
+    def _sum_rows(self, numbers: Sequence[int], by_sum: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Sum rows of parameters, each on the ranks that hold a shard of them."""
+        parts: list[Tensor] = []
+        sizes: list[int] = []
+        for peer in self._peers:
+            before = sum(part.numel() for part in parts)
+            for tensors in by_sum:
+                for number, tensor in zip(numbers, tensors, strict=True):
+                    first, last = peer.rows[number]
+                    parts.append(tensor[first:last].reshape(-1))
+            sizes.append(sum(part.numel() for part in parts) - before)
+        own = sizes[self._rank] // len(by_sum)
+        return self._exchanged(torch.cat(parts), sizes, own)
+
+    def _exchanged(self, message: Tensor, sizes: Sequence[int], own: int) -> Tensor:
+        """Send each rank its part of this rank's sums; complete the tree of this rank's own `own` numbers."""
+        counts = [len(peer.sums) for peer in self._peers]
+        received = message.new_empty(sum(counts) * own)
+        dist.all_to_all_single(received, message, [count * own for count in counts], list(sizes), group=self._group)
+        leaves = [each for peer in self._peers for each in peer.sums]
+        found = list(zip(leaves, received.view(len(leaves), own).unbind(), strict=True))
+        return total(sorted(found, key=lambda each: each[0]), self.virtual_ranks)
+
+    def squares(self) -> Tensor:
+        """The sum of the squares of all gradients in float64, added in one order whoever holds which rows."""
+        used = [number for number, parameter in enumerate(self._trained) if parameter.grad is not None]
+        lengths = [_row_count(self._trained[number]) for number in used]
+        device = local(self._trained[0].detach()).device
+        by_row = torch.zeros(sum(lengths), dtype=torch.float64, device=device)
+        mine = self._peers[self._rank].rows
+        for number, rows in zip(used, by_row.split(lengths), strict=True):
+            gradient, (first, last) = self._trained[number].grad, mine[number]
+            # Of the ranks that hold the same rows the first one counts them.
+            counts = not self._sharded or all(peer.rows[number] != mine[number] for peer in self._peers[: self._rank])
+            if gradient is not None and counts and gradient.numel() and last > first:
+                values = as_real(local(gradient)).reshape(last - first, -1).double()
+                rows[first:last] = total_of_halves(values * values)
+        if self._sharded:
+            dist.all_reduce(by_row, group=self._group)  # one rank's number and zeros: their sum has no rounding
+        return total_of_halves(by_row)
+
+
+def _row_count(parameter: nn.Parameter) -> int:
+    return parameter.shape[0] if parameter.ndim else 1
+
+
+def _rows_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """The rows of a whole parameter that this rank has."""
+    if not isinstance(parameter, DTensor):
+        return 0, _row_count(parameter)
+    (chunk,) = parameter.__create_chunk_list__()
+    return chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+
+
+def _gathered_parameters(model: nn.Module) -> dict[nn.Parameter, Callable[[], nn.Parameter | None]]:
+    """From each sharded parameter to what it was in the last forward: gathered, where its gradient stays.
+
+    FSDP2 puts the gathered parameter into its module while the module's forward runs.
+    """
+    seen: dict[str, nn.Parameter] = {}
+    sharded = dict(model.named_parameters())
+    for module, parameters in sharded_units(model):
+
+        def note(_: nn.Module, __: object, parameters: Sequence[tuple[nn.Module, str, str]] = parameters) -> None:
+            for owner, attribute, name in parameters:
+                seen[name] = getattr(owner, attribute)
+
+        module.register_forward_pre_hook(note)  # FSDP2's own hook, which gathers, runs before it
+    return {parameter: (lambda name=name: seen.get(name)) for name, parameter in sharded.items()}
+
+
+class OrderedModel(ParallelModel):
+    """A whole or sharded model whose steps are the forwards and backwards of virtual ranks, summed in their order."""
+
+    def __init__(self, whole: WholeModel, virtual_ranks: int) -> None:
+        """`whole`: one whose gradients stay each rank's own, or shards."""
+        super().__init__(
+            model=whole.model,
+            parts=whole.parts,
+            now=whole.now,
+            autocast=whole.autocast,
+            host=whole.host,
+            disk=whole.disk,
+            buffers=whole.buffers,
+        )
+        self._whole = whole
+        self._checked = False
+        self.sums = OrderedSums(whole.model, whole.parts.mesh, virtual_ranks)
+
+    def take(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        term: Term,
+        backward: Backward,
+        forwards_done: Callable[[], None],
+    ) -> None:
+        """Each micro-batch is a virtual rank's; `forwards_done` is called after the last backward."""
+        before = versions(self.model)
+        for number, micro_batch in enumerate(micro_batches):
+            with self._whole.accumulating():
+                backward(self._whole.forward(micro_batch, term))
+            self.sums.add(number, counts=not micro_batch.moment.lent)
+        if not self._checked:
+            self._checked = True
+            self._check_buffers(before)
+            self._whole.watch_draws(buffers_moved=False)
+        forwards_done()
+
+    def _check_buffers(self, before: Versions) -> None:
+        """Raise UserError where a forward has left something in a buffer: the next virtual rank would see it."""
+        for name, version in versions(self.model).items():
+            if version != before.get(name):
+                raise UserError(
+                    f"run.reduction is ordered, and a training forward writes the buffer {name}, which the forwards "
+                    "of other ranks would not see; use reduction: fast, or a model without such buffers"
+                )
+
+    def predict(self, inputs: Any) -> Any:
+        return self._whole.predict(inputs)
