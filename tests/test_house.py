@@ -44,7 +44,7 @@ HOUSE = (
     ("contract",),
     ("convert",),
     ("handwritten",),
-    ("proof",),
+    ("proof", "bits"),
     ("matrix",),
     ("display",),
     ("api",),

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep import environment
+from samestep.bits import BitsRow, BitsTaken, compare_bits, take_bits
 from samestep.contract.check import check_contract, find_gradients_passed
 from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients
 from samestep.display.schedule_svg import draw_schedule
@@ -197,6 +198,39 @@ def verify_layouts(
     return [rows[text] for text in layouts]
 
 
+def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[BitsRow]:
+    """Hold the bits of a job's ordered steps under each layout against those of one process, and time both ways.
+
+    A layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
+    """
+    if steps < 1:
+        raise UserError(f"steps is {steps}; it must be 1 or more")
+    if environment.ranks() is not None:
+        raise UserError("verify --bits starts its own processes; start it without a launcher")
+    job = replace(job, run=replace(job.run, reduction="ordered", checkpoint=None))
+    alone, single = _settled(_alone(job))
+    task = _check(alone, single)
+    _check_contract(alone, task)
+    rows: list[BitsRow] = []
+    with TemporaryDirectory(prefix="samestep-bits-") as folder:
+        known = _on_ranks(_bits_rank, alone, single, steps, Path(folder) / "single", job.run.threads)
+        for number, text in enumerate(layouts):
+            try:
+                settled, layout = _settled(job, Layout.parse(text, job.run.processes if unsized(text) else None))
+                _check(settled, layout, task)
+                mine = known
+                if layout.size > 1:
+                    place = Path(folder) / str(number)
+                    mine = _on_ranks(_bits_rank, settled, layout, steps, place, job.run.threads)
+            except UserError as error:
+                rows.append(BitsRow(layout=text, reason=str(error)))
+            except RankFailedError as error:
+                rows.append(BitsRow(layout=text, failure=str(error)))
+            else:
+                rows.append(compare_bits(text, mine, known))
+    return rows
+
+
 def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
     """Layouts of one number of ranks, in one start of them. Where any goes wrong, in a start each."""
     try:
@@ -267,6 +301,12 @@ def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
     with _join(job) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
+
+
+def _bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int | None) -> BitsTaken:
+    with _join(job) as world:
+        fast = threads_of(layout.size, threads)
+        return take_bits(job, resolve_task(job.recipe), world, layout, steps, folder, fast)
 
 
 def _verify_rank_many(

@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help="how many steps are compared (default: 5; of a script 10)")
     parser.add_argument("--dropout", action="store_true", help="compare steps with the recipe's dropout, too")
+    parser.add_argument(
+        "--bits", action="store_true", help="hold the bits of run.reduction: ordered against one process, and time it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences to a file")
     verify_script.add_arguments(parser)
 
@@ -37,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
         return job_options.print_config(loaded)
 
     job_options.check("--json", options.json)
+    if options.bits:
+        return _bits(options, loaded)
     if options.layouts is not None:
         return _matrix(options, loaded)
     if options.more:
@@ -52,6 +57,28 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps(proof.to_json(), indent=2) + "\n", encoding="utf-8")
         print_proof(proof)
     return 0 if proof.same_step else 1
+
+
+def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
+    """A line for each layout. A refused layout is a failure where it is the only one that was asked for."""
+    if options.more:
+        raise UserError(f"{options.more[0]} is a second job file, and --bits takes one; prove them one by one")
+    if options.dropout:
+        raise UserError("--dropout: --bits compares steps with the recipe's dropout as it is; leave it out")
+    job_options.prepare(loaded.job)
+    from samestep.api import verify_bits
+    from samestep.display.tables import print_bits
+    from samestep.matrix import layouts_of
+
+    layouts = [loaded.job.run.layout] if options.layouts is None else layouts_of(options.layouts)
+    rows = verify_bits(loaded.job, layouts, steps=options.steps)
+    if options.layouts is None and rows[0].reason is not None:
+        raise UserError(rows[0].reason)
+    if options.json is not None:
+        told = [row.to_json() for row in rows]
+        options.json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    print_bits(rows)
+    return 0 if all(row.passed for row in rows) else 1
 
 
 def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:

@@ -84,6 +84,8 @@ def _proof(options: argparse.Namespace) -> "ScriptProof":
         raise UserError(f"{options.job} is a job file, and --script names a script; leave one of them out")
     if given := [name for name in _OF_JOBS if getattr(options, name) is not None] + ["set"] * bool(options.set):
         raise UserError(f"--{given[0].replace('_', '-')} goes with a job file; a script has its own arguments")
+    if options.bits:
+        raise UserError("--bits is for run.reduction: ordered of a job file, which a script has not; leave it out")
     engine = options.engine or "torch"
     registry.check(engine)
     commands: Mapping[str, Any] = {

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from samestep.bits import BitsRow
 from samestep.comm.traffic import KINDS
 from samestep.fault_tolerance.pace import lagging
 from samestep.matrix import Row
@@ -154,6 +155,31 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
             console.print(f"{row.verdict}: {row.job}: {words}", soft_wrap=True)
     counts = Counter(row.verdict for row in rows)
     console.print(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()))
+
+
+def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:
+    """A line for every layout: what has other bits than one process, and how long ordered and fast steps take."""
+    console = console or _console()
+    table = Table(title="bits beside one process, run.reduction: ordered")
+    table.add_column("layout", overflow="fold")
+    for name in ("", "ordered s", "fast s", "ordered / fast"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        times = [f"{each:.4f}" if each is not None else "" for each in (row.ordered_seconds, row.fast_seconds)]
+        table.add_row(row.layout, row.verdict, *times, f"{row.cost:.1f}" if row.cost is not None else "")
+    console.print(table)
+    for row in rows:
+        if told := row.reason or row.failure:
+            console.print(f"{row.verdict}: {told}", soft_wrap=True)
+        for name, places in row.differs.items():
+            if places:
+                more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+                console.print(f"{row.layout}: {name}: {', '.join(places[:3])}{more}", soft_wrap=True)
+    compared = next((row for row in rows if row.differs), None)
+    if compared is not None:
+        what = ", ".join(compared.differs)
+        told = f"compared after {compared.steps} steps: {what}; seconds are of one step, the median"
+        console.print(told, soft_wrap=True)
 
 
 _DIFFERENCES = ("loss", "grad_norm", "parameters", "metrics")
