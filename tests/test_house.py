@@ -44,6 +44,7 @@ HOUSE = (
     ("contract",),
     ("convert",),
     ("handwritten",),
+    ("proof_steps",),
     ("proof", "bits"),
     ("matrix",),
     ("display",),

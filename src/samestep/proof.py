@@ -1,18 +1,17 @@
 """The proof: a layout's first steps held against those of one process in float64."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor
 
 from samestep.engines.base import StepReport, Trainer
-from samestep.engines.native import NativeTrainer
 from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import UserError
 from samestep.fault_tolerance.nonfinite import without_nonfinite
@@ -21,13 +20,32 @@ from samestep.launch.device import device_of, release_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
-from samestep.parallel.state_shards import innermost
-from samestep.recipe import SGD, Recipe
+from samestep.proof_steps import (
+    AVERAGE,
+    STATE_KEYS,
+    Float32Runs,
+    buffers_of,
+    clipping,
+    gradients_of,
+    save,
+    settings_of,
+    states_of,
+    take,
+    weights_of,
+)
+from samestep.recipe import SGD
 from samestep.tasks.base import Task
-from samestep.training.as_built import AsBuilt, FirstStep, dense, hold_as_built
+from samestep.training.as_built import AsBuilt, FirstStep, hold_as_built
 from samestep.training.differences import Rounding, difference, largest, pairs, relative, relative_tensors
 from samestep.training.fit import Training
-from samestep.training.metrics_log import Bar
+from samestep.training.measured_rounding import (
+    Allowed,
+    RoundingFound,
+    beside_rounding,
+    largest_named,
+    state_name,
+    worst_of,
+)
 from samestep.training.nonfinite_values import (
     ONE_PROCESS,
     NonFiniteValue,
@@ -35,18 +53,14 @@ from samestep.training.nonfinite_values import (
     first_of_steps,
     first_parameter,
     of_sides,
-    watched,
 )
-from samestep.training.optimizer import SCHEDULE
 
 TOLERANCE = 1e-10
 
-# For engines that have no float64, from the rounding of float32. Rounding alone moves a parameter whose gradient is
-# nearly zero by a whole step of Adam, and a sample at the border of two classes from one to the other; so parameters
-# and metrics are shown, and losses and gradient norms, which sum over all of them, are judged.
+# For engines that have no float64. Losses and gradient norms, which sum over all numbers, are judged by this; updates
+# of parameters and the optimizer's state by the rounding that was measured. Metrics are shown: a sample at the border
+# of two classes goes from one to the other.
 FLOAT32_TOLERANCE = 1e-4
-_AVERAGE = " (its average)"
-_EPS = 2.0**-52  # an optimizer that divides by less than the rounding of a gradient follows the rounding alone
 _JUDGED_IN_FLOAT32 = ("loss", "grad_norm")
 
 
@@ -63,12 +77,15 @@ class Proof:
     as_built: AsBuilt | None = None  # how far one process is from the model as its task built it
     nonfinite: Sequence[NonFiniteValue] = ()
     communication: str | None = None  # the recipe's way to send less, which is another step by what it is
+    rounding: RoundingFound | None = None  # in float32: parameters and optimizer state beside measured rounding
 
     @property
     def same_step(self) -> bool:
         if self.communication is not None:
             return False
         if self.nonfinite or not (self.as_built is None or self.as_built.same):
+            return False
+        if self.rounding is not None and not self.rounding.same:
             return False
         judged = _JUDGED_IN_FLOAT32 if self.dtype == "float32" else tuple(self.max_relative_difference)
         return all(self.max_relative_difference[name] < self.tolerance for name in judged)
@@ -79,13 +96,16 @@ class Proof:
         values["nonfinite"] = [{**asdict(each), "words": each.words()} for each in self.nonfinite]
         if self.as_built is not None:
             values["as_built"] |= {"same": self.as_built.same, "words": self.as_built.words()}
+        if self.rounding is not None:
+            values["rounding"] = self.rounding.to_json()
         # JSON has no infinity: a value that is not a number, or a list of another length, is a null.
         return {**without_nonfinite(values), "same_step": self.same_step}
 
     def words(self) -> Sequence[str]:
         """What there is to say beside the differences: a line for each value that is not finite, and the model's."""
         model = [self.as_built.words()] if self.as_built is not None else []
-        return [*(each.words() for each in self.nonfinite), *model, *self._of_communication()]
+        rounding = [self.rounding.words()] if self.rounding is not None else []
+        return [*(each.words() for each in self.nonfinite), *rounding, *model, *self._of_communication()]
 
     def _of_communication(self) -> Sequence[str]:
         if self.communication is None:
@@ -113,16 +133,8 @@ class Reference:
     buffers: Mapping[str, Tensor]  # of the model's state, those that the steps have moved
     as_built: AsBuilt | None = None
     nonfinite: NonFiniteValue | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """What some steps gave, on one side."""
-
-    losses: Sequence[float]
-    grad_norms: Sequence[float]
-    metrics: Mapping[str, Any]  # after the last of them
-    gradient: str | None  # the first parameter, in the order of backward, whose gradient was not finite
+    allowed: Allowed | None = None  # what float32 rounding may make of it, where the layout computes in float32
+    state_keys: Sequence[str] = ()  # of the optimizer's state that is compared then
 
 
 def proof_job(job: Job, *, dropout: bool = False) -> Job:
@@ -163,23 +175,32 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
         optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups if group.optimizer)]
         divides = any(not isinstance(optimizer, SGD) for optimizer in optimizers)
         rounding = Rounding() if divides else None
+        float32 = Float32Runs(job, task, folder) if job.recipe.precision == "fp32" else None
+        if float32 is not None:
+            float32.begin(training)
 
         def after(report: StepReport) -> None:
             if not first:
                 first.append(_first(training, report))
             if rounding is not None:
                 norm = report.grad_norm.item()
-                rounding.add(_gradients(training), norm * _clipping(training, norm), _settings(training, report.lr))
+                rounding.add(
+                    gradients_of(training), norm * clipping(training, norm), settings_of(training, report.lr)
+                )
+            if float32 is not None:
+                float32.note(training, report)
 
-        before = _buffers(training.session.trainer)
-        taken = _take(training, steps, ONE_PROCESS, after)
-        buffers = _buffers(training.session.trainer)
-        parameters = {name: value.cpu().clone() for name, value in _weights(training.session.trainer, recipe)}
+        before = buffers_of(training.session.trainer)
+        taken = take(training, steps, ONE_PROCESS, after)
+        buffers = buffers_of(training.session.trainer)
+        parameters = {name: value.cpu().clone() for name, value in weights_of(training.session.trainer, recipe)}
         found = first_of_steps(ONE_PROCESS, taken.losses, taken.grad_norms, taken.gradient)
         last = len(taken.losses) - 1
-        _save({name: as_real(value) for name, value in parameters.items()}, folder / "parameters.safetensors")
+        state = states_of(training.session.trainer) if float32 is not None else {}
+        tensors = {name: as_real(value) for name, value in {**parameters, **state}.items()}
+        save(tensors, folder / "parameters.safetensors")
         if rounding is not None:
-            _save(rounding.moves, folder / "rounding.safetensors")
+            save(rounding.moves, folder / "rounding.safetensors")
         return Reference(
             losses=taken.losses,
             grad_norms=taken.grad_norms,
@@ -191,80 +212,16 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
             buffers={name: value for name, value in buffers.items() if not torch.equal(value, before[name])},
             as_built=hold_as_built(job.recipe, task, training.samples, world.device, first[0]) if first else None,
             nonfinite=found or first_parameter(ONE_PROCESS, last, parameters),
+            allowed=float32.measured(world, tensors, len(taken.losses)) if float32 is not None else None,
+            state_keys=STATE_KEYS if state else (),
         )
-
-
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    # A parameter may be a transposed view, and what is computed from it has its strides.
-    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
-
-
-def _buffers(trainer: Trainer) -> dict[str, Tensor]:
-    """What of a whole model's state is no parameter, on the CPU."""
-    parameters = {name for name, _ in trainer.parameters()}
-    return {name: value.clone() for name, value in trainer.state().items() if name not in parameters}
 
 
 def _first(training: Training, report: StepReport) -> FirstStep:
     """A reference's first step, with its gradients as they were before clipping."""
     norm = report.grad_norm.item()
-    gradients = {name: gradient / _clipping(training, norm) for name, gradient in _gradients(training)}
+    gradients = {name: gradient / clipping(training, norm) for name, gradient in gradients_of(training)}
     return FirstStep(loss=report.loss.item(), grad_norm=norm, gradients=gradients)
-
-
-def _gradients(training: Training) -> Iterator[tuple[str, Tensor]]:
-    """The gradients of a reference as its last step left them: clipped."""
-    trainer = training.session.trainer
-    assert isinstance(trainer, NativeTrainer)
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.grad is not None:
-            yield name, dense(parameter.grad)
-
-
-def _settings(training: Training, lr: float) -> dict[str, tuple[float, float]]:
-    """Learning rate and eps of each parameter whose gradient its optimizer divides by its size, such as AdamW."""
-    trainer = training.session.trainer
-    assert isinstance(trainer, NativeTrainer)
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    first = trainer.optimizer.param_groups[0]
-    found: dict[str, tuple[float, float]] = {}
-    for optimizer in innermost(trainer.optimizer):
-        for group in optimizer.param_groups:
-            if isinstance(optimizer, torch.optim.SGD):
-                continue
-            # The group's own rate of this step, where it has the recipe's schedule.
-            own = SCHEDULE in group or not first["initial_lr"]
-            rate = group["initial_lr"] * (1.0 if own else lr / first["initial_lr"])
-            found |= {names[parameter]: (float(rate), _floor(group, parameter)) for parameter in group["params"]}
-    return found
-
-
-def _floor(group: Mapping[str, Any], parameter: Tensor) -> float:
-    """What is added to the size by which a parameter's gradient is divided, so that the size may be zero.
-
-    Adafactor has two: one for the gradient, of which None is the gap between 1 and the next number, and one for the
-    parameter. A matrix it divides by means over rows and columns, which are as small as rounding nowhere.
-    """
-    eps = group.get("eps", _EPS)
-    if not isinstance(eps, tuple):
-        return max(float(eps), _EPS)
-    if parameter.dim() > 1:
-        return next((max(float(each), _EPS) for each in eps if each is not None), _EPS)
-    return float(torch.finfo(parameter.dtype).eps if eps[0] is None else eps[0])
-
-
-def _clipping(training: Training, norm: float) -> float:
-    """What a step multiplied a gradient of this norm with."""
-    clip = training.recipe.clip
-    return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-
-
-def _weights(trainer: Trainer, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, whole, and after it what their average is where the recipe keeps one."""
-    yield from trainer.parameters()
-    if recipe.average is not None:
-        with trainer.averaged():
-            yield from ((f"{name}{_AVERAGE}", value.clone()) for name, value in trainer.parameters())
 
 
 def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Reference | None) -> Proof:
@@ -276,9 +233,9 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     dist.broadcast_object_list(parts)
     expected: Reference = parts[0]
     training = Training(job, task, world, layout, held_out=expected.held_out)
-    taken = _take(training, steps, str(layout))
+    taken = take(training, steps, str(layout))
     last = len(taken.losses) - 1
-    weights = list(_weights(training.session.trainer, job.recipe))
+    weights = list(weights_of(training.session.trainer, job.recipe))
     compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
     if expected.buffers:
         compared = _compare_buffers(training.session.trainer, expected, compared)
@@ -288,12 +245,16 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
         "parameters": compared.worst,
         "metrics": difference(taken.metrics, expected.metrics),
     }
+    in_float64 = job.recipe.precision == "fp64"
+    rounding = None
+    if not in_float64 and expected.allowed is not None:
+        rounding = _beside_rounding(training.session.trainer, weights, expected, known, world.device)
     everyone: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyone, (mine, compared.where, taken.gradient))
-    most = {name: largest(differences[name] for differences, _, _ in everyone) for name in mine}
-    _, worst_parameter, _ = max(everyone, key=lambda told: told[0]["parameters"])
+    dist.all_gather_object(everyone, (mine, compared.where, taken.gradient, rounding))
+    most = {name: largest(differences[name] for differences, *_ in everyone) for name in mine}
+    _, worst_parameter, *_ = max(everyone, key=lambda told: told[0]["parameters"])
     # A stage watches its own parameters; the last one is the nearest to the loss.
-    gradient = next((name for _, _, name in reversed(everyone) if name is not None), None)
+    gradient = next((name for _, _, name, _ in reversed(everyone) if name is not None), None)
     mine_first = first_of_steps(str(layout), taken.losses, taken.grad_norms, gradient)
     if mine_first is None and compared.nonfinite is not None:
         mine_first = replace(compared.nonfinite, side=str(layout), step=last)
@@ -301,7 +262,6 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     if not nonfinite:
         metric = first_metric(str(layout), last, taken.metrics, expected.metrics)
         nonfinite = () if metric is None else (metric,)
-    in_float64 = job.recipe.precision == "fp64"
     return Proof(
         layout=str(layout),
         dtype="float64" if in_float64 else "float32",
@@ -312,35 +272,42 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
         as_built=expected.as_built,
         nonfinite=nonfinite,
         communication=job.recipe.communication and job.recipe.communication.kind,
+        rounding=worst_of([each for *_, each in everyone if each is not None]),
     )
 
 
-def _take(training: Training, steps: int, title: str, after: Callable[[StepReport], None] | None = None) -> _Taken:
-    """Losses and gradient norms of the first steps, and the metrics after them.
+def _beside_rounding(
+    trainer: Trainer,
+    weights: Sequence[tuple[str, Tensor]],
+    expected: Reference,
+    known: Reference | None,
+    device: torch.device,
+) -> RoundingFound:
+    """Parameters and optimizer state in float32, beside what rounding was measured to make of them."""
+    assert expected.allowed is not None
+    typical = expected.allowed.typical
+    values = load_file(known.parameters) if known is not None else None
+    moves = load_file(expected.allowed.moves) if known is not None else None
 
-    There is an evaluation after the first step as well: the steps that follow must not know of it.
-    """
-    losses: list[float] = []
-    grad_norms: list[float] = []
-    model = getattr(training.session.trainer, "model", None)
-    with (
-        Bar(f"verify: {title}", min(steps, training.total_steps), shown=training.session.is_main) as bar,
-        watched(model if isinstance(model, nn.Module) else None) as gradients,
-    ):
-        for _, report in training.steps(stop=steps):
-            losses.append(report.loss.item())
-            grad_norms.append(report.grad_norm.item())
-            bar.advance()
-            if after is not None:
-                after(report)
-            if len(losses) == 1:
-                training.evaluate(bar)
-        return _Taken(
-            losses=losses,
-            grad_norms=grad_norms,
-            metrics=training.evaluate(bar),
-            gradient=next(iter(gradients), None),
-        )
+    def compared(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
+        for name, mine in tensors:
+            mine = as_real(mine).to(device)
+            theirs = _from_rank_0(values, name, mine, device)
+            yield name, beside_rounding(mine, theirs, _from_rank_0(moves, name, mine, device), typical.get(name, 0.0))
+
+    worst_parameter, parameters = largest_named(compared(weights))
+    state = [
+        (state_name(name, key), value)
+        for name, key, value in (trainer.optimizer_state(expected.state_keys) if expected.state_keys else ())
+        if state_name(name, key) in typical
+    ]
+    worst_state, of_state = largest_named(compared(state))
+    return RoundingFound(
+        parameters=parameters,
+        worst_parameter=worst_parameter,
+        optimizer_state=of_state if state else None,
+        worst_state=worst_state,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +339,7 @@ def _compare_parameters(
         apart = relative_tensors(mine, theirs, floor)
         if rounding_is_known and TOLERANCE <= _on_any_rank(apart, device) < math.inf:
             apart = relative_tensors(
-                mine, theirs, floor, rounding=_from_rank_0(moves, name.removesuffix(_AVERAGE), mine, device)
+                mine, theirs, floor, rounding=_from_rank_0(moves, name.removesuffix(AVERAGE), mine, device)
             )
         if apart > worst:
             worst, where = apart, name

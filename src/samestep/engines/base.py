@@ -1,7 +1,7 @@
 """Engine and Trainer: what takes an optimizer step, and what it declares that it can do."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,13 @@ class Trainer(ABC):
     @abstractmethod
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, whole, by its name in the model; the same on every rank."""
+
+    def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """Parameter, key and values of the optimizer's state of each parameter, whole, as far as it can be read.
+
+        `keys`: those that may be there, of the parameter's shape. Every rank asks.
+        """
+        yield from ()
 
     @abstractmethod
     def holdings(self) -> Holdings:

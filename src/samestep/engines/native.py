@@ -314,6 +314,16 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._spread.parts.whole_parameters(self.model)
 
+    def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        if self._spread.parts.layout.replicate != self._spread.parts.layout.size:
+            return  # ranks hold parts of it
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        for optimizer in innermost(self.optimizer):
+            for parameter, state in optimizer.state.items():
+                for key in keys:
+                    if isinstance(value := state.get(key), Tensor) and value.shape == parameter.shape:
+                        yield names[parameter], key, value
+
     def holdings(self) -> Holdings:
         spread = self._spread
         return holdings(

@@ -51,8 +51,20 @@ from samestep.training.usage import Usage, speeds
 class Training:
     """A recipe's task, model and batches in a session. `verify` takes a few steps of it, `train` all."""
 
-    def __init__(self, job: Job, task: Task, world: World, layout: Layout, *, held_out: int | None = None) -> None:
-        """`held_out` is how many held-out samples are evaluated, None: all."""
+    def __init__(
+        self,
+        job: Job,
+        task: Task,
+        world: World,
+        layout: Layout,
+        *,
+        held_out: int | None = None,
+        shuffled_within: int | None = None,
+    ) -> None:
+        """`held_out` is how many held-out samples are evaluated, None: all.
+
+        `shuffled_within`: a seed with which samples are put into another order within each global batch.
+        """
         recipe = job.recipe
         self.recipe = recipe
         self.task = task
@@ -80,6 +92,9 @@ class Training:
         self.turns = turns_of(task)
         self.samples = task.train_set()
         self._lengths = task.sample_lengths() if job.run.group_by_length else None
+        if shuffled_within is not None:  # by lengths of no meaning
+            generator = torch.Generator().manual_seed(shuffled_within)
+            self._lengths = torch.randperm(len(self.samples), generator=generator).tolist()
         self.steps_per_epoch = -(-len(self.samples) // recipe.batch)
         self.total_steps = recipe.total_steps(self.steps_per_epoch)
         self.first_step = 0  # above 0 where it goes on from a checkpoint

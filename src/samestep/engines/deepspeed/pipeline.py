@@ -294,6 +294,9 @@ class PipelineTrainer(DeepSpeedTrainer):
         for name, parameter in self.model.named_parameters():
             yield name, self._from_its_stage(name, parameter)
 
+    def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        yield from ()  # each stage has its own, and nobody asks for another's
+
     def state(self) -> dict[str, Tensor]:
         values = self.model.state_dict(keep_vars=True)
         return {name: self._from_its_stage(name, value).cpu().clone() for name, value in values.items()}

@@ -55,6 +55,25 @@ def whole(parameter: Tensor, package: Any, dtype: torch.dtype) -> Tensor:
         return parameter.detach().clone().to(dtype)
 
 
+def whole_optimizer_state(parameter: Any, key: str, optimizer: Any, package: Any) -> Tensor:
+    """State of a parameter's shape, whole; every rank that has a part of it must ask."""
+    if parameter in optimizer.state:
+        return optimizer.state[parameter][key].detach()
+    if hasattr(parameter, "ds_id"):
+        return package.utils.safe_get_full_optimizer_state(parameter, key).detach()
+    # ZeRO-1 and 2 flatten the parameters of a group, and a rank keeps the state of a part of that.
+    values = torch.zeros(parameter.numel(), device=parameter.device)
+    mapping = parameter._hp_mapping  # None where all of it is in other ranks' parts
+    if mapping is not None:
+        (flat,) = optimizer.param_groups[mapping.param_group_index]["params"]
+        here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+        values[here.start : here.start + here.numel] = optimizer.state[flat][key][
+            there.start : there.start + there.numel
+        ]
+    dist.all_reduce(values, group=parameter._dp_group)
+    return values.view(parameter.shape)
+
+
 def holdings(engine: Any, layout: Layout) -> Holdings:
     """What this rank holds between two steps; DeepSpeed lets go of the gradients in each."""
     counted: set[int] = set()
@@ -226,6 +245,18 @@ class DeepSpeedTrainer(Trainer):
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return whole_parameters(self.model, self._package, self._whole_dtype)
+
+    def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        optimizer = self.engine.basic_optimizer
+        kept = set().union(*(state for state in optimizer.state.values()))
+        for name, parameter in self.model.named_parameters():
+            for key in keys:
+                sharded = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+                stepped = sharded or parameter in optimizer.state
+                if not parameter.requires_grad or key not in kept or not stepped:
+                    continue
+                with without_deprecations():
+                    yield name, key, whole_optimizer_state(parameter, key, optimizer, self._package).float()
 
     def state(self) -> dict[str, Tensor]:
         return whole_state(self.model, self._package, self._whole_dtype)

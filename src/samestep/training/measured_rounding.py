@@ -1,0 +1,184 @@
+"""What float32 rounding makes of a job's steps, measured: how far a parameter may be from the steps in float64.
+
+One process takes the same steps in float32 several times, with its batch in other orders and in micro-batches. By how
+far each of these is from float64 is what rounding does to this job; a layout in float32 may be a few times as far.
+
+Under AdamW rounding moves a number whose gradient is nearly zero by a whole step. How far it may move each number is
+computed of the gradients' measured rounding (`Moves`) and taken off first, on both sides.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from samestep.parallel.complex_parameters import as_real
+
+# How many times the measured rounding passes. Of right layouts of the tests none had more than a fifth of that.
+_TIMES = 20.0
+_HALF_STEP = 2.0**-24  # by which float32 rounds a number, beside the number
+_TIMES_MOVED = 4.0  # the measured rounding of a gradient that moves a number
+
+Settings = Mapping[str, tuple[float, float]]  # learning rate and eps by parameter
+
+
+def state_name(parameter: str, key: str) -> str:
+    """How a parameter's state is called among tensors that are compared."""
+    return f"{parameter} ({key})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundingFound:
+    """How far what a layout computed in float32 is from float64, beside what rounding was measured to make."""
+
+    parameters: float  # 1 is what is allowed; the largest of all parameters
+    worst_parameter: str
+    optimizer_state: float | None  # None: the engine's state can't be read
+    worst_state: str
+
+    @property
+    def same(self) -> bool:
+        return self.parameters < 1 and (self.optimizer_state is None or self.optimizer_state < 1)
+
+    def words(self) -> str:
+        state = (
+            "the optimizer's state can't be read of this engine"
+            if self.optimizer_state is None
+            else f"the optimizer's state {self.optimizer_state:.2g} ({self.worst_state})"
+        )
+        return (
+            f"of the measured rounding of float32 that is allowed, the parameters have {self.parameters:.2g} "
+            f"({self.worst_parameter}), {state}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "same": self.same, "words": self.words()}
+
+
+def worst_of(found: Sequence[RoundingFound]) -> RoundingFound | None:
+    """The worst of several ranks' parameters, and of their state."""
+    if not found:
+        return None
+    parameters = max(found, key=lambda each: each.parameters)
+    state = max(found, key=lambda each: each.optimizer_state or 0.0)
+    return replace(parameters, optimizer_state=state.optimizer_state, worst_state=state.worst_state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """What rounding may make of each tensor, on the one process that has measured it."""
+
+    typical: Mapping[str, float]  # by tensor: the root mean square of a number's rounding
+    moves: Path  # safetensors: what is taken off each number's difference first, by parameter
+
+
+@dataclass(kw_only=True)
+class GradientFiles:
+    """The gradients of the steps in float64, as the optimizer saw them, a file a step."""
+
+    folder: Path
+    steps: int = 0
+    settings: list[Settings] = field(default_factory=list)
+
+    def add(self, gradients: Iterable[tuple[str, Tensor]], settings: Settings) -> None:
+        save_file({name: as_real(each).cpu().contiguous() for name, each in gradients}, self._file(self.steps))
+        self.settings.append(settings)
+        self.steps += 1
+
+    def of(self, step: int) -> dict[str, Tensor]:
+        return load_file(self._file(step))
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"gradients-{step}.safetensors"
+
+
+class GradientNoise:
+    """The largest difference between a step's gradients in float32 and in float64, over the runs in float32."""
+
+    def __init__(self, files: GradientFiles) -> None:
+        self._files = files
+        self._largest: list[dict[str, Tensor]] = [{} for _ in range(files.steps)]  # by step and parameter
+
+    def add(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        known = self._files.of(step)
+        for name, gradient in gradients:
+            mine = as_real(gradient).cpu().double()
+            apart = (mine - known.get(name, torch.zeros_like(mine))).abs()
+            before = self._largest[step].get(name)
+            self._largest[step][name] = apart if before is None else torch.maximum(before, apart)
+
+    def moves(self) -> dict[str, Tensor]:
+        """By how much the rounding of gradients may move each number that an optimizer divides by its size.
+
+        A number whose gradient is zero in every run is not rounded, and moves by nothing. AdamW divides by the root
+        of a mean of squares, of which each of the steps so far has at least its share.
+        """
+        found: dict[str, Tensor] = {}
+        largest: dict[str, Tensor] = {}
+        for step, noise in enumerate(self._largest):
+            known = self._files.of(step)
+            for name, (lr, eps) in self._files.settings[step].items():
+                if name not in known or name not in noise:
+                    continue
+                apart = noise[name]
+                size = torch.maximum(largest.get(name, torch.zeros_like(apart)), known[name].abs())
+                largest[name] = size
+                typical = torch.full_like(apart, _root_mean_square(apart))
+                rounded = torch.where((apart == 0) & (size == 0), apart, torch.maximum(apart, typical))
+                move = lr * _TIMES_MOVED * rounded / (size / (step + 1) ** 0.5 + eps)
+                found[name] = found.get(name, torch.zeros_like(move)) + move.clamp(max=2 * lr)
+        return found
+
+
+def measure(
+    exact: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+    runs: Sequence[Mapping[str, Tensor]],
+    moves: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """By tensor the root mean square of what rounding makes of one of its numbers, the largest of the runs.
+
+    A tensor of few numbers may have been lucky: it is allowed what the usual tensor has beside its update, and what
+    float32 rounds of its numbers, in any case. `before`: the parameters before the first step.
+    """
+    found: dict[str, float] = {}
+    updates: dict[str, float] = {}
+    for name, value in exact.items():
+        value = as_real(value).double()
+        apart = [_beyond(as_real(run[name]).double() - value, moves.get(name)) for run in runs]
+        found[name] = max(_root_mean_square(each) for each in apart)
+        start = as_real(before[name]).double() if name in before else torch.zeros_like(value)
+        updates[name] = _root_mean_square(value - start)
+    usual = median([found[name] / updates[name] for name in found if updates[name]] or [0.0])
+    return {
+        name: max(each, usual * updates[name], _HALF_STEP * _root_mean_square(as_real(exact[name])))
+        for name, each in found.items()
+    }
+
+
+def beside_rounding(mine: Tensor, theirs: Tensor, move: Tensor | None, typical: float) -> float:
+    """How far numbers in float32 are from those in float64, by what is allowed: below 1 it may be rounding."""
+    if mine.shape != theirs.shape:
+        return math.inf
+    apart = _root_mean_square(_beyond(mine.double() - theirs, move))
+    if math.isnan(apart):
+        return math.inf
+    return apart / (_TIMES * typical) if typical else (math.inf if apart else 0.0)
+
+
+def largest_named(found: Iterator[tuple[str, float]]) -> tuple[str, float]:
+    return max(found, key=lambda each: each[1], default=("", 0.0))
+
+
+def _beyond(difference: Tensor, move: Tensor | None) -> Tensor:
+    return difference if move is None else (difference.abs() - move.to(difference)).clamp(min=0)
+
+
+def _root_mean_square(values: Tensor) -> float:
+    return values.double().square().mean().sqrt().item() if values.numel() else 0.0

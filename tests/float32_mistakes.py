@@ -1,0 +1,106 @@
+"""Mistakes of optimizers that loss and gradient norm hardly show, each planted in engines that compute in float32."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from samestep.data.loader import StepBatch
+from samestep.engines.accelerate import Accelerate
+from samestep.engines.base import Abilities, Preparation, StepReport
+from samestep.engines.deepspeed.engine import DeepSpeed
+from samestep.engines.deepspeed.trainer import DeepSpeedTrainer
+from samestep.engines.native import Native, NativeTrainer
+
+
+def no_decay(group: dict[str, Any]) -> None:
+    group["weight_decay"] = 0.0
+
+
+def tenfold_decay(group: dict[str, Any]) -> None:
+    group["weight_decay"] *= 10
+
+
+def decay_on_biases(group: dict[str, Any]) -> None:
+    group["weight_decay"] = 0.01
+
+
+def wrong_eps(group: dict[str, Any]) -> None:
+    group["eps"] = 1e-6
+
+
+def wrong_beta2(group: dict[str, Any]) -> None:
+    group["betas"] = (group["betas"][0], 0.99)
+
+
+MISTAKES: Mapping[str, Callable[[dict[str, Any]], None]] = {
+    "no decay": no_decay,
+    "ten times the decay": tenfold_decay,
+    "decay on biases": decay_on_biases,
+    "wrong eps": wrong_eps,
+    "wrong beta2": wrong_beta2,
+}
+SUMMED = "summed gradients"  # of two ranks, and a norm that says nothing of it
+
+
+def planted(trainer: Any, mistake: str) -> Any:
+    """A trainer with a mistake in the settings of its optimizer."""
+    optimizer = trainer.optimizer if isinstance(trainer, NativeTrainer) else trainer.engine.basic_optimizer
+    for group in optimizer.param_groups:
+        MISTAKES[mistake](group)
+    return trainer
+
+
+class SummedTrainer(NativeTrainer):
+    def update(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+        super().update()
+
+
+class Float32(Native):
+    """The native engine as one that has no float64."""
+
+    abilities: ClassVar[Abilities] = replace(Native.abilities, precisions=frozenset({"fp32", "bf16"}))
+
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+        if mistake == SUMMED:
+            self.trainer_class = SummedTrainer
+
+    def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
+
+
+class PlantedAccelerate(Accelerate):
+    abilities: ClassVar[Abilities] = replace(Accelerate.abilities, precisions=frozenset({"fp32", "bf16"}))
+
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+
+    def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        if self.mistake == SUMMED:
+            trainer.__class__ = SummedTrainer
+        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
+
+
+class SummingDeepSpeed(DeepSpeedTrainer):
+    def _scale(self, batch: StepBatch) -> float:
+        return 2 * super()._scale(batch)
+
+    def _report(self, totals: Any, lr: float) -> StepReport:
+        report = super()._report(totals, lr)
+        return replace(report, grad_norm=report.grad_norm / 2)
+
+
+class PlantedDeepSpeed(DeepSpeed):
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+
+    def prepare(self, model: Any, how: Preparation) -> Any:
+        trainer = super().prepare(model, how)
+        if self.mistake == SUMMED:
+            trainer.__class__ = SummingDeepSpeed
+        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer

@@ -1,0 +1,118 @@
+"""Proofs in float32: the right step passes by the rounding that was measured, and each planted mistake does not."""
+
+import importlib.util
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from float32_mistakes import MISTAKES, SUMMED, Float32, PlantedAccelerate, PlantedDeepSpeed
+from proving import Case, prove
+from small_tasks import Lines, Points
+
+import samestep
+from samestep.engines.base import Engine
+from samestep.proof import Proof
+from samestep.training.measured_rounding import RoundingFound, beside_rounding, measure, worst_of
+
+EVERY = ("", *MISTAKES, SUMMED)  # "": none
+POINTS = samestep.Recipe(
+    task=Points(),
+    batch=33,
+    steps=8,
+    optimizer=samestep.AdamW(lr=1e-2),
+    schedule=samestep.Schedule(warmup=2, decay="cosine"),
+)
+LINES = samestep.Recipe(task=Lines(), batch=33, steps=8, optimizer=samestep.AdamW(lr=1e-2), clip=0.5)
+SGD = samestep.Recipe(task=Points(), batch=33, steps=8, optimizer=samestep.SGD(lr=0.1, momentum=0.9))
+
+
+def found(cases: Mapping[str, Case]) -> dict[str, RoundingFound]:
+    """What was found of each case, whose verdict is what it says."""
+    rounding: dict[str, RoundingFound] = {}
+    for name, proof in prove(cases, steps=5).items():
+        assert isinstance(proof, Proof), proof
+        assert proof.dtype == "float32"
+        assert proof.rounding is not None
+        rounding[name] = proof.rounding
+        wrong = [proof.max_relative_difference[each] for each in ("loss", "grad_norm")]
+        assert proof.same_step is (proof.rounding.same and max(wrong) < proof.tolerance)
+        assert proof.to_json()["rounding"]["same"] is proof.rounding.same
+        assert proof.rounding.words() in proof.words()
+    return rounding
+
+
+def check(rounding: Mapping[str, RoundingFound]) -> None:
+    """The right one has a tenth of what is allowed at most, a wrong one ten times as much at least."""
+    for name, each in rounding.items():
+        state = each.optimizer_state
+        assert state is not None, name
+        if name.endswith(": "):
+            assert max(each.parameters, state) < 0.1, (name, each)
+        else:
+            assert max(each.parameters, state) > 10, (name, each)
+
+
+@pytest.mark.parametrize("kind", [Float32, PlantedAccelerate])
+def test_planted_mistakes_are_seen(kind: type[Float32] | type[PlantedAccelerate]) -> None:
+    engines: dict[str, Engine] = {mistake: kind(mistake) for mistake in EVERY}
+    rounding = found({f"points: {mistake}": (POINTS, "dp2", {"engine": each}) for mistake, each in engines.items()})
+    check(rounding)
+
+
+def test_padded_lines_and_sgd_pass() -> None:
+    recipes = {"lines": LINES, "sgd": SGD}
+    check(found({f"{name}: ": (recipe, "dp2", {"engine": Float32()}) for name, recipe in recipes.items()}))
+
+
+def test_what_keeps_its_state_in_shards_is_judged_by_parameters() -> None:
+    cases: dict[str, Case] = {
+        mistake: (POINTS, "fsdp2", {"engine": Float32(mistake)}) for mistake in ("", "decay on biases", "wrong eps")
+    }
+    rounding = found(cases)
+    assert [each.optimizer_state for each in rounding.values()] == [None] * 3
+    assert [each.same for each in rounding.values()] == [True, False, False]
+    assert "can't be read of this engine" in rounding[""].words()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'")
+@pytest.mark.parametrize(
+    "layout", ["zero1x2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("dp2", "zero2x2", "fsdp2"))]
+)
+def test_planted_mistakes_are_seen_under_deepspeed(layout: str) -> None:
+    cases: dict[str, Case] = {
+        f"{layout}: {mistake}": (POINTS, layout, {"engine": PlantedDeepSpeed(mistake)}) for mistake in EVERY
+    }
+    check(found(cases))
+
+
+@pytest.mark.quick
+def test_a_tensor_that_was_lucky_is_allowed_what_others_are() -> None:
+    before = {"a": torch.zeros(100), "b": torch.zeros(1)}
+    exact = {name: torch.full_like(value, 0.5, dtype=torch.float64) for name, value in before.items()}
+    run = {"a": exact["a"] + 1e-6, "b": exact["b"]}
+    typical = measure(exact, before, [run, exact], {})
+    assert typical["a"] == pytest.approx(1e-6)
+    assert typical["b"] == pytest.approx(0.5e-6)  # the median of 1e-6 and 0
+    still = measure(exact, exact, [exact], {})
+    assert still["a"] == pytest.approx(0.5 * 2.0**-24)  # what float32 rounds of it, in any case
+
+
+@pytest.mark.quick
+def test_what_the_rounding_of_a_gradient_moves_is_taken_off() -> None:
+    theirs = torch.zeros(2, dtype=torch.float64)
+    move = torch.tensor([0.0, 1e-2], dtype=torch.float64)
+    assert beside_rounding(torch.tensor([0.0, 9e-3]), theirs, move, 1e-9) == 0
+    assert beside_rounding(torch.tensor([9e-3, 0.0]), theirs, move, 1e-9) > 1000
+    assert beside_rounding(torch.tensor([math.nan, 0.0]), theirs, move, 1e-9) == math.inf
+    assert beside_rounding(torch.zeros(3), theirs, move, 1e-9) == math.inf
+
+
+@pytest.mark.quick
+def test_the_worst_of_several_ranks_counts() -> None:
+    one = RoundingFound(parameters=0.5, worst_parameter="a", optimizer_state=0.1, worst_state="a (exp_avg)")
+    other = RoundingFound(parameters=0.1, worst_parameter="b", optimizer_state=3.0, worst_state="b (exp_avg)")
+    assert worst_of([]) is None
+    worst = worst_of([one, other])
+    assert worst is not None
+    assert (worst.worst_parameter, worst.worst_state, worst.same) == ("a", "b (exp_avg)", False)
