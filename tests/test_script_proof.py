@@ -164,6 +164,36 @@ def test_batches_of_another_size_are_a_mistake_that_names_what_to_pass(tmp_path:
         verdict(tmp_path, record(step("a", "b")), record(step("a", "c")), record(step("b", "d")))
 
 
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        (["xy", "zu"], "no sample of either run is in the other: .* augmentation seeded with its index"),
+        (["bc ey", "dx fg"], r"1 of 4 are not .* the order is another; use one order .* or pass --alone"),
+    ],
+)
+def test_samples_that_can_not_be_matched_are_told_with_a_hint(tmp_path: Path, split: list[str], told: str) -> None:
+    steps = len(split[0].split())
+    one = record(*(step(*rows) for rows in ("abcd", "efgh")[:steps]))
+    with pytest.raises(UserError, match=told):
+        verdict(tmp_path, one, *(record(*(step(*rows) for rows in ranks.split())) for ranks in split))
+
+
+NOTHING = {name: torch.zeros_like(value) for name, value in GRADIENTS.items()}
+
+
+def test_losses_that_are_always_0_are_refused(tmp_path: Path) -> None:
+    silent = {"gradients": NOTHING, "losses": ((0.0, 0),)}
+    one = record(step("a", "b", **silent), step("c", "d", **silent))
+    ranks = [record(step(first, **silent), step(second, **silent)) for first, second in ("ac", "bd")]
+    with pytest.raises(UserError, match=r"every loss .* in 2 steps is 0, and so is every gradient, .* not all -100"):
+        verdict(tmp_path, one, *ranks)
+
+
+def test_a_loss_of_0_with_gradients_is_judged_by_them(tmp_path: Path) -> None:
+    zero = {"losses": ((0.0, 0),)}
+    assert verdict(tmp_path, record(step("a", **zero)), record(step("a", **zero))).same_step
+
+
 def test_evaluation_counts_every_sample_once(tmp_path: Path) -> None:
     alone = record(step("a", "b"), evaluated="xyz")
     twice = [record(step("a"), evaluated="xz"), record(step("b"), evaluated="yx")]

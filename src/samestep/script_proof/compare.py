@@ -30,6 +30,7 @@ class StepNumbers:
     gradient_noise: float
     parameters_noise: float
     modules: Mapping[str, float]  # the gradient's difference, by module
+    learns: bool = True  # whether any gradient is not zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,8 @@ class _Comparison:
             finding = self._without_samples()
             if finding is None:
                 raise UserError(found.mistake)
+        if finding is None:
+            self._check_losses(numbers)
         return Verdict(
             processes=len(self.split.ranks),
             steps=steps,
@@ -120,6 +123,17 @@ class _Comparison:
             notes=list(self._notes(found)),
             losses={name: losses_of(run) for name, run in self._runs().items()},
         )
+
+    def _check_losses(self, steps: Sequence[StepNumbers]) -> None:
+        """Raise UserError for steps that are the same since nothing is learned in them."""
+        seen = all(step.losses for run in (self.alone, self.split) for step in run.step(0))
+        values = [value for run in (self.alone, self.split) for value in losses_of(run)]
+        if steps and seen and not any(values) and not any(step.learns for step in steps):
+            raise UserError(
+                f"every loss that the script gave to backward in {len(steps)} steps is 0, and so is every gradient, "
+                "alone and split: such steps are the same whatever is wrong; use one whose loss depends on the "
+                "model, such as with labels that are not all -100"
+            )
 
     def _runs(self) -> dict[str, Run]:
         return {ALONE: self.alone, AGAIN: self.again, SPLIT: self.split}
@@ -159,6 +173,7 @@ class _Comparison:
             gradient_noise=max((each.noise for each in found["gradient"]), default=0.0),
             parameters_noise=max((each.noise for each in found["after"]), default=0.0),
             modules=_modules(found["gradient"]),
+            learns=any(each.alone > 0 or each.split_square > 0 for each in found["gradient"]),
         )
 
     def _judge(

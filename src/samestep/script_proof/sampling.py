@@ -146,8 +146,22 @@ def _judged(
         )
     return None, (
         f"step {number + 1} trains on other samples: {missing} of {sum(a.values())} are not those of the run alone, "
-        f"and {extra} others are; use one order for any number of processes (DistributedSampler also with one), or "
-        "pass --alone with arguments that give the same order"
+        f"and {extra} others are; {_hint(mine, theirs)}"
+    )
+
+
+def _hint(mine: Sequence[Rows], theirs: Sequence[Rows]) -> str:
+    """What to do about samples whose order can't be matched."""
+    known, found = set().union(*mine), set().union(*theirs)
+    if not known & found:
+        return (
+            "no sample of either run is in the other: rows are changed or drawn at random in each process, or read "
+            "from other files; make a row a function of its sample, such as by augmentation seeded with its index"
+        )
+    order = "both runs train on the same samples in another order" if known == found else "the order is another"
+    return (
+        f"{order}; use one order for any number of processes (DistributedSampler also with one, and one seed for all "
+        "ranks), or pass --alone with arguments that give the same order"
     )
 
 
