@@ -1,0 +1,108 @@
+"""The tables of docs/compare.md that hold steps in turns against each other, from what turns.py has written.
+
+    python benchmarks/turns.py examples/reviews.yaml --json build/turns/reviews-2.json
+    python benchmarks/turns_tables.py build/turns/*.json [--docs]
+
+A table for each number of hosts and processes, a column for each job and precision, a row for each way. `--docs`
+writes them into docs/compare.md and docs/zh/compare.md.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.turns import BASE
+from benchmarks.ways import WAYS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"en": ROOT / "docs" / "compare.md", "zh": ROOT / "docs" / "zh" / "compare.md"}
+MARKS = re.compile(r"(<!-- benchmarks/turns_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
+CHINESE = {
+    "hand-written, no messages": "手写，不通信",
+    "hand-written DDP": "手写 DDP",
+    " over gloo": "，走 gloo",
+    "reviews": "评论",
+    "language": "语言模型",
+    ", ": "，",
+}
+
+Row = Mapping[str, Any]
+
+
+class Ranks(NamedTuple):
+    """Where the ranks of a measurement were."""
+
+    hosts: int
+    processes: int  # of each host
+    rate: str | None  # of a host's link
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", help="JSON files of turns.py")
+    parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
+    options = parser.parse_args()
+    measured = [json.loads(file.read_text(encoding="utf-8")) for file in options.files]
+    for language, page in PAGES.items():
+        text = tables(measured, language)
+        if options.docs:
+            before = page.read_text(encoding="utf-8")
+            page.write_text(MARKS.sub(lambda marks, text=text: f"{marks[1]}\n{text}\n\n{marks[2]}", before), "utf-8")
+        elif language == "en":
+            print(text)
+
+
+def tables(measured: Sequence[Sequence[Row]], language: str) -> str:
+    """Markdown: a title and a table for each kind of place."""
+    places: dict[Ranks, list[Sequence[Row]]] = {}
+    for rows in measured:
+        first = rows[0]
+        ranks = Ranks(hosts=first["hosts"], processes=first["processes"], rate=first["rate"])
+        places.setdefault(ranks, []).append(sorted(rows, key=lambda row: list(WAYS).index(row["way"])))
+    return "\n\n".join(f"{title(ranks, language)}\n\n{table(columns, language)}" for ranks, columns in places.items())
+
+
+def title(ranks: Ranks, language: str) -> str:
+    if ranks.hosts == 1:
+        return {"en": f"{ranks.processes} processes on a host:", "zh": f"一台主机上 {ranks.processes} 个进程："}[
+            language
+        ]
+    rate = ranks.rate or "no limit"
+    return {
+        "en": f"{ranks.hosts} hosts of {ranks.processes} processes each, links of {rate}:",
+        "zh": f"{ranks.hosts} 台主机，每台 {ranks.processes} 个进程，链路 {rate}：",
+    }[language]
+
+
+def table(columns: Sequence[Sequence[Row]], language: str) -> str:
+    """A row for each way that any column has."""
+    heads = [f"{rows[0]['job']}, {rows[0]['precision']}" for rows in columns]
+    lines = [["way" if language == "en" else "方式", *(words(head, language) for head in heads)]]
+    lines.append(["---"] * (len(columns) + 1))
+    for way in WAYS:
+        cells = [next((cell(row) for row in rows if row["way"] == way), "") for rows in columns]
+        if any(cells):
+            lines.append([words(WAYS[way].title, language), *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(row: Row) -> str:
+    if row["way"] == BASE:
+        return f"1.00: {1e3 * row['seconds_median']:.0f} ms"
+    return f"{row['ratio']:.2f} ({min(row['ratios']):.2f}-{max(row['ratios']):.2f})"
+
+
+def words(text: str, language: str) -> str:
+    for english, chinese in CHINESE.items() if language == "zh" else ():
+        text = text.replace(english, chinese)
+    return text
+
+
+if __name__ == "__main__":
+    main()
