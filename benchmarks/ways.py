@@ -230,6 +230,7 @@ WAYS: Mapping[str, Way] = {
         steps=native(share_replicas=True, compile=True),
         over_gloo=False,
     ),
+    "small-buckets": Way(title="samestep, bucket_mb 0.25", steps=native(bucket_mb=0.25), over_gloo=False),
     "tp": Way(title="samestep, tpN", steps=native("tp{n}"), over_gloo=False),
     "tp-gloo": Way(title="samestep, tpN over gloo", steps=native("tp{n}")),
     "fsdp": Way(title="samestep, fsdpN", steps=native("fsdp{n}"), over_gloo=False),
