@@ -1,9 +1,11 @@
 """Signs of life: what a host sees of the others while its ranks run, and while they save for a change."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 from small_jobs import wait_until
+from torch.distributed import TCPStore
 
 from samestep.launch.network import store_at
 from samestep.launch.node_heartbeat import NodeHeartbeat, Peer
@@ -53,3 +55,23 @@ def test_a_host_whose_rank_failed_is_seen_also_while_the_others_save(
     lost = one.lost()
     assert lost is not None
     assert (lost.what, lost.state) == ("round", "failed")
+
+
+def test_the_state_in_which_a_host_ends_is_told_also_where_it_ends_during_a_sign_of_life(
+    hosts: tuple[NodeHeartbeat, NodeHeartbeat], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = hosts
+    gives_a_sign, ends, told = threading.Event(), threading.Event(), other._beat
+
+    def sign(store: TCPStore) -> None:
+        told(store)
+        gives_a_sign.set()
+        ends.wait(10.0)
+
+    monkeypatch.setattr(other, "_beat", sign)
+    assert gives_a_sign.wait(10.0)
+    other.done()
+    other._over = True  # as close() does first
+    ends.set()
+    other.close()
+    wait_until(lambda: one.all_done, 10.0)

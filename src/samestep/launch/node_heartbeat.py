@@ -142,9 +142,11 @@ class NodeHeartbeat:
         self._thread.join(_LAST)
 
     def _run(self) -> None:
-        while not self._over:
+        over = False
+        while not over:
             self._wake.wait(self._limits.beat)
             self._wake.clear()
+            over = self._over  # seen before the last sign of life, which then has the state in which it ended
             try:
                 if self._store is None:
                     self._store = self._connected()

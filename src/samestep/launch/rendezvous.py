@@ -251,6 +251,9 @@ class SeveralHosts(RendezvousHandler):
         # Everything under met.store is this round's alone.
         if met.rank == 0:
             store = store_at(self._address)
+            # PyTorch's own limit is five minutes, and a host that paused while all met may have been left out of the
+            # round since: whoever waits for it meets once more, as all others of the round then do.
+            store.set_timeout(timedelta(seconds=_PART))
             number = self._store.add(self._key("rounds"), 1) - 1
             place = {"address": self._address, "port": store.port, "number": number}
             met.store.set("samestep/place", json.dumps(place))
