@@ -1,6 +1,7 @@
 """Rendezvous of a job's hosts: one that paused while they met, and was left out of the round, is met once more."""
 
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -8,6 +9,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 import samestep.launch.rendezvous
+from samestep import environment
 from samestep.launch.network import LOOPBACK, store_at
 from samestep.launch.rendezvous import BACKEND, SeveralHosts
 
@@ -57,9 +59,12 @@ def test_a_host_that_was_left_out_of_a_round_is_met_once_more(
     monkeypatch.setattr(samestep.launch.rendezvous, "_PART", _WAITS)
     hosts = [host(node, store) for node in (0, 1)]
     found: dict[int, RendezvousInfo] = {}
-    threads = [meets(each, found, pauses=each.node == paused) for each in hosts]
-    for thread in threads:
-        thread.join(60)
+    with environment.own_bootstrap():
+        # A process has one agent; two of them here would each put back what the other has set.
+        monkeypatch.setattr(environment, "own_bootstrap", nullcontext)
+        threads = [meets(each, found, pauses=each.node == paused) for each in hosts]
+        for thread in threads:
+            thread.join(60)
     met = [(each.node, each.round.members if each.round is not None else ()) for each in hosts]
     for each in hosts:
         each.shutdown()
