@@ -11,6 +11,7 @@ arguments = TrainingArguments(
     weight_decay=0.01,
     lr_scheduler_type="constant",
     max_grad_norm=1.0,
+    average_tokens_across_devices=False,
     use_cpu=True,
     save_strategy="no",
     report_to="none",
