@@ -30,9 +30,16 @@ def key_of(*parts: int | str) -> int:
     return _signed(int.from_bytes(digest, "little"), 64)
 
 
-def split(keys: Tensor, positions: Tensor) -> Tensor:
-    """The children of int64 keys at int64 positions; the two are broadcast."""
-    mixed = keys + (positions + 1) * _signed(_GOLDEN, 64)
+def split(keys: Tensor | int, positions: Tensor | int) -> Tensor:
+    """The children of int64 keys at int64 positions; the two are broadcast, and one of them may be a number.
+
+    A number costs an accelerator nothing, where a tensor of it would have to be copied there.
+    """
+    if isinstance(positions, int):
+        assert isinstance(keys, Tensor)
+        mixed = keys + _signed((positions + 1) * _GOLDEN % (1 << 64), 64)
+    else:
+        mixed = keys + (positions + 1) * _signed(_GOLDEN, 64)
     mixed ^= (mixed >> 30).bitwise_and_((1 << 34) - 1)  # >> copies the sign; a logical shift brings in zeros
     mixed *= _FIRST_64
     mixed ^= (mixed >> 27).bitwise_and_((1 << 37) - 1)

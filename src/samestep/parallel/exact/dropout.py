@@ -262,9 +262,9 @@ class Dropout(TorchFunctionMode):
         site = (self._name, self.now.count(self._name))
         if site not in self._sites:
             self._sites[site] = key_of(*site)
-        place = torch.tensor(self._sites[site], device=device)
+        place = self._sites[site]
         if of_step:
-            step = torch.tensor([key_of("step", moment.seed, moment.step)], device=device)
+            step = torch.full([1], key_of("step", moment.seed, moment.step), device=device)
             return draw(split(step, place), [], self._table(0, 1, device)[1])
         cut = self._by_sample(shape, len(moment.samples))
         keys = split(self._sample_keys(moment, device), place)
@@ -292,8 +292,9 @@ class Dropout(TorchFunctionMode):
     def _sample_keys(self, moment: Moment, device: torch.device) -> Tensor:
         """A key for each sample of a micro-batch: [samples], int64."""
         if self._keys is None or self._keys[0] is not moment or self._keys[1].device != device:
-            step = torch.tensor(key_of("dropout", moment.seed, moment.step), device=device)
-            self._keys = moment, split(step, moment.samples.to(device))
+            step = key_of("dropout", moment.seed, moment.step)
+            samples = moment.samples if device.type == "cpu" else moment.samples.pin_memory()
+            self._keys = moment, split(step, samples.to(device, non_blocking=True))
         return self._keys[1]
 
     def _table(self, positions: Positions, size: int, device: torch.device) -> tuple[Tensor, Tensor]:

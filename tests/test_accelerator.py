@@ -1,0 +1,100 @@
+"""Layouts on a pretended accelerator: the step of one process, no devices mixed, no wait that isn't meant."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from on_the_device import on_device
+
+from samestep import jobfile
+from samestep.job import Job
+from samestep.launch import local
+
+# Ranks compute in Python what an accelerator computes by itself.
+pytestmark = pytest.mark.timeout(600)
+
+JOBS = Path(__file__).parents[1] / "examples" / "proof"
+EACH_WAY = ("dp2", "zero1x2", "fsdp2", "tp2", "pp2")
+
+# Where a step may wait for the device once all is warm, and why.
+MAY_WAIT = {
+    "parallel/exact/dropout.py:_answer": "the model's own call: transformers looks whether a mask masks anything",
+    "backward": "DistributedDataParallel takes what gloo gives, here the same memory seen on the CPU",
+}
+
+
+def _jobs(tasks: Sequence[str], layouts: Sequence[str]) -> Iterator[tuple[str, Job]]:
+    for task in tasks:
+        job = jobfile.load(JOBS / f"{task}.yaml", []).job
+        for layout in layouts:
+            yield f"{task}: {layout}", replace(job, run=replace(job.run, layout=layout, threads=1))
+
+
+def _assert_right(tasks: Sequence[str], layouts: Sequence[str]) -> None:
+    done = on_device(dict(_jobs(tasks, layouts)))
+    problems = {name: each.problem(MAY_WAIT) for name, each in done.items()}
+    assert {name: problem for name, problem in problems.items() if problem is not None} == {}
+    assert any(each.refused is None for each in done.values())
+
+
+@pytest.mark.slow
+def test_every_way_to_split_takes_the_same_step_and_waits_nowhere() -> None:
+    _assert_right(["text"], EACH_WAY)
+
+
+@pytest.mark.slow
+def test_convolutions_and_a_single_layer_do_too() -> None:
+    _assert_right(["images", "regression"], ["dp2"])
+
+
+def test_the_pretended_device_is_as_strict_as_a_real_one() -> None:
+    assert local.start(_strict, (), 1) == []
+
+
+def _strict() -> list[str]:
+    """What the device lets pass or doesn't note, though it should."""
+    import pretended_device
+    import torch
+
+    pretended_device.install()
+    device = torch.device(pretended_device.NAME, 0)
+    on_cpu = torch.arange(6.0)
+    numbers = on_cpu.to(device)
+    index, pinned = torch.tensor([1, 2]), torch.ones(6).pin_memory()
+    waits = {
+        "item": lambda: numbers.sum().item(),
+        "tolist": lambda: numbers.tolist(),
+        "bool": lambda: bool(numbers.sum() > 0),
+        "a mask": lambda: numbers[numbers > 2],
+        "nonzero": lambda: numbers.nonzero(),
+        "to the CPU": lambda: numbers.cpu(),
+        "to the device": lambda: torch.tensor([1.0], device=device),
+        "not pinned": lambda: on_cpu.to(device, non_blocking=True),
+        "an index on the CPU": lambda: numbers[index],
+    }
+    goes_on = {
+        "pinned": lambda: pinned.to(device, non_blocking=True),
+        "arithmetic": lambda: (numbers * 2 + 1).sum(),
+        "zeros": lambda: torch.zeros(3, device=device),
+    }
+    wrong: list[str] = []
+    for calls, expected in ((waits, True), (goes_on, False)):
+        for name, call in calls.items():
+            with pretended_device.WAITS.noted() as places:
+                call()
+            if bool(places) is not expected:
+                wrong.append(f"{name}: {places}")
+    for name, mix in {"sum": lambda: numbers + on_cpu, "product": lambda: torch.dot(numbers, on_cpu)}.items():
+        try:
+            mix()
+        except RuntimeError:
+            continue
+        wrong.append(f"{name} of two devices")
+    if not torch.equal(
+        (numbers.view(2, 3).t() @ numbers.view(2, 3)).cpu(), on_cpu.view(2, 3).t() @ on_cpu.view(2, 3)
+    ):
+        wrong.append("another product")
+    if not torch.empty(2, device=device).isnan().all():
+        wrong.append("numbers in memory that was never written")
+    return wrong
