@@ -40,6 +40,7 @@ from samestep.training.checkpointing import check_place
 from samestep.training.early_stop import EarlyStopper
 from samestep.training.fit import fit_with_rollbacks, try_out
 from samestep.training.optimizer import check_average_start, check_optimizers, check_turns_optimizers
+from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.usage import Usage
 from samestep.validation import checked
@@ -144,6 +145,25 @@ def dry_run_job(job: Job) -> Sequence[Usage]:
     job, layout = _settled(job)
     _check(job, layout)
     return _on_ranks(_dry_run_rank, job, layout)
+
+
+def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
+    """What ranks of a job of so many processes would hold and send, of a pipeline some stages'; none of them starts.
+
+    See `samestep.training.rehearsal`. Raises UserError for what would fail on the cluster, and for what can't be
+    rehearsed.
+    """
+    if world_size < 1:
+        raise UserError(f"--world is {world_size}; use the number of processes, 1 or more")
+    if environment.ranks() is not None:
+        raise UserError("--world is a dry run in one process, and this one is a rank; start it without a launcher")
+    layout = Layout.parse(job.run.layout, world_size)
+    job = replace(job, run=replace(job.run, processes=world_size))
+    with environment.as_first_of(world_size, world_size):
+        job, layout = _settled(job, layout)
+        check_rehearsed(job, layout)
+        task = _check(job, layout, here=False)
+    return rehearse(job, task, layout)
 
 
 def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:

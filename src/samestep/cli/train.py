@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="profile five steps on every rank: a trace a rank and a table (default: profile/ in the run's folder)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --dry-run: write its numbers to a file")
+    parser.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help="with --dry-run: the step of a rank of N processes, of which none starts, on tensors without values",
+    )
     launch_options.add_arguments(parser, without=launch_options.OF_LAUNCH)
 
 
@@ -50,10 +56,16 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--json goes with --dry-run; a training writes report.json into its folder")
     if options.profile is not None and options.dry_run:
         raise UserError("--profile goes with a training, and --dry-run takes three steps of one; give one of them")
+    if options.world is not None and not options.dry_run:
+        raise UserError("--world goes with --dry-run; a training starts as many processes as its layout has")
+    if options.world is not None and launch_options.wishes(options):
+        raise UserError("--world is a dry run in one process, which starts no hosts; leave out what names them")
     if options.print_variables:
         return launch_options.print_variables(options)
     if launch_options.wishes(options):
         return _on_hosts(options, loaded)
+    if options.world is not None:
+        return _rehearse(loaded.job, options.world, options.json)
     if options.dry_run:
         return _dry_run(loaded.job, options.json)
 
@@ -121,4 +133,18 @@ def _dry_run(job: "Job", file: Path | None) -> int:
             values = [usage.to_json() for usage in ranks]
             file.write_text(json.dumps({"usage_bytes": values}, indent=2) + "\n", encoding="utf-8")
         print_usage(ranks)
+    return 0
+
+
+def _rehearse(job: "Job", world_size: int, file: Path | None) -> int:
+    job_options.check("--json", file)
+
+    from samestep.api import rehearse_job
+    from samestep.display.rehearsal import print_rehearsals
+
+    ranks = rehearse_job(job, world_size)
+    if file is not None:
+        values = {"world_size": world_size, "layout": job.run.layout, "ranks": [each.to_json() for each in ranks]}
+        file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    print_rehearsals(ranks)
     return 0

@@ -102,12 +102,17 @@ class _Collective:
     sent: Callable[[float, int], float]  # bytes that one rank sends of it
 
 
-def _group_size(given: Given) -> int:
+def group_of(given: Given) -> dist.ProcessGroup:
+    """The group that an operator's message is of."""
     if "process_group" in given:
-        return cast(dist.ProcessGroup, dist.ProcessGroup.unbox(given["process_group"])).size()
+        return cast(dist.ProcessGroup, dist.ProcessGroup.unbox(given["process_group"]))
+    return dist.distributed_c10d._resolve_process_group(given["group_name"])
+
+
+def _group_size(given: Given) -> int:
     if isinstance(given.get("group_size"), int):
         return given["group_size"]
-    return dist.distributed_c10d._resolve_process_group(given["group_name"]).size()
+    return group_of(given).size()
 
 
 def _twice_all_but_own(message: float, n: int) -> float:

@@ -61,8 +61,13 @@ def print_metrics(
     console.print(table)
 
 
-def print_usage(ranks: Sequence[Usage], console: Console | None = None) -> None:
-    """What each rank held, and what it sent in a step; of many ranks the least and the most of each."""
+def print_usage(
+    ranks: Sequence[Usage], console: Console | None = None, *, numbers: Sequence[int] | None = None
+) -> None:
+    """What each rank held, and what it sent in a step; of many ranks the least and the most of each.
+
+    `numbers`: which ranks they are, where not all of them.
+    """
     if not ranks:
         return
     console = console or _console()
@@ -70,13 +75,13 @@ def print_usage(ranks: Sequence[Usage], console: Console | None = None) -> None:
     few = len(ranks) <= _MOST_RANKS
     table = Table(title="bytes of a rank in one step")
     table.add_column("")
-    for title in [f"rank {rank}" for rank in range(len(ranks))] if few else ["least", "most"]:
+    for title in [f"rank {rank}" for rank in numbers or range(len(ranks))] if few else ["least", "most"]:
         table.add_column(title, justify="right")
     for name in (*_HELD, *KINDS):
         counts = [row.get(name, 0) for row in rows]
         if name in _ALWAYS_SHOWN or any(counts):
             shown = counts if few else [min(counts), max(counts)]
-            table.add_row(_HELD.get(name, f"sent by {name}"), *map(_bytes, shown))
+            table.add_row(_HELD.get(name, f"sent by {name}"), *map(bytes_shown, shown))
     console.print(table)
 
 
@@ -108,12 +113,12 @@ _ALWAYS_SHOWN = ("parameters", "gradients", "optimizer_state", "activations")
 _MOST_RANKS = 4
 
 
-def _bytes(count: int) -> str:
+def bytes_shown(count: float) -> str:
     """Three digits and a unit: 1.23 MB is 1,230,000 bytes."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+    return f"{count:.0f} B"
 
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:

@@ -36,6 +36,7 @@ from samestep.parallel.state_shards import (
     optimizer_pieces,
 )
 from samestep.parallel.step_loss import joint, step_loss
+from samestep.parallel.valueless import has_values
 from samestep.parallel.weight_average import WeightAverage
 from samestep.profiling.clock import Phase, StepClock, told_of_gradients
 from samestep.recipe import Average
@@ -262,7 +263,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         if self._clip is not None:
             coefficient = coefficient * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         # Asking for the value would make an accelerator wait; on a CPU it saves a pass over the gradients.
-        if self._device.type != "cpu" or coefficient != 1:
+        if self._device.type != "cpu" or not has_values(coefficient) or coefficient != 1:
             for gradients in _alike([local(p.grad) for p in self.stepped() if p.grad is not None]):
                 torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
         return norm

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.parallel.sharding import ShardTable, sum_gradients_over
 from samestep.parallel.unused_parameters import Used, UsedAlone
+from samestep.parallel.valueless import has_values
+from samestep.parallel.valueless_replicas import ValuelessReplicas
 from samestep.parallel.zero1 import Owners, buckets, to_owners
 
 
@@ -38,12 +40,14 @@ def replicate(
     exchange: GradientExchange | None = None,
     apart: Collection[nn.Parameter] = (),
     bucket_mb: float | None = None,
-) -> DistributedDataParallel:
+) -> DistributedDataParallel | ValuelessReplicas:
     """Wrap a module so that backward averages its gradients over `group`, or on the ranks that own them.
 
     `apart`: parameters whose gradients it leaves alone. `bucket_mb`: megabytes (1,048,576 bytes) of gradients that
     are sent together; None: as PyTorch has it.
     """
+    if not all(map(has_values, module.parameters())):
+        return ValuelessReplicas(module, group, owners, apart, bucket_mb)
     every_name = module.named_parameters(remove_duplicate=False)
     alone = {id(parameter) for parameter in apart}
     ignored = [name for name, parameter in every_name if id(parameter) in alone]

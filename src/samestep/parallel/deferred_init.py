@@ -20,6 +20,9 @@ from torch.utils import swap_tensors
 
 from samestep.data.loader import in_kind
 from samestep.parallel.init_recorder import Record, Recording, Region, Unrecordable, recorded
+from samestep.parallel.valueless import has_values
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ class InitialValues:
             if id(parameter) not in filled:
                 empty = empty_like(parameter.detach())
                 self._fill_one(name, empty, (parts or {}).get(name))
-                filled[id(parameter)] = _like(parameter, empty)
+                filled[id(parameter)] = like(parameter, empty)
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, filled[id(parameter)])
         # FSDP2 and recurrent layers look for their parameters again when a function is applied to all.
@@ -117,10 +120,27 @@ def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     `dtype` is a real one; complex numbers become pairs of it.
     """
 
+    if not all(map(has_values, model.parameters())):
+        return  # they are where they are to be
+
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(tensor.device if tensor.is_meta else device, in_kind(tensor, dtype))
 
     model._apply(moved)
+
+
+def forget_values(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give every parameter and buffer of `dtype` the shape that it has and nothing else, in a mode without values."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            empty = torch.empty(parameter.shape, dtype=in_kind(parameter, dtype), device=_CPU)
+            made[id(parameter)] = like(parameter, empty)
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, made[id(parameter)])
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, buffer.to(_CPU, in_kind(buffer, dtype)))
 
 
 def _regions(model: nn.Module, recording: Recording) -> dict[str, Region]:
@@ -175,12 +195,12 @@ def _compute_now(tensors: list[Tensor], recording: Recording, taken: set[int]) -
 def _become(tensor: Tensor, values: Tensor) -> None:
     """Make a tensor on the meta device the one that holds these values, for all who refer to it."""
     try:
-        swap_tensors(tensor, _like(tensor, values))
+        swap_tensors(tensor, like(tensor, values))
     except RuntimeError as error:
         raise Unrecordable("a tensor with views or weak references that live on") from error
 
 
-def _like(tensor: Tensor, values: Tensor) -> Any:
+def like(tensor: Tensor, values: Tensor) -> Any:
     """These values as what a tensor is: a parameter or a plain tensor, with the attributes that it was given."""
     if isinstance(tensor, nn.Parameter):
         values = nn.Parameter(values, requires_grad=tensor.requires_grad)

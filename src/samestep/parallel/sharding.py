@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.mesh import Mesh
 from samestep.layout import Layout
+from samestep.parallel.valueless import has_values
 from samestep.parallel.zero1 import Owners
 
 Range = tuple[int, int]  # first, and one past the last
@@ -160,17 +161,16 @@ class ShardTable:
         for group, parameters in self._sums(model).items():
             sum_gradients_over(group, parameters, self.mesh.grid.device_type)
 
-    def find_owners(self, model: nn.Module, stepped: Callable[[], Iterable[nn.Parameter]]) -> None:
+    def find_owners(self, model: nn.Module, stepped: Callable[[int], Iterable[nn.Parameter]]) -> None:
         """Note which rank steps which parameter, where gradients go to that rank alone; every rank must ask.
 
-        `stepped` gives the parameters that this rank's position on the shard axis steps.
+        `stepped` gives the parameters that a position on the shard axis steps.
         """
         if self.owners is not None:
-            mine = stepped()
             shared = self.not_of_experts(model)
             kept = set(shared)
             sums = {group: [p for p in parameters if p in kept] for group, parameters in self._sums(model).items()}
-            self.owners.learn(shared, mine, sums)
+            self.owners.learn(shared, stepped, sums)
 
     def not_of_experts(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that all ranks of the expert axis hold alike, or shards of them."""
@@ -242,7 +242,8 @@ def sum_gradients_over(group: dist.ProcessGroup, parameters: Sequence[nn.Paramet
         message = torch.cat([used, *(gradient.reshape(-1).to(used.device) for gradient in gradients)])
         dist.all_reduce(message, group=group)
         used, *sums = message.split([len(some), *(gradient.numel() for gradient in gradients)])
-        for parameter, gradient, summed, any_used in zip(some, gradients, sums, used.tolist(), strict=True):
+        used_by_any = used.tolist() if has_values(used) else [True] * len(some)
+        for parameter, gradient, summed, any_used in zip(some, gradients, sums, used_by_any, strict=True):
             if any_used:
                 gradient.copy_(summed.view_as(gradient))
             else:

@@ -37,12 +37,12 @@ def spread_optimizer(
     """
     if isinstance(optimizer, Joined):
         joined = optimizer.each(partial(_of_member, layout, mesh, device, spread_model, offload_folder))
-        spread_model.parts.find_owners(spread_model.model, lambda: list(_stepped_here(joined, mesh)))
+        spread_model.parts.find_owners(spread_model.model, lambda position: list(_stepped_by(joined, mesh, position)))
         return joined
     kind = offloaded_kind(type(optimizer), layout, device, offload_folder)
     if layout.zero == 1:
         sharded: Any = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
-        spread_model.parts.find_owners(spread_model.model, lambda: list(_in_groups(sharded.optim)))
+        spread_model.parts.find_owners(spread_model.model, lambda position: list(_of_shard(sharded, position)))
         return sharded
     if spread_model.disk is not None:
         keep_state(optimizer, spread_model.disk)
@@ -54,13 +54,21 @@ def _in_groups(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def _stepped_here(joined: Joined, mesh: Mesh) -> Iterator[nn.Parameter]:
-    """The parameters that under ZeRO-1 this position of the shard axis steps; every rank asks."""
+def _of_shard(sharded: Any, position: int) -> Iterator[nn.Parameter]:
+    """The parameters that a rank steps of an optimizer whose state is sharded."""
+    for group in sharded._partition_parameters()[position]:
+        yield from group["params"]
+
+
+def _stepped_by(joined: Joined, mesh: Mesh, position: int) -> Iterator[nn.Parameter]:
+    """The parameters that under ZeRO-1 a position of the shard axis steps; every rank asks."""
     for optimizer in joined.optimizers():
         if isinstance(optimizer, WholeOptimizer):
-            yield from optimizer.stepped_along(mesh.coordinate("shard"), mesh)
+            yield from optimizer.stepped_along(position, mesh)
+        elif hasattr(optimizer, "optim"):
+            yield from _of_shard(optimizer, position)
         else:
-            yield from _in_groups(getattr(optimizer, "optim", optimizer))
+            yield from _in_groups(optimizer)
 
 
 def _of_member(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from samestep.comm.mesh import Mesh
 from samestep.parallel.joined_optimizer import rebuild
 from samestep.parallel.optimizer_kinds import Make
+from samestep.parallel.valueless import has_values
 
 _BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
 
@@ -59,15 +60,24 @@ class Owners:
         """Whether one rank alone keeps this parameter's gradient; without an owner all of them do."""
         return parameter in self._ranks
 
-    def learn(self, parameters: Iterable[nn.Parameter], mine: Iterable[nn.Parameter], sums: Sums) -> None:
+    def learn(
+        self, parameters: Iterable[nn.Parameter], stepped: Callable[[int], Iterable[nn.Parameter]], sums: Sums
+    ) -> None:
         """Ask the ranks of the group which parameters each of them steps. Every rank asks.
+
+        `stepped` gives those of a position in the group. A model without values has no other ranks to be asked.
 
         `sums` are the parameters whose gradient backward leaves in parts over further groups. Where ranks of such
         a group name different owners, as they do after uneven slices, the parameter has none.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        own, rank = set(mine), self._mesh.coordinate("shard")
-        claims = self._largest([rank if p in own else -1 for p in trained], self._mesh.grid.get_group("shard"))
+        if all(map(has_values, trained)):
+            rank = self._mesh.coordinate("shard")
+            own = set(stepped(rank))
+            claims = self._largest([rank if p in own else -1 for p in trained], self._mesh.grid.get_group("shard"))
+        else:
+            of_all = {p: rank for rank in range(self._mesh.size("shard")) for p in stepped(rank)}
+            claims = [of_all.get(parameter, -1) for parameter in trained]
         found = dict(zip(trained, claims, strict=True))
         for group, some in sums.items():
             claims = [found[parameter] for parameter in some]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.errors import UserError
+from samestep.parallel.valueless import has_values
 from samestep.tasks.base import Samples
 
 _ELEMENTS = 4096  # of a tensor that are looked at
@@ -27,7 +28,7 @@ def check_alike(samples: Samples, model: nn.Module) -> None:
     ends = (0, len(samples) - 1) if len(samples) else ()
     mine |= {f"train_set()[{index}]": _digest(samples[index]) for index in ends}
     tensors = (*model.named_parameters(), *model.named_buffers())
-    mine |= {f"model(): {name}": _digest(tensor) for name, tensor in tensors if not tensor.is_meta}
+    mine |= {f"model(): {name}": _digest(tensor) for name, tensor in tensors if _has_values(tensor)}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     for rank, its in enumerate(ranks):
@@ -42,6 +43,10 @@ _FIX = (
     "; every rank builds the task by itself, so use PyTorch's generator in model(), generators with a seed "
     "elsewhere, and sorted(...) of sets"
 )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and has_values(tensor)
 
 
 def _digest(value: Any) -> str:

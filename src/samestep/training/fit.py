@@ -100,17 +100,15 @@ class Training:
         self.first_step = 0  # above 0 where it goes on from a checkpoint
         # First, since a task may find out about its model here, which has no values while it is recorded.
         example = example_of(task, self.samples, self.turns)
-        built = build_model(task, recipe, recorded=self.session.engine.can_fill(layout))
+        built = self._build(recorded=self.session.engine.can_fill(layout))
         check_alike(self.samples, built.model)
         check_parameters(self.turns, built.model)
         if not recipe.dropout:
             switch_off(built.model)
         self.complex = [name for name, tensor in built.model.state_dict().items() if tensor.is_complex()]
-        self.session.prepare_with(
-            built.model,
-            optimizer_of=self._optimizer_of(built.model),
-            schedule_of=partial(make_schedule, recipe.schedule, self.total_steps),
-            details=Details(
+        self._prepare(
+            built,
+            Details(
                 example=example,
                 initial=built.values,
                 tensor_plan=job.run.tensor_plan,
@@ -127,7 +125,19 @@ class Training:
                 batch=recipe.batch,
                 micro_batch=job.run.micro_batch,
             ),
-            recipe=recipe,
+        )
+
+    def _build(self, *, recorded: bool) -> InitialModel:
+        return build_model(self.task, self.recipe, recorded=recorded)
+
+    def _prepare(self, built: InitialModel, details: Details) -> None:
+        """Spread the model over the ranks."""
+        self.session.prepare_with(
+            built.model,
+            optimizer_of=self._optimizer_of(built.model),
+            schedule_of=partial(make_schedule, self.recipe.schedule, self.total_steps),
+            details=details,
+            recipe=self.recipe,
         )
 
     def _optimizer_of(self, model: nn.Module) -> OptimizerOf:

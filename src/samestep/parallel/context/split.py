@@ -36,6 +36,7 @@ from samestep.parallel.sharding import ShardTable
 from samestep.parallel.tensor.compare import Output, alike_numbers, output_of
 from samestep.parallel.tensor.vocab_parallel import agree
 from samestep.parallel.trace import first_line
+from samestep.parallel.valueless import has_values
 
 
 def split_tokens(
@@ -258,7 +259,7 @@ def _varied(model: nn.Module) -> Iterator[None]:
 
 
 def _is_constant(parameter: nn.Parameter) -> bool:
-    if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel():
+    if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel() or not has_values(parameter):
         return False
     first = parameter.detach().flatten()[0]
     return bool(torch.isfinite(first)) and bool((parameter == first).all())

@@ -24,6 +24,7 @@ from samestep.parallel.context.gathered import mixing
 from samestep.parallel.context.messages import gather, gradient_summed, own_part, part_length, split
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.tensor.vocab_parallel import near
+from samestep.parallel.valueless import with_values
 
 # What mixes tokens in training alone, when a look at a module in evaluation mode sees nothing.
 _IN_TRAINING = ("batch_norm", "instance_norm")
@@ -124,7 +125,7 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
     made: dict[int, Tensor] = {}
     before = Attributes(module)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(module):
+        with with_values(), torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(module):
             torch.manual_seed(0)
             named = [*module.named_parameters(), *module.named_buffers()]
             state = {name: _random(tensor.shape, tensor.dtype) for name, tensor in named}

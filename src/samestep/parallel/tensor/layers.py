@@ -17,6 +17,7 @@ from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.low_rank import base_of, updates_of
 from samestep.parallel.tensor import collectives
 from samestep.parallel.tensor.modules import is_conv1d
+from samestep.parallel.valueless import has_values
 
 Message = Callable[[Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[None]]
@@ -153,7 +154,8 @@ def table(embedding: nn.Embedding, first: int, sum_over_ranks: Message) -> None:
 
     def forward(input: Tensor) -> Tensor:  # the name that nn.Embedding gives it
         # No rank has the row of an id that is out of range; the sum over ranks would be zeros, without a word.
-        if input.device.type == "cpu" and bool(((input < 0) | (input >= total)).any()):
+        outside = (input < 0) | (input >= total) if input.device.type == "cpu" else None
+        if outside is not None and has_values(outside) and bool(outside.any()):
             raise IndexError("index out of range in self")
         local = input - first
         foreign = (local < 0) | (local >= rows)  # [batch, tokens]

@@ -1,0 +1,133 @@
+"""Tensors without values: a step that is taken with shapes alone, so that nothing is allocated, computed or sent.
+
+Inside `Valueless` a tensor of floating-point numbers is PyTorch's `FakeTensor`: it has a shape, a dtype and a number
+of bytes, and no memory. Small tensors of samples, indices and constants keep their values, since models ask for them:
+how long a sample is, whether a mask hides anything. A collective of tensors without values sends nothing; one of
+tensors with values gives what it would if every rank said what this one says.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from samestep.errors import UserError
+
+_LARGEST = 1 << 22  # elements of a tensor that keeps its values
+_SEND, _RECEIVE = "send", "recv_"
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers can be looked at."""
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return not isinstance(local, FakeTensor)
+
+
+def with_values() -> AbstractContextManager[object]:
+    """Code that computes with numbers of its own, also inside `Valueless`."""
+    return _disable_current_modes()
+
+
+class Mail:
+    """What ranks that are rehearsed one after the other send each other with values: the shapes of what is to come.
+
+    A message of a rank that is rehearsed later, or not at all, is taken to be like those of the rank before it here,
+    and for the first one like its own: what stages of a pipeline hand on has the same shapes in most models.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)  # by sender and receiver
+        self._before: list[Tensor] = []  # what the rank rehearsed before has sent
+        self._own: list[Tensor] = []  # what the running rank has sent
+        self._copied = 0
+
+    def begin_rank(self) -> None:
+        """From here on another rank is rehearsed."""
+        self._before, self._own, self._copied = self._own or self._before, [], 0
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        self._sent[dist.get_rank(), target].append(tensor.clone())
+        self._own.append(tensor.clone())
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        waiting, like = self._sent[source, dist.get_rank()], self._before or self._own
+        message = None
+        if waiting:
+            message = waiting.popleft()
+        elif self._copied < len(like):
+            message = like[self._copied]
+            self._copied += 1
+        if message is None or message.shape != tensor.shape:
+            raise UserError(
+                "--world takes the steps of ranks one after the other, and an earlier stage of this pipeline is sent "
+                "tensors of shapes that a later one decides; use a schedule with one stage a rank, such as 1f1b, or "
+                "--dry-run without --world"
+            )
+        tensor.copy_(message)
+
+
+class Valueless(FakeTensorMode):
+    """Code in which tensors have no values, but for small ones of constants, integers, and what is made of those."""
+
+    def __init__(self, mail: Mail | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._mail = mail or Mail()
+        self._replaced: list[Any] = []
+
+    def __enter__(self) -> Self:
+        # Objects are made tensors from bytes for their message, which a mode without values can't read.
+        self._replaced.append(dist.all_gather_object)
+        dist.all_gather_object = _everyone_says_the_same  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        dist.all_gather_object = self._replaced.pop()
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func.namespace == "c10d":
+            return self._collective(func, args, given, tensors, fake=fake)
+        with_values = all(tensor.numel() <= _LARGEST and not tensor.is_meta for tensor in tensors)
+        if not fake and with_values and (tensors or _makes_few(func, args, given)):
+            return func(*args, **given)
+        return super().__torch_dispatch__(func, types, args, given)
+
+    def _collective(
+        self, func: Any, args: Sequence[Any], given: Mapping[str, Any], tensors: Sequence[Tensor], *, fake: bool
+    ) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if not fake and name in (_SEND, _RECEIVE):
+            rank = dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2])
+            (self._mail.send if name == _SEND else self._mail.receive)(tensors[0], rank)
+        elif tensors and not fake:
+            return func(*args, **given)
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _everyone_says_the_same(everyone: list[Any], mine: Any, group: dist.ProcessGroup | None = None) -> None:
+    everyone[:] = [mine] * dist.get_world_size(group)
+
+
+def _makes_few(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether an operator without tensors makes a small one whose numbers are known, or which are integers."""
+    try:
+        made = func(*args, **{**given, "device": torch.device("meta")})
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    if not isinstance(made, Tensor) or made.numel() > _LARGEST:
+        return False
+    return not (made.is_floating_point() and func._schema.name.startswith(("aten::empty", "aten::rand")))

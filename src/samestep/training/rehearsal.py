@@ -1,0 +1,236 @@
+"""Rehearsal: one rank's steps of a job of any size, without other ranks, memory or values.
+
+The rank's own model is built, spread and stepped by the code that trains, on tensors that have shapes alone and in a
+process group that sends nothing. So what it holds and sends is counted as in a training, and what would fail there
+for its shapes, its layout or its model fails here with the same message. What is decided by values, such as whether a
+sliced layer still gives the same numbers, is taken to be well.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from samestep.comm.mesh import rank_grid
+from samestep.comm.traffic import Traffic, group_of
+from samestep.engines.precision import parameter_dtype
+from samestep.errors import UserError, one_line
+from samestep.job import Job
+from samestep.launch.world import World
+from samestep.layout import MESH_DIMENSIONS, Layout
+from samestep.parallel.deferred_init import InitialModel, forget_values
+from samestep.parallel.parallel_model import Details
+from samestep.parallel.valueless import Mail, Valueless
+from samestep.tasks.base import Task
+from samestep.training import usage as usages
+from samestep.training.fit import Training
+from samestep.training.usage import Usage
+
+_STEPS = 2  # the first one makes the optimizer's state, the second one is measured
+_MOST_STAGES = 3  # stages between the first and the last hold less than the first
+_ASKS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """Messages of one kind along one axis of the mesh in a step."""
+
+    kind: str
+    axis: str  # such as "tensor", or "replicate+shard" of a group over both
+    ranks: int  # in the group
+    count: int
+    sent: float  # bytes that this rank sends, by the formulas of `samestep.comm.traffic`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What a rank would hold and send in a step."""
+
+    rank: int
+    stage: int  # its place in the pipeline
+    usage: Usage
+    collectives: Sequence[Collectives]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "pipeline_rank": self.stage,
+            "usage_bytes": self.usage.to_json(),
+            "collectives": [asdict(each) for each in self.collectives],
+        }
+
+
+def check_rehearsed(job: Job, layout: Layout) -> None:
+    """Raise UserError for what can't be rehearsed."""
+    run, disk = job.run, next((name for name in layout.offload.split("+") if name.endswith("-disk")), None)
+    refused = {
+        f'run.engine is "{run.engine}"; use engine native': run.engine != "native",
+        "recipe.communication is given; leave it out": job.recipe.communication is not None,
+        "run.share_replicas is true; use share_replicas: false": run.share_replicas,
+        "run.compile is true; use compile: false": run.compile,
+        "run.sparse_rows is on; use sparse_rows: auto": run.sparse_rows == "on",
+        f'layout "{layout}" offloads to disk; use offload={(disk or "").removesuffix("-disk")}': disk is not None,
+        f'layout "{layout}" sends tokens to experts that values choose; use a layout without ep': layout.expert > 1,
+    }
+    for why, stands in refused.items():
+        if stands:
+            raise UserError(f"--world takes a step without values and without other ranks, and {why}")
+
+
+def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None = None) -> list[Rehearsal]:
+    """Take a step of some ranks of a layout, one after the other; of those of `ranks_of_stages` where none is named.
+
+    Raises UserError where the ranks would, and for a model whose forward asks for values of what it has computed.
+    """
+    check_rehearsed(job, layout)
+    job = replace(job, run=replace(job.run, sparse_rows="off"))
+    mail = Mail()
+    found = []
+    for rank in ranks_of_stages(layout) if ranks is None else ranks:
+        mail.begin_rank()
+        with _pretended_group(rank, layout.size), _asking_told():
+            found.append(_rehearse_rank(job, task, layout, rank, Valueless(mail)))
+    return found
+
+
+def ranks_of_stages(layout: Layout) -> list[int]:
+    """Ranks of the first pipeline: all of a short one, else the first, the last and some between, evenly spaced."""
+    line = rank_grid(layout).reshape(layout.pipeline, -1)[:, 0].tolist()
+    number = min(len(line), _MOST_STAGES)
+    return [line[round(place * (len(line) - 1) / max(number - 1, 1))] for place in range(number)]
+
+
+class _RehearsedTraining(Training):
+    """A training whose model has no values, and no memory."""
+
+    def __init__(self, job: Job, task: Task, world: World, layout: Layout, mode: Valueless) -> None:
+        self._mode = mode
+        super().__init__(job, task, world, layout)
+
+    def _build(self, *, recorded: bool) -> InitialModel:
+        try:
+            with self._mode:
+                built = super()._build(recorded=False)
+        except Exception:  # such as weights that are read from a file; what is the model's mistake shows again
+            built = super()._build(recorded=False)
+        with self._mode:
+            forget_values(built.model, parameter_dtype(self.recipe.precision))
+        return built
+
+    def _prepare(self, built: InitialModel, details: Details) -> None:
+        with self._mode:
+            super()._prepare(built, details)
+
+    def rehearse(self) -> tuple[Usage, Sequence[Collectives]]:
+        """Take the steps, and measure the last one."""
+        session = self.session
+        batches = session.batches(
+            self.samples, batch=self.recipe.batch, collate=self.task.collate, steps=_STEPS, lengths=self._lengths
+        )
+        counted = _ByAxis(session.layout)
+        usage: Usage | None = None
+        for batch in batches:
+            take = self._take(batch, None)
+            with ExitStack() as stack:
+                stack.enter_context(self._mode)
+                if batch.step < _STEPS - 1:
+                    take()
+                else:
+                    stack.enter_context(counted)
+                    _, usage = usages.measured(session.trainer, take)
+        assert usage is not None  # a job has at least a sample, and steps go over its samples again and again
+        return usage, counted.found()
+
+
+def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valueless) -> Rehearsal:
+    world = World(rank=rank, world_size=layout.size, device=torch.device("cpu"), threads=torch.get_num_threads())
+    training = _RehearsedTraining(job, task, world, layout, mode)
+    usage, collectives = training.rehearse()
+    return Rehearsal(
+        rank=rank, stage=training.session.mesh.coordinate("pipeline"), usage=usage, collectives=collectives
+    )
+
+
+class _ByAxis(Traffic):
+    """Counts messages by kind and by the axes of the mesh along which their groups lie."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._coordinates = {
+            int(rank): place.tolist() for rank, place in zip(*_places(rank_grid(layout)), strict=True)
+        }
+        self._axes: dict[str, tuple[str, int]] = {}  # by the group's name
+        self._group = ("", 0)
+        self._counts: dict[tuple[str, str, int], tuple[int, float]] = {}
+
+    def _count(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs
+        if "process_group" in given or "group_name" in given:
+            group = group_of(given)
+            if group.group_name not in self._axes:
+                self._axes[group.group_name] = self._axis(dist.get_process_group_ranks(group))
+            self._group = self._axes[group.group_name]
+        super()._count(func, name, args, kwargs)
+
+    def _add(self, kind: str, bytes_sent: float) -> None:
+        super()._add(kind, bytes_sent)
+        if bytes_sent:
+            axis, ranks = self._group
+            count, sent = self._counts.get((kind, axis, ranks), (0, 0.0))
+            self._counts[kind, axis, ranks] = count + 1, sent + bytes_sent
+
+    def _axis(self, ranks: Sequence[int]) -> tuple[str, int]:
+        first, *others = (self._coordinates[rank] for rank in ranks)
+        differing = [
+            name
+            for number, name in enumerate(MESH_DIMENSIONS)
+            if any(other[number] != first[number] for other in others)
+        ]
+        return "+".join(differing), len(ranks)
+
+    def found(self) -> list[Collectives]:
+        return [
+            Collectives(kind=kind, axis=axis, ranks=ranks, count=count, sent=sent)
+            for (kind, axis, ranks), (count, sent) in sorted(self._counts.items())
+        ]
+
+
+def _places(grid: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """Every rank, and its coordinates [rank, axis]."""
+    return grid.flatten().tolist(), torch.ones_like(grid).nonzero()
+
+
+@contextmanager
+def _asking_told() -> Iterator[None]:
+    """Raise UserError where a forward, a loss or an optimizer asked for a value."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, _ASKS):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise UserError(
+            f"--world takes a step without values, and the job asks for one ({one_line(cause)}): {one_line(error)}; "
+            "use --dry-run without --world, which starts the ranks"
+        ) from error
+
+
+@contextmanager
+def _pretended_group(rank: int, size: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is one and the others are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UserError("this process is a rank already; start --dry-run --world without a launcher")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,129 @@
+"""`--dry-run --world N`: a rank's step without values, against ranks that run and against formulas."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_tasks import Points
+
+import samestep
+from samestep.api import rehearse_job
+from samestep.cli.main import main
+from samestep.job import Job, Run
+from samestep.recipe import Recipe
+from samestep.training.rehearsal import Rehearsal
+
+PARAMETERS = 4 * 16 + 16 + 2 * 16 + 16 * 3 + 3  # of Points: a linear layer, a norm, a linear layer
+
+
+def rehearsed(layout: str, world: int, *, batch: int = 32, task: Any = None, **run: Any) -> Sequence[Rehearsal]:
+    recipe = Recipe(task=task or Points(samples=4 * batch), batch=batch, steps=4)
+    return rehearse_job(Job(recipe=recipe, run=Run(layout=layout, **run)), world)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", ["dp2", "zero1x2", "fsdp2", "pp2"])
+def test_a_rank_is_rehearsed_to_the_byte(layout: str) -> None:
+    recipe = samestep.Recipe(task=Points(), batch=16, steps=4)
+    really = samestep.dry_run(recipe, layout, micro_batch=4, threads=1)
+    found = rehearse_job(Job(recipe=recipe, run=Run(layout=layout, micro_batch=4)), 2)
+    for each in found:
+        assert each.usage.to_json() == really[each.rank].to_json()
+
+
+@pytest.mark.timeout(120)
+def test_thousands_of_replicas() -> None:
+    (rank,) = rehearsed("dp", 4096, batch=4096)
+    assert rank.usage.parameters == rank.usage.gradients == 4 * PARAMETERS
+    by_axis = {(each.kind, each.axis): each for each in rank.collectives}
+    gradients = by_axis["all-reduce", "replicate"]
+    assert gradients.ranks == 4096
+    # A ring sends each byte of the message 2 (n - 1) / n times; of whole ranks' numbers there are a few beside.
+    assert gradients.sent == pytest.approx(2 * 4 * PARAMETERS * 4095 / 4096, rel=0.5)
+    assert sum(each.sent for each in rank.collectives) == pytest.approx(rank.usage.sent_in_all, abs=10)
+
+
+class Large(samestep.Task):
+    """A model of 16 GB, more than a test may take."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(32768, 32768, bias=False) for _ in range(4)))
+
+    def train_set(self) -> samestep.Samples:
+        return [(torch.zeros(32768), torch.zeros(1)) for _ in range(64)]
+
+    def loss(self, output: torch.Tensor, batch: samestep.Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
+        return output.square().sum(), len(output)
+
+
+@pytest.mark.timeout(120)
+def test_nothing_is_allocated() -> None:
+    began = time.monotonic()
+    (rank,) = rehearsed("fsdp64", 64, batch=64, task=Large())
+    assert rank.usage.parameters == rank.usage.gradients == 4 * 4 * 32768**2 // 64
+    assert time.monotonic() - began < 100  # filling 16 GB and computing with them would take longer
+
+
+class Asking(Points):
+    """Its loss asks for a value."""
+
+    def loss(self, output: torch.Tensor, batch: samestep.Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
+        loss_sum, count = super().loss(output, batch)
+        return (loss_sum if loss_sum.item() > 0 else -loss_sum), count
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "further", "message"),
+    [
+        ("dp4", 8, {}, 'layout "dp4" needs 4 processes, not 8; "dp8" would use 8 processes'),
+        ("dp", 0, {}, "--world is 0; use the number of processes, 1 or more"),
+        ("dp64", 64, {}, "a batch of 32 leaves some of its 64 data ranks without a sample; use a batch of 64"),
+        ("dp4", 4, {"engine": "deepspeed"}, 'run.engine is "deepspeed"; use engine native'),
+        ("dp4", 4, {"share_replicas": True}, "use share_replicas: false"),
+        ("dp4", 4, {"compile": True}, "use compile: false"),
+        ("dp4", 4, {"sparse_rows": "on"}, "use sparse_rows: auto"),
+        ("dp4 offload=optimizer-disk", 4, {}, "offloads to disk; use offload=optimizer"),
+        ("ep4", 4, {}, "use a layout without ep"),
+        ("dp4", 4, {"task": Asking()}, "use --dry-run without --world, which starts the ranks"),
+    ],
+)
+def test_what_is_refused(layout: str, world: int, further: dict[str, Any], message: str) -> None:
+    with pytest.raises(samestep.UserError) as caught:
+        rehearsed(layout, world, **further)
+    assert message in str(caught.value)
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, out = tmp_path / "job.yaml", tmp_path / "out.json"
+    job.write_text("recipe: {task: regression, epochs: 2, batch: 64}\n")
+    command = ["train", str(job), "--layout", "zero1x16", "--dry-run", "--world", "16", "--json", str(out)]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "bytes of a rank in one step" in shown
+    assert "messages of rank 0 in one step" in shown
+    (rank,) = json.loads(out.read_text(encoding="utf-8"))["ranks"]
+    assert rank["usage_bytes"]["parameters"] == 84
+    assert {each["ranks"] for each in rank["collectives"]} == {16}
+    assert {path.name for path in tmp_path.iterdir()} == {"job.yaml", "out.json"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--world", "4"], "--world goes with --dry-run"),
+        (["--dry-run", "--world", "4", "--hostfile", "hosts"], "leave out what names them"),
+        (["--dry-run", "--world", "4", "--json", "none/out.json"], "there is no folder none"),
+    ],
+)
+def test_words_that_do_not_go_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("recipe: {task: regression}\n")
+    assert main(["train", str(job), *words]) == 2
+    assert message in capsys.readouterr().err
