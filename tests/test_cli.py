@@ -274,14 +274,15 @@ def test_print_config_says_where_each_value_came_from(
 
 
 def test_verify_prints_and_writes_its_proof(place: Path) -> None:
-    done = samestep("verify", "good.yaml", "--layout", "dp2", "--steps", "3", "--json", "proof.json", place=place)
+    words = ("verify", "good.yaml", "--layout", "dp2", "--steps", "3", "--json", "proof.json", "--force")
+    done = samestep(*words, place=place)
     assert done.returncode == 0, done.stderr
     proof = json.loads((place / "proof.json").read_text(encoding="utf-8"))
     differences, as_built = proof.pop("max_relative_difference"), proof.pop("as_built")
     assert as_built["same"] is True
     assert proof.pop("nonfinite") == []
     told = {"layout": "dp2", "dtype": "float64", "steps": 2, "tolerance": 1e-10, "same_step": True}
-    assert proof == {**told, "communication": None}
+    assert proof == {**told, "communication": None, "rounding": None}
     assert differences.keys() == {"loss", "grad_norm", "parameters", "metrics"}
     assert max(differences.values()) < 1e-10
     assert "dp2 beside one process, 2 steps in float64" in done.stdout
@@ -295,7 +296,7 @@ def test_verify_ends_with_1_where_the_step_is_another(
     monkeypatch.setitem(
         sys.modules["samestep.engines"].ENGINES, "forgetful", f"{mistakes.__name__}:ForgottenSchedule"
     )
-    command = "verify good.yaml --engine forgetful --set recipe.schedule.decay=linear --json proof.json"
+    command = "verify good.yaml --engine forgetful --set recipe.schedule.decay=linear --json proof.json --force"
     assert main(command.split()) == 1
     proof = json.loads((place / "proof.json").read_text(encoding="utf-8"))
     assert proof["same_step"] is False

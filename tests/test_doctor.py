@@ -28,7 +28,7 @@ def test_it_tells_what_there_is_and_which_collectives_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "doctor.json"
-    code = main(["doctor", "--folder", str(tmp_path / "runs"), "--json", str(file)])
+    code = main(["doctor", "--folder", str(tmp_path / "runs"), "--json", str(file), "--force"])
     found = json.loads(file.read_text(encoding="utf-8"))
     assert code == (1 if any(each["verdict"] == "problem" for each in found) else 0)
     of = by_subject(found)

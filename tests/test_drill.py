@@ -28,7 +28,7 @@ def job(tmp_path: Path) -> str:
 
 def drilled(job: str, *words: str, limit: float) -> tuple[dict[str, Any], str]:
     file = Path(job).with_suffix(".json")
-    command = [sys.executable, "-m", "samestep", "drill", job, "--json", str(file), *words]
+    command = [sys.executable, "-m", "samestep", "drill", job, "--json", str(file), "--force", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text(encoding="utf-8")), done.stdout

@@ -52,7 +52,7 @@ def test_a_layout_over_two_hosts_is_proved(bed: Testbed, tmp_path: Path, layout:
     same_losses(tmp_path / "run")
     record("torchrun", f"{TRAIN} --layout {layout}", f"{layout} over 2 hosts", SAME, first)
     found = tmp_path / "proof.json"
-    verify = ["samestep", "verify", str(job_file(tmp_path)), "--layout", layout, "--json", str(found)]
+    verify = ["samestep", "verify", str(job_file(tmp_path)), "--layout", layout, "--json", str(found), "--force"]
     for command in start_on(bed.hosts, [torchrun(rank, 2, verify) for rank in range(2)]):
         command.finish(90)
     command = f"{TRAIN.replace('samestep train', 'samestep verify')} --layout {layout}"

@@ -16,7 +16,7 @@ RATE = 200e6 / 8  # bytes a second of the cable
 
 def test_collectives_are_timed_beside_the_link(tmp_path: Path) -> None:
     file = tmp_path / "comm.json"
-    words = ["--sizes", "1KB,4MB", "--seconds", "0.1", "--json", str(file)]
+    words = ["--sizes", "1KB,4MB", "--seconds", "0.1", "--json", str(file), "--force"]
     with Testbed(2, racks=2, cable=Cable(rate_mbit=200), ssh=False) as bed:
         commands = [torchrun(rank, 2, ["samestep", "comm", *words]) for rank in range(2)]
         for command in start_on(bed.hosts, commands):

@@ -89,7 +89,7 @@ def test_a_layout_over_two_hosts_is_proved(way: Way, layout: str, bed: Testbed, 
     first = follow(started(way, bed, tmp_path, "train", *job, "--folder", str(run)), run, limit=120)
     assert losses_in(run) == pytest.approx(losses_alone(), rel=1e-12)
     record(way.place, f"{way.shown} --layout {layout}", f"{layout} over 2 hosts", SAME, first)
-    for command in started(way, bed, tmp_path, "verify", *job, "--json", str(found)):
+    for command in started(way, bed, tmp_path, "verify", *job, "--json", str(found), "--force"):
         command.finish(90)
     shown = way.shown.replace("train", "verify")
     record(way.place, f"{shown} --layout {layout}", f"proof of {layout}", proved(found))

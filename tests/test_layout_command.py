@@ -53,7 +53,7 @@ def shown(tmp_path: Path) -> Any:
     """What the command writes about a layout for a program."""
 
     def show(*words: str) -> dict[str, Any]:
-        assert main(["layout", *words, "--json", str(tmp_path / "shown.json")]) == 0
+        assert main(["layout", *words, "--json", str(tmp_path / "shown.json"), "--force"]) == 0
         return json.loads((tmp_path / "shown.json").read_text(encoding="utf-8"))
 
     return show

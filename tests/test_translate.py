@@ -29,7 +29,7 @@ def translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         if not isinstance(source, Path):
             file = tmp_path / "source.json"
             file.write_text(source if isinstance(source, str) else json.dumps(source), encoding="utf-8")
-        assert main(["translate", str(file), *words, "--output", str(tmp_path / "job.yaml")]) == 0
+        assert main(["translate", str(file), *words, "--output", str(tmp_path / "job.yaml"), "--force"]) == 0
         capsys.readouterr()
         assert main(["train", str(tmp_path / "job.yaml"), "--print-config"]) == 0
         assert capsys.readouterr().err == ""
@@ -89,7 +89,7 @@ def test_ranks_stand_where_the_placement_puts_them(
 ) -> None:
     text = translated(smp(**sizes, ddp=True, placement_strategy=placement), "--processes", "8")
     layout = said(text)["run.layout"]
-    assert main(["layout", layout, "--json", str(tmp_path / "shown.json")]) == 0
+    assert main(["layout", layout, "--json", str(tmp_path / "shown.json"), "--force"]) == 0
     shown = json.loads((tmp_path / "shown.json").read_text(encoding="utf-8"))
     assert sorted({group["dimension"]: group["ranks"] for group in shown["groups"]}[dimension]) == groups
 

@@ -80,8 +80,8 @@ def there_and_back(job: dict[str, Any], form: str, folder: Path) -> tuple[Job, J
     (folder / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
     between = folder / ("config.json" if form == "deepspeed" else "config.yaml")
     again = folder / "again.yaml"
-    assert main(["translate", str(folder / "job.yaml"), "--to", form, "--output", str(between)]) == 0
-    assert main(["translate", str(between), "--output", str(again)]) == 0
+    assert main(["translate", str(folder / "job.yaml"), "--to", form, "--output", str(between), "--force"]) == 0
+    assert main(["translate", str(between), "--output", str(again), "--force"]) == 0
     return load(folder / "job.yaml").job, load(again).job, between
 
 

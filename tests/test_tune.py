@@ -126,7 +126,7 @@ def test_the_command_tries_writes_and_tells(tmp_path: Path, capsys: pytest.Captu
     file = job_file(tmp_path, run={"micro_batch": 5})
     written, told = tmp_path / "tuned.yaml", tmp_path / "tuned.json"
     words = ["--settings", "micro_batch", "--steps", "5", "--repeats", "1"]
-    assert main(["tune", str(file), *words, "--json", str(told), "--write", str(written)]) == 0
+    assert main(["tune", str(file), *words, "--json", str(told), "--write", str(written), "--force"]) == 0
     out = capsys.readouterr().out
     assert "times as fast" in out
     values = json.loads(told.read_text(encoding="utf-8"))

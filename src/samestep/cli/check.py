@@ -1,11 +1,9 @@
 """Check a job's task: is its contract kept, which layouts can its model have, and what stands in the others' way."""
 
 import argparse
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options
+from samestep.cli import job_options, output_files
 
 if TYPE_CHECKING:
     from samestep.job_check import Checked
@@ -20,22 +18,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUTS",
         help='layouts to try: "all", "fast", "experts", or "dp2, fsdp2 tp2" (default: each axis, over two processes)',
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to a file")
+    output_files.add_arguments(parser, json="write what was found to a file")
 
 
 def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
 
     from samestep.job_check import check_layouts
     from samestep.matrix import layouts_of
 
     layouts = None if options.layouts is None else layouts_of(options.layouts)
     found = check_layouts(loaded.job, layouts)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, found.to_json())
     _print(found)
     return 0 if found.passed else 1
 

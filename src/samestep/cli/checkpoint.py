@@ -1,11 +1,10 @@
 """Look at checkpoints, hold them against their sums, and turn them into other tools' files and back."""
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from samestep.cli import job_options
+from samestep.cli import output_files
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is shown to a file")
+    output_files.add_arguments(parser, json="write everything that is shown to a file")
 
 
 def _list_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,7 @@ def _list_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     """Show the checkpoints of a run: steps, layouts, sizes, metrics."""
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
     if options.lowest and options.best is None:
         raise UserError("--lowest goes with --best METRIC")
 
@@ -47,7 +46,7 @@ def _list(options: argparse.Namespace) -> int:
 
     found = listed(options.folder)
     print_listed(found, options.best, lowest=options.lowest)
-    _write_json(options.json, [each.to_json() for each in found])
+    output_files.write_json(options.json, [each.to_json() for each in found])
     return 0
 
 
@@ -58,14 +57,14 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     """Show what a checkpoint of any format holds: tensors, shapes, bytes, and what it says of itself."""
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
 
     from samestep.convert.inspect import inspect
     from samestep.display.checkpoints import print_contents
 
     contents = inspect(options.checkpoint)
     print_contents(contents)
-    _write_json(options.json, contents.to_json())
+    output_files.write_json(options.json, contents.to_json())
     return 0
 
 
@@ -76,14 +75,14 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     """Compare a checkpoint's files, or those of all in a folder, with their sums."""
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
 
     from samestep.convert.inspect import verified
     from samestep.display.checkpoints import print_verified
 
     faults = verified(options.folder)
     print_verified(faults)
-    _write_json(options.json, [{"path": str(path), "fault": fault} for path, fault in faults.items()])
+    output_files.write_json(options.json, [{"path": str(path), "fault": fault} for path, fault in faults.items()])
     return 0 if all(fault is None for fault in faults.values()) else 1
 
 
@@ -140,11 +139,6 @@ def _job(file: Path | None) -> "Job | None":
     from samestep import jobfile
 
     return None if file is None else jobfile.load(file).job
-
-
-def _write_json(file: Path | None, values: Any) -> None:
-    if file is not None:
-        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # Each with what adds its arguments and what it does, whose docstring is its summary.

@@ -1,11 +1,9 @@
 """Time every collective on the ranks at hand; `comm demo` shows one, `comm support` tells what each back end has."""
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-from samestep.cli import job_options
+from samestep.cli import output_files
 from samestep.errors import UserError
 
 _ATTEMPT_LIMIT = 10.0  # seconds
@@ -19,8 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=0.3, metavar="S", help="of the samples of one row (default: 0.3)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row, fit and limit to a file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth: .svg or .html")
+    output_files.add_arguments(
+        parser, json="write every row, fit and limit to a file", plot="draw time and bus bandwidth: .svg or .html"
+    )
     parser.set_defaults(act=_measure)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo = commands.add_parser("demo", allow_abbrev=False, help=_one_line(_demo), description=_demo.__doc__)
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"of one attempt (default: {_ATTEMPT_LIMIT:g} s)",
     )
-    support.add_argument("--json", type=Path, metavar="FILE", help="write every attempt to a file")
+    output_files.add_arguments(support, json="write every attempt to a file")
     for command, act in ((demo, _demo), (support, _support)):
         # Without defaults of their own: what stands before the command's name counts, too.
         _ranks_arguments(command, default=argparse.SUPPRESS)
@@ -63,8 +62,7 @@ def _one_line(command: Any) -> str:
 
 def _measure(options: argparse.Namespace) -> int:
     """Check and time collectives."""
-    job_options.check("--json", options.json)
-    job_options.check("--plot", options.plot)
+    output_files.check(options, "json", "plot")
     if not 0 < options.seconds < float("inf"):
         raise UserError(f"--seconds is {options.seconds:g}; use more than 0 seconds")
 
@@ -87,7 +85,7 @@ def _measure(options: argparse.Namespace) -> int:
     report = measured(asked, processes)
     if report is None:
         return 0  # the first rank tells it
-    _write(options.json, report.to_json())
+    output_files.write_json(options.json, report.to_json())
     if options.plot is not None:
         write_plot(report, options.plot)
     print_report(report)
@@ -110,7 +108,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _support(options: argparse.Namespace) -> int:
     """Try each back end with each device, collective and dtype, and tell what works."""
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
     if not 0 < options.time_limit < float("inf"):
         raise UserError(f"--time-limit is {options.time_limit:g}; use more than 0 seconds")
 
@@ -122,11 +120,6 @@ def _support(options: argparse.Namespace) -> int:
     wanted = options.processes if options.processes is not None or environment.ranks() is not None else 2
     found = supported(options.device, processes_of(wanted, options.device), limit=options.time_limit)
     if found is not None:
-        _write(options.json, found.to_json())
+        output_files.write_json(options.json, found.to_json())
         print_support(found)
     return 0
-
-
-def _write(file: Path | None, values: Any) -> None:
-    if file is not None:
-        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

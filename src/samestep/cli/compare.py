@@ -2,10 +2,8 @@
 
 import argparse
 import importlib.util
-import json
-from pathlib import Path
 
-from samestep.cli import job_options
+from samestep.cli import job_options, output_files
 from samestep.errors import UserError
 
 
@@ -18,8 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="trainings of each method (default: 3)")
     parser.add_argument("--steps", type=int, help="train so many steps instead of the job's")
     parser.add_argument("--time-limit", type=float, default=3600, metavar="S", help="of one run (default: 3600 s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure of every repeat to a file")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page of HTML, which needs no network")
+    output_files.add_arguments(
+        parser,
+        json="write every figure of every repeat to a file",
+        report="write a page of HTML, which needs no network",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,8 +29,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    job_options.check("--json", options.json)
-    job_options.check("--report", options.report)
+    output_files.check(options, "json", "report")
     if options.report is not None and importlib.util.find_spec("plotly") is None:
         raise UserError('--report needs plotly, which is not installed; pip install "samestep[report]"')
 
@@ -43,8 +43,7 @@ def run(options: argparse.Namespace) -> int:
         evaluations=6 if options.report is not None else 1,
         time_limit=options.time_limit,
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps(found.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, found.to_json())
     if options.report is not None:
         found.save_report(options.report)
     print_comparison(found)

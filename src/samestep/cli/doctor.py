@@ -1,12 +1,11 @@
 """Tell what works on this machine, or what went wrong in a run, and what would help."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep import environment
-from samestep.cli import job_options
+from samestep.cli import output_files
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"of all checks, and of a trial of ranks (default: {_LIMIT:g} s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to a file")
+    output_files.add_arguments(parser, json="write everything that was found to a file")
 
 
 def run(options: argparse.Namespace) -> int:
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
     if options.run_folder is not None:
         given = [name for name in _OF_THE_MACHINE if getattr(options, name) is not None]
         if given:
@@ -55,9 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
     from samestep.doctor.findings import print_findings
 
-    if options.json is not None:
-        values = [finding.to_json() for finding in findings]
-        options.json.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, [finding.to_json() for finding in findings])
     print_findings(findings, title)
     return 1 if any(finding.verdict == "problem" for finding in findings) else 0
 

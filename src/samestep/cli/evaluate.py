@@ -1,10 +1,9 @@
 """Compute a job's metrics over its held-out samples, of a checkpoint's model, in one process."""
 
 import argparse
-import json
 from pathlib import Path
 
-from samestep.cli import job_options
+from samestep.cli import job_options, output_files
 
 # What decides how a training is spread, of which nothing matters to one process.
 NOT_HERE = ("layout", "processes", "engine", "micro-batch", "checkpoint-every", "folder")
@@ -13,7 +12,7 @@ NOT_HERE = ("layout", "processes", "engine", "micro-batch", "checkpoint-every", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser, without=NOT_HERE)
     add_checkpoint(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics to a file, curves as well")
+    output_files.add_arguments(parser, json="write the metrics to a file, curves as well")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +29,12 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
 
     from samestep.display.tables import print_metrics
     from samestep.inference import evaluate_job
 
     metrics = evaluate_job(loaded.job, options.checkpoint)
-    if options.json is not None:
-        options.json.write_text(json.dumps(metrics, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, metrics)
     print_metrics(metrics)
     return 0

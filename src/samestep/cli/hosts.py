@@ -1,10 +1,8 @@
 """Show the hosts that were found, from where, and what each rank would get. Nothing is started."""
 
 import argparse
-import json
-from pathlib import Path
 
-from samestep.cli import cluster_options, job_options
+from samestep.cli import cluster_options, job_options, output_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,11 +12,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cluster_options.add_device(parser)
     parser.add_argument("--bind", default="auto", help="show cores as samestep launch --bind would give them")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is shown to a file")
+    output_files.add_arguments(parser, json="write everything that is shown to a file")
 
 
 def run(options: argparse.Namespace) -> int:
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
     found = cluster_options.cluster_from(options, options.device)
 
     from samestep.display.hosts import hosts_shown, print_hosts
@@ -31,7 +29,6 @@ def run(options: argparse.Namespace) -> int:
     shown = hosts_shown(found, options.layout, cores)
     if not job_options.is_main():
         return 0  # of many that a launcher has started, one tells it
-    if options.json is not None:
-        options.json.write_text(json.dumps(shown.to_json(), indent=2) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, shown.to_json())
     print_hosts(shown)
     return 0

@@ -1,4 +1,4 @@
-"""Options that every command with a job file has, laid over what the file says; and files that commands write."""
+"""Options that every command with a job file has, laid over what the file says."""
 
 import argparse
 import importlib
@@ -12,16 +12,6 @@ from samestep.errors import UserError
 if TYPE_CHECKING:
     from samestep.job import Job
     from samestep.jobfile import LoadedJob
-
-
-def check(flag: str, file: Path | None) -> None:
-    """Raise UserError where a file can't be written; before minutes are spent on what would stand in it."""
-    if file is None:
-        return
-    if file.is_dir():
-        raise UserError(f"{flag} {file}: this is a folder; the path of a file is wanted")
-    if not file.parent.is_dir():
-        raise UserError(f"{flag} {file}: there is no folder {file.parent}; make it, or write elsewhere")
 
 
 # Flag -> the key of the job that it sets.
@@ -90,7 +80,6 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
     """The job file, or another one, with the command line's values over it. Raises UserError."""
     from samestep import environment, jobfile
     from samestep.cli import hyperparameters
-    from samestep.errors import UserError
 
     keys = {flag: key for flag, (key, _) in {**_FLAGS, **_OWN_FLAGS}.items()}
     overrides = hyperparameters.overrides(environment.snapshot(), keys)
@@ -129,7 +118,6 @@ def print_config(loaded: "LoadedJob") -> int:
 def is_main() -> bool:
     """Whether this process is the one that talks: rank 0, or one that no launcher started."""
     from samestep import environment
-    from samestep.errors import UserError
 
     try:
         ranks = environment.ranks()

@@ -1,12 +1,10 @@
 """Plan which layouts of a model fit on a cluster and how fast each will be, or check the planner against rows."""
 
 import argparse
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from samestep.cli import job_options
+from samestep.cli import output_files
 from samestep.errors import UserError, closest
 
 if TYPE_CHECKING:
@@ -35,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (default: 10)")
     parser.add_argument("--minimum", action="store_true", help="the fewest devices that hold the model, by lever")
     parser.add_argument("--price", metavar="PRICE", help='of one device, such as "2.5 USD/hour"')
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is shown to a file")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page of HTML")
+    output_files.add_arguments(parser, json="write everything that is shown to a file", report="write a page of HTML")
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="published steps, JSON or CSV, to predict and compare"
     )
@@ -46,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    job_options.check("--json", options.json)
-    job_options.check("--report", options.report)
+    output_files.check(options, "json", "report")
     if options.rows is not None:
         return _rows(options)
     from samestep.planning.price import Price
@@ -95,7 +91,7 @@ def _plan(options: argparse.Namespace, job: "Job", cluster: "Cluster", price: "P
 
     found = plan(job, cluster, most=options.top)
     costs = [cost_of(job, cluster, each.time.seconds, price) for each in found.candidates]
-    _write(
+    output_files.write_json(
         options.json,
         {
             "model": job.model.name,
@@ -126,7 +122,7 @@ def _minimum(options: argparse.Namespace, job: "Job", cluster: "Cluster") -> int
     from samestep.planning.search import minimum
 
     levers = minimum(job, cluster)
-    _write(
+    output_files.write_json(
         options.json, {"model": job.model.name, "gpu": cluster.device.name, "levers": [e.to_json() for e in levers]}
     )
     print_minimum(job.model.name, cluster.device.name, levers)
@@ -142,7 +138,7 @@ def _rows(options: argparse.Namespace) -> int:
     predicted = [predict(row) for row in rows]
     groups = table(predicted)
     validations = cross_validated(rows) if options.cross_validation else []
-    _write(
+    output_files.write_json(
         options.json,
         {
             "errors": [group.to_json() for group in groups],
@@ -152,8 +148,3 @@ def _rows(options: argparse.Namespace) -> int:
     )
     print_errors(groups, validations)
     return 0
-
-
-def _write(file: Path | None, values: Mapping[str, Any]) -> None:
-    if file is not None:
-        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

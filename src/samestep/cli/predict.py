@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from samestep.cli import job_options
+from samestep.cli import job_options, output_files
 from samestep.cli.evaluate import NOT_HERE, add_checkpoint
 from samestep.errors import UserError
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="texts, one a line; or an image, or a folder with images (default: the held-out samples)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
+    output_files.add_arguments(parser, output="where to write (default: standard output)")
     parser.add_argument(
         "--new-tokens", type=int, default=0, metavar="N", help="language models: go on with each text by so many"
     )
@@ -33,12 +33,12 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    job_options.check("--output", options.output)
     if options.input is not None and not options.input.exists():
         raise UserError(f"--input {options.input}: there is no such file or folder")
     files = (options.input, options.output)
     if all(file is not None and file.exists() for file in files) and options.output.samefile(options.input):
         raise UserError(f"--output is {options.output}, which is read; write to another file")
+    output_files.check(options, "output")
     if options.new_tokens < 0:
         raise UserError(f"--new-tokens is {options.new_tokens}; it should be 0 or more")
 

@@ -1,12 +1,11 @@
 """Train the job of a file, under any layout."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, launch_options
+from samestep.cli import job_options, launch_options, output_files
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="profile five steps on every rank: a trace a rank and a table (default: profile/ in the run's folder)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="with --dry-run: write its numbers to a file")
+    output_files.add_arguments(parser, json="with --dry-run: write its numbers to a file")
     parser.add_argument(
         "--world",
         type=int,
@@ -54,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.json is not None and not options.dry_run:
         raise UserError("--json goes with --dry-run; a training writes report.json into its folder")
+    output_files.check(options, "json")
     if options.profile is not None and options.dry_run:
         raise UserError("--profile goes with a training, and --dry-run takes three steps of one; give one of them")
     if options.world is not None and not options.dry_run:
@@ -121,30 +121,23 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
 
 def _dry_run(job: "Job", file: Path | None) -> int:
-    job_options.check("--json", file)
-
     job_options.prepare(job)
     from samestep.api import dry_run_job
     from samestep.display.tables import print_usage
 
     ranks = dry_run_job(job)
     if job_options.is_main():
-        if file is not None:
-            values = [usage.to_json() for usage in ranks]
-            file.write_text(json.dumps({"usage_bytes": values}, indent=2) + "\n", encoding="utf-8")
+        output_files.write_json(file, {"usage_bytes": [usage.to_json() for usage in ranks]})
         print_usage(ranks)
     return 0
 
 
 def _rehearse(job: "Job", world_size: int, file: Path | None) -> int:
-    job_options.check("--json", file)
-
     from samestep.api import rehearse_job
     from samestep.display.rehearsal import print_rehearsals
 
     ranks = rehearse_job(job, world_size)
-    if file is not None:
-        values = {"world_size": world_size, "layout": job.run.layout, "ranks": [each.to_json() for each in ranks]}
-        file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    told = {"world_size": world_size, "layout": job.run.layout, "ranks": [each.to_json() for each in ranks]}
+    output_files.write_json(file, told)
     print_rehearsals(ranks)
     return 0

@@ -2,9 +2,8 @@
 
 import argparse
 import sys
-from pathlib import Path
 
-from samestep.cli import job_options
+from samestep.cli import output_files
 from samestep.errors import UserError
 
 
@@ -21,13 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", default="job", metavar="FORMAT", help="job (default), deepspeed or accelerate")
     parser.add_argument("--processes", type=int, help="ranks in all, where the source doesn't say how many")
     parser.add_argument("--batch", type=int, help="samples of a step over all ranks, where the source doesn't say it")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write to a file instead of standard output")
+    output_files.add_arguments(parser, output="write to a file instead of standard output")
 
 
 def run(options: argparse.Namespace) -> int:
-    job_options.check("--output", options.output)
     if options.output is not None and str(options.output) in options.words:
         raise UserError(f"--output is {options.output}, the file that is translated; write to another")
+    output_files.check(options, "output")
     for name in ("processes", "batch"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -1,10 +1,8 @@
 """Find the settings with which a job's step is shortest here, each tried for a few steps."""
 
 import argparse
-import json
-from pathlib import Path
 
-from samestep.cli import job_options
+from samestep.cli import job_options, output_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,16 +12,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, help="of each trial; the first 3 don't count (default: 10)")
     parser.add_argument("--repeats", type=int, default=3, help="trials of each value (default: 3)")
     parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="of one trial (default: 600 s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every timing of every trial to a file")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the job with the settings that were kept")
+    output_files.add_arguments(
+        parser,
+        json="write every timing of every trial to a file",
+        write="write the job with the settings that were kept",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if options.print_config:
         return job_options.print_config(loaded)
-    job_options.check("--json", options.json)
-    job_options.check("--write", options.write)
+    output_files.check(options, "json", "write")
 
     from samestep.jobfile import LoadedJob, dump
     from samestep.tuning.results import print_tuned
@@ -37,8 +37,7 @@ def run(options: argparse.Namespace) -> int:
         repeats=options.repeats,
         time_limit=options.time_limit,
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps(found.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, found.to_json())
     if options.write is not None:
         kept = {("run", key): "samestep tune" for key in found.run}
         text = dump(LoadedJob(found.job, options.write, {**loaded.sources, **kept}))

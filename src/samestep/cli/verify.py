@@ -1,11 +1,10 @@
 """Prove that a layout, or a training script, takes the steps of one process: both run, and are compared."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import job_options, verify_script
+from samestep.cli import job_options, output_files, verify_script
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bits", action="store_true", help="hold the bits of run.reduction: ordered against one process, and time it"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences to a file")
+    output_files.add_arguments(
+        parser, json="write the differences to a file", report="of a script: write a page of HTML, without a network"
+    )
     verify_script.add_arguments(parser)
 
 
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         return job_options.print_config(loaded)
 
-    job_options.check("--json", options.json)
+    output_files.check(options, "json")
     if options.bits:
         return _bits(options, loaded)
     if options.layouts is not None:
@@ -53,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
     proof = verify_job(loaded.job, steps=options.steps, dropout=options.dropout)
     if job_options.is_main():
-        if options.json is not None:
-            options.json.write_text(json.dumps(proof.to_json(), indent=2) + "\n", encoding="utf-8")
+        output_files.write_json(options.json, proof.to_json())
         print_proof(proof)
     return 0 if proof.same_step else 1
 
@@ -74,9 +74,7 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     rows = verify_bits(loaded.job, layouts, steps=options.steps)
     if options.layouts is None and rows[0].reason is not None:
         raise UserError(rows[0].reason)
-    if options.json is not None:
-        told = [row.to_json() for row in rows]
-        options.json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, [row.to_json() for row in rows])
     print_bits(rows)
     return 0 if all(row.passed for row in rows) else 1
 
@@ -90,7 +88,6 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
     layouts = layouts_of(options.layouts)
     jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]
     rows = [row for job in jobs for row in verify_layouts(job, layouts, steps=options.steps, dropout=options.dropout)]
-    if options.json is not None:
-        options.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, [row.to_json() for row in rows])
     print_matrix(rows)
     return 0 if all(row.passed for row in rows) else 1

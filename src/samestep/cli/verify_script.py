@@ -2,13 +2,12 @@
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from samestep.cli import job_options
+from samestep.cli import output_files
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", metavar="TYPE", help="torch's default type before the script begins, such as float64")
     add("--seed", type=int, metavar="N", help="seed random numbers before the script begins")
     add("--time-limit", type=float, metavar="S", help=f"of one run (default: {_TIME_LIMIT:g} s)")
-    add("--report", type=Path, metavar="FILE", help="write a page of HTML, which needs no network")
     add("--keep", type=Path, metavar="FOLDER", help="keep what was recorded, in a new folder")
     add("--launch", metavar="OPTIONS", help='further options of samestep launch, such as "--hostfile hosts"')
 
@@ -46,8 +44,7 @@ def check_absent(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Exit codes: 0 the same step, 1 not, 2 a mistake."""
     proof = _proof(options)
-    job_options.check("--json", options.json)
-    job_options.check("--report", options.report)
+    output_files.check(options, "json", "report")
     if options.report is not None and importlib.util.find_spec("plotly") is None:
         raise UserError('--report needs plotly, which is not installed; pip install "samestep[report]"')
     if options.keep is not None and options.keep.exists():
@@ -64,8 +61,7 @@ def run(options: argparse.Namespace) -> int:
         folder = options.keep if options.keep is not None else Path(scratch) / "runs"
         run_all(proof, folder)
         verdict = compare_runs(folder, dropout=proof.dropout)
-    if options.json is not None:
-        options.json.write_text(json.dumps(verdict.to_json(), indent=2) + "\n", encoding="utf-8")
+    output_files.write_json(options.json, verdict.to_json())
     if options.report is not None:
         from samestep.script_proof.page import page
 

@@ -1,0 +1,44 @@
+"""Files that commands write where the user says so: their options, what is refused before any work, and JSON.
+
+A command adds its options by `add_arguments(parser, json="...", report="...")`, calls
+`check(options, "json", "report")` first of all, and writes JSON by `write_json`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser, **helps: str) -> None:
+    """An option for each file, by its name, and --force, by which they replace what is there."""
+    for name, text in helps.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+    flags = " and ".join(f"--{name}" for name in helps)
+    parser.add_argument("--force", action="store_true", help=f"let {flags} replace a file that is there")
+
+
+def check(options: argparse.Namespace, *names: str) -> None:
+    """Raise UserError where a file can't be written, before minutes are spent on what would stand in it."""
+    for name in names:
+        file: Path | None = getattr(options, name)
+        if file is not None:
+            _check(f"--{name}", file, force=options.force)
+
+
+def _check(flag: str, file: Path, *, force: bool) -> None:
+    if file.is_dir():
+        raise UserError(f"{flag} {file}: this is a folder; the path of a file is wanted")
+    if not file.parent.is_dir():
+        raise UserError(f"{flag} {file}: there is no folder {file.parent}; make it, or write elsewhere")
+    # An empty file, such as mktemp makes, and what is no file, such as /dev/stdout, have nothing to lose.
+    if not force and file.is_file() and file.stat().st_size > 0:
+        raise UserError(f"{flag} {file}: this file is there already; use --force to replace it, or write elsewhere")
+
+
+def write_json(file: Path | None, values: Any) -> None:
+    """Write values for other programs to read; None: nowhere."""
+    if file is not None:
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
