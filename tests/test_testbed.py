@@ -80,11 +80,13 @@ def test_a_command_is_given_variables_and_its_failure_is_told(bed: Testbed) -> N
         host.start(["sh", "-c", "exit 4"]).finish(10)
     with pytest.raises(TimeoutError, match=r"more than 2 s and printed:\nbegun"):
         host.run(["sh", "-c", "echo begun; sleep 60"], timeout=2)
-    left = []
+    asleep = []
     for process in psutil.Process(host.pid).children(recursive=True):
         with suppress(psutil.Error):  # it has ended, and is still to be reaped
-            left.append(process.cmdline())
-    assert ["sleep", "60"] not in left
+            if process.cmdline() == ["sleep", "60"]:
+                asleep.append(process)
+    _, left = psutil.wait_procs(asleep, timeout=10)  # killed, and perhaps not yet gone
+    assert not left
 
 
 def test_a_crash_ends_connections_and_a_cut_power_is_silent(bed: Testbed) -> None:

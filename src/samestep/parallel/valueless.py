@@ -26,9 +26,9 @@ _SEND, _RECEIVE = "send", "recv_"
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be looked at."""
+    """Whether a tensor's numbers can be looked at: those that were made inside `Valueless` have none."""
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    return not isinstance(local, FakeTensor)
+    return not (isinstance(local, FakeTensor) and isinstance(local.fake_mode, Valueless))
 
 
 def with_values() -> AbstractContextManager[object]:
