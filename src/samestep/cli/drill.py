@@ -1,14 +1,22 @@
 """Train a job under one fault after the other, and hold each run beside the undisturbed one."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from samestep.cli import job_options, output_files
+from samestep.errors import UserError
+
+if TYPE_CHECKING:
+    from samestep.jobfile import LoadedJob
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser, without=("folder", "max-restarts", "checkpoint-every"))
     parser.add_argument("--faults", help='such as "kill, hang" (default: all)')
-    parser.add_argument("--steps", type=int, default=20, help="train so many steps in each run (default: 20)")
+    parser.add_argument("--steps", type=int, help="train so many steps in each run (default: 20; of a soak by time)")
+    parser.add_argument("--soak", type=int, metavar="N", help="one long job under N faults at random moments")
+    parser.add_argument("--seed", type=int, help="of a soak's faults (default: 0)")
+    parser.add_argument("--between", metavar="TIME", help="from one fault of a soak to the next (default: 15s)")
     parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="of one run (default: 600 s)")
     output_files.add_arguments(parser, json="write the table's numbers to a file")
 
@@ -19,14 +27,49 @@ def run(options: argparse.Namespace) -> int:
         return job_options.print_config(loaded)
     output_files.check(options, "json")
 
+    if options.soak is not None:
+        return _soak(options, loaded)
+    for flag in ("seed", "between"):
+        if getattr(options, flag) is not None:
+            raise UserError(f"--{flag} is of a soak; use it with --soak N")
     from samestep.drill.run import drill_job, print_drill
 
     drilled = drill_job(
         loaded.job,
-        steps=options.steps,
+        steps=20 if options.steps is None else options.steps,
         faults=options.faults.split(",") if options.faults is not None else None,
         time_limit=options.time_limit,
     )
     output_files.write_json(options.json, drilled.to_json())
     print_drill(drilled)
     return 0 if drilled.passed else 1
+
+
+def _soak(options: argparse.Namespace, loaded: "LoadedJob") -> int:
+    from samestep.drill.run import print_soak
+    from samestep.drill.soak import soak_job
+
+    soaked = soak_job(
+        loaded.job,
+        faults=options.soak,
+        seed=options.seed or 0,
+        between=_seconds(options.between),
+        kinds=options.faults.split(",") if options.faults is not None else None,
+        steps=options.steps,
+        time_limit=options.time_limit,
+    )
+    output_files.write_json(options.json, soaked.to_json())
+    print_soak(soaked)
+    return 0 if soaked.passed else 1
+
+
+def _seconds(time: str | None) -> float:
+    if time is None:
+        return 15.0
+    from samestep.job import seconds_of
+
+    text = time if time[-1:] in "smh" else f"{time}s"
+    try:
+        return seconds_of(text)
+    except (ValueError, KeyError):
+        raise UserError(f"--between is {time}; use seconds, or a time such as 15s or 1m") from None

@@ -13,6 +13,7 @@ from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
 from samestep.drill.drill import Drill, Row, Runs, row_of
 from samestep.drill.faults import DRILLS
+from samestep.drill.soak import Soaked
 from samestep.errors import UserError, closest
 from samestep.job import Checkpointing, Job
 from samestep.training.metrics_log import Bar
@@ -142,3 +143,30 @@ def print_drill(drilled: Drilled) -> None:
     console.print(table)
     if any(row.changes_result and row.survived for row in drilled.rows):
         console.print("nan: a batch is left out, so the result differs")
+
+
+def print_soak(soaked: Soaked) -> None:
+    console = Console(markup=False, emoji=False)
+    table = Table(
+        title=f"{soaked.layout}, {soaked.steps:,} steps under faults, seed {soaked.seed}", show_header=False
+    )
+    counts = ", ".join(f"{name} {count}" for name, count in soaked.faults.items())
+    seconds = "{:.1f} s".format
+    rows = {
+        "faults": f"{sum(soaked.faults.values())} of {soaked.wanted}, {soaked.between:g} s apart ({counts})",
+        "final weights": "the same bits" if soaked.same_weights else "OTHERS",
+        "losses": "the same bits" if soaked.same_losses else "OTHERS",
+        "samples lost, repeated": f"{soaked.samples_lost}, {soaked.samples_repeated}",
+        "goodput": f"{soaked.goodput:.2f}",
+        "recovery, median": "" if soaked.median_recovery is None else seconds(soaked.median_recovery),
+        "recovery, slowest": "" if soaked.slowest_recovery is None else seconds(soaked.slowest_recovery),
+        "left: processes, files": f"{soaked.left_processes}, {soaked.left_files}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    if not soaked.ended:
+        console.print(f"the run did not end: {soaked.last_words}", soft_wrap=True)
+    elif sum(soaked.faults.values()) < soaked.wanted:
+        console.print("the run ended before the last fault; use more --steps", soft_wrap=True)
+    console.print("survived" if soaked.passed else "FAILED")

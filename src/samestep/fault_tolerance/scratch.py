@@ -63,3 +63,24 @@ def _remove_unless_held(folder: Path) -> None:
         shutil.rmtree(folder)  # no link: it takes none
     finally:
         os.close(lock)
+
+
+def left_in() -> list[Path]:
+    """Folders of this package's, in memory and for temporary files, whose process has ended without removing them."""
+    places = {Path(gettempdir()), _IN_MEMORY}
+    folders = [folder for place in places if place.is_dir() for folder in place.glob("samestep-*")]
+    return sorted(folder for folder in folders if _is_left(folder))
+
+
+def _is_left(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # another's, or gone
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True

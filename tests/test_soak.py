@@ -1,0 +1,149 @@
+"""`samestep drill --soak`: random faults over one ordered job, whose bits are those of an undisturbed run."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.cli.main import main
+from samestep.drill.drill import Left
+from samestep.drill.soak import KINDS, Soak, Soaked, Target, _samples
+
+TESTS = Path(__file__).parent
+JOB = f"""
+recipe: {{task: {TESTS}/slow_points.py:SlowPoints, batch: 16, virtual_ranks: 2}}
+run: {{layout: dp2, threads: 1}}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    file = tmp_path / "job.yaml"
+    file.write_text(JOB, encoding="utf-8")
+    return str(file)
+
+
+def soaked(job: str, *words: str, limit: float) -> dict[str, Any]:
+    file = Path(job).with_suffix(".json")
+    command = [sys.executable, "-m", "samestep", "drill", job, "--json", str(file), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "survived" in done.stdout
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+def test_a_few_faults_leave_the_bits_as_they_are(job: str) -> None:
+    words = ["--soak", "3", "--seed", "3", "--between", "1s", "--steps", "400", "--layout", "single"]
+    words += ["--faults", "kill, terminate, gone"]
+    found = soaked(job, *words, limit=380)
+    assert sum(found["faults"].values()) == 3
+    known = {name: found[name] for name in ("same_weights", "same_losses", "samples_lost", "samples_repeated")}
+    assert known == {"same_weights": True, "same_losses": True, "samples_lost": 0, "samples_repeated": 0}
+    assert (found["left_processes"], found["left_files"]) == (0, 0)
+    assert 0 < found["goodput"] < 1.5
+    assert found["slowest_recovery"] >= found["median_recovery"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_kind_of_fault_leaves_the_bits_as_they_are(job: str) -> None:
+    found = soaked(job, "--soak", "12", "--seed", "5", "--between", "2s", "--steps", "1500", limit=880)
+    assert found["passed"]
+    assert len(found["faults"]) > 3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--soak", "0"], "--soak is 0; use a number of faults of 1 or more"),
+        (["--soak", "2", "--between", "soon"], "--between is soon; use seconds, or a time such as 15s or 1m"),
+        (["--soak", "2", "--between", "0"], "--between is 0; use seconds above 0, such as 15s"),
+        (["--soak", "2", "--steps", "3"], "--steps is 3; use 8 or more"),
+        (["--soak", "2", "--faults", "kil"], 'unknown fault "kil" of a soak; did you mean "kill"'),
+        (["--soak", "2", "--time-limit", "0"], "--time-limit is 0; use a number of seconds above 0"),
+        (["--soak", "2", "--layout", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
+        (["--seed", "2"], "--seed is of a soak; use it with --soak N"),
+        (["--between", "2s"], "--between is of a soak; use it with --soak N"),
+    ],
+)
+def test_what_is_wrong_is_told(job: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drill", job, *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def left(folder: Path, steps: list[int]) -> Left:
+    folder.mkdir()
+    lines = [json.dumps({"step": step, "loss": 1.0, "samples": 16}) for step in steps]
+    (folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return Left(code=0, output="", folder=folder)
+
+
+@pytest.mark.quick
+def test_lost_and_repeated_samples_are_counted(tmp_path: Path) -> None:
+    whole = left(tmp_path / "whole", [0, 1, 2, 3])
+    assert _samples(whole, left(tmp_path / "same", [0, 1, 2, 3])) == (0, 0)
+    assert _samples(whole, left(tmp_path / "other", [0, 1, 1, 1, 3])) == (16, 32)
+
+
+RIGHT = Soaked(
+    layout="dp2",
+    steps=8,
+    seed=0,
+    between=1.0,
+    wanted=2,
+    faults={"kill": 2},
+    ended=True,
+    same_weights=True,
+    same_losses=True,
+    samples_lost=0,
+    samples_repeated=0,
+    goodput=0.5,
+    slowest_recovery=1.0,
+    median_recovery=1.0,
+    left_processes=0,
+    left_files=0,
+    last_words="",
+)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"faults": {"kill": 1}},
+        {"ended": False},
+        {"same_weights": False},
+        {"same_losses": False},
+        {"samples_lost": 16},
+        {"samples_repeated": 16},
+        {"left_processes": 1},
+        {"left_files": 1},
+    ],
+)
+def test_a_soak_passes_only_where_nothing_is_lost_or_left(wrong: dict[str, Any]) -> None:
+    assert RIGHT.passed
+    assert not replace(RIGHT, **wrong).passed
+
+
+def test_a_process_and_its_children_are_one_target() -> None:
+    text = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    with subprocess.Popen([sys.executable, "-c", text]) as started:
+        target = Target(started, 2)
+        until = time.monotonic() + 30
+        while len(target.tree()) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(target.tree()) == 2
+        assert target.ranks() == []
+        soak = Soak(wanted=1, between=0.1, kinds=["kill", "gone"], draw=random.Random(0), processes=2)
+        assert not KINDS["kill"].commit(target, soak.draw)  # nobody is a rank yet
+        assert KINDS["gone"].commit(target, soak.draw)
+        assert started.wait(30) == -9
