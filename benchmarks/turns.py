@@ -47,10 +47,8 @@ from samestep.tasks.registry import resolve
 SETTLE = 5  # steps until memory is allocated and caches are warm
 BASE = "ddp"
 TIME_LIMIT = 1800.0  # seconds of a start
-SAME = {
-    "fp32": 1e-3,
-    "bf16": 3e-2,
-}  # of last losses beside hand-written DDP's: rounding, which Adam magnifies
+# How far last losses may be from hand-written DDP's: rounding, which Adam magnifies.
+SAME = {"fp32": 1e-3, "bf16": 3e-2}
 RECORDS = ("metrics.jsonl", "handwritten.jsonl", "peer.jsonl")  # of steps; a way writes one of them
 
 
@@ -66,9 +64,8 @@ def main() -> None:
     parser.add_argument("--ways", default="alone,ddp,samestep,shared", help=f"of {', '.join(WAYS)}, by commas")
     parser.add_argument("--heap", action="store_true", help="time each way by itself, with its heap and as it comes")
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--rank-of", type=Path, help=argparse.SUPPRESS
-    )  # the folder of the start that this rank is of
+    # The folder of the start that this rank is of.
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     ways = [way.strip() for way in options.ways.split(",")]
     if unknown := set(ways) - set(WAYS):

@@ -18,6 +18,8 @@ from statistics import median
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
+import psutil
+
 from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
 from samestep.drill.drill import Left, Runs, lines
@@ -44,14 +46,9 @@ class Target:
 
     def tree(self) -> list[int]:
         """The process that was started, and all that descend from it."""
-        children: dict[int, list[int]] = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, IndexError):
-                parent = (folder / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]
-                children.setdefault(int(parent), []).append(int(folder.name))
         found = [self.started.pid]
-        for pid in found:  # grows meanwhile
-            found += children.get(pid, [])
+        with suppress(psutil.NoSuchProcess):
+            found += [each.pid for each in psutil.Process(self.started.pid).children(recursive=True)]
         return found
 
     def ranks(self) -> list[int]:
@@ -195,9 +192,8 @@ def _still_there(pids: Sequence[int]) -> int:
 
 
 def _lives(pid: int) -> bool:
-    with suppress(OSError, IndexError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False
 
 
