@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,12 +154,13 @@ def wrong_over_hosts(hosts: str) -> list[str]:
                 group.allgather([gathered], [own]).wait()
                 if not all(torch.equal(each, own) for each in gathered):
                     found.append(f"ranks differ after all-reduce {operation} of {length}")
-            for root in range(n):
-                given, options = parts[rank].clone(), dist.BroadcastOptions()
+            # The last two are refused by gloo, over which the hosts' leaders broadcast.
+            for root, dtype in product(range(n), (torch.float64, torch.complex64, torch.int16, torch.float8_e4m3fn)):
+                given, options = parts[rank].to(dtype), dist.BroadcastOptions()
                 options.rootRank = root
                 group.broadcast([given], options).wait()
-                if not torch.equal(given, parts[root]):
-                    found.append(f"broadcast from {root} of {length}")
+                if not torch.equal(given.view(torch.uint8), parts[root].to(dtype).view(torch.uint8)):
+                    found.append(f"broadcast from {root} of {length} {dtype}")
             group.barrier().wait()
         group.close()
     return found

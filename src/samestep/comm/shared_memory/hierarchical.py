@@ -4,10 +4,12 @@ A ring over all n ranks sends 2(n-1)/n of a message through every link between h
 2(h-1)/h for h hosts: two thirds of it for two ranks on each of two hosts. (Thakur et al. 2005, section 4.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -57,7 +59,8 @@ class HierarchicalKernel:
         if self._leaders is not None:
             options: Any = dist.AllreduceOptions()
             options.reduceOp = _BY_NUMBER[within]
-            self._leaders.allreduce([tensor], options).wait()
+            with self._or_all_raise():
+                self._leaders.allreduce([tensor], options).wait()
             if operation == AVERAGE:
                 _divide(tensor, len(self._hosts.of_rank))
         if self._local is not None:
@@ -70,9 +73,19 @@ class HierarchicalKernel:
         if self._leaders is not None:
             options = dist.BroadcastOptions()
             options.rootRank = host
-            self._leaders.broadcast([tensor], options).wait()
+            with self._or_all_raise():  # as bytes: gloo broadcasts no int16, and no float of 8 bits
+                self._leaders.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
         if host != self._host and self._local is not None:
             self._local.broadcast(tensor, 0)
+
+    @contextmanager
+    def _or_all_raise(self) -> Iterator[None]:
+        """Where a message between hosts fails, let the ranks of this host raise, which wait for their leader."""
+        try:
+            yield
+        except Exception:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         if self._local is not None:
