@@ -138,10 +138,42 @@ def local_sgd(*, every: int, start: int = 0) -> Any:
     return method
 
 
+def few_bits(largest: int) -> Callable[[Tensor], Tensor]:
+    """What integers up to `largest` tell of a vector, with a scale for every 64 numbers."""
+
+    def told(vector: Tensor) -> Tensor:
+        parts = []
+        for block in vector.split(64):
+            scale = (block.abs().max() / largest).float()
+            parts.append((block / scale).round().float() * scale)
+        return torch.cat(parts).double()
+
+    return told
+
+
 def diloco(
-    *, every: int, lr: float, momentum: float, parts: Sequence[Sequence[str]], overlap: int = 0, mixing: float = 0.0
+    *,
+    every: int,
+    lr: float,
+    momentum: float,
+    parts: Sequence[Sequence[str]],
+    overlap: int = 0,
+    mixing: float = 0.0,
+    told: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """Algorithm 1 of Douillard et al. 2023 for one part; the rounds of parts end every / parts steps apart."""
+    """Algorithm 1 of Douillard et al. 2023 for one part; the rounds of parts end every / parts steps apart.
+
+    `told`: what is left of a vector that is sent.
+    """
+
+    def mean_change(run: Simulation, names: Sequence[str], weights: Sequence[float]) -> Tensors:
+        begun = {name: run.shared["a"][name] for name in names}
+        if told is None:
+            mean = run.mean(lambda rank: rank.x, weights)
+            return {name: begun[name] - mean[name] for name in names}
+        changes = [told(_flat({name: begun[name] - rank.x[name] for name in names})) for rank in run.ranks]
+        mean_of = sum(weight * change for weight, change in zip(weights, changes, strict=True)) / sum(weights)
+        return _like(told(mean_of), begun)  # type: ignore[arg-type]
 
     def method(run: Simulation, sums: list[Tensors], counts: list[float], samples: int) -> None:
         if "a" not in run.shared:
@@ -158,8 +190,7 @@ def diloco(
                         keep = mixing if overlap else 0.0
                         rank.x[name] = keep * rank.x[name] + (1 - keep) * run.shared["a"][name]
             if run.done % every == every * number // len(parts):
-                mean = run.mean(lambda rank: rank.x, weights)
-                change = {name: run.shared["a"][name] - mean[name] for name in names}
+                change = mean_change(run, names, weights)
                 run.shared["due", number] = (run.done + overlap, change)
                 weights = [0.0] * len(run.ranks)
                 if overlap == 0:

@@ -16,6 +16,7 @@ from simulated_replicas import (
     apart,
     begin_diloco,
     diloco,
+    few_bits,
     half,
     local_sgd,
     one_bit_adam,
@@ -46,6 +47,8 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "local-sgd": {"kind": "local-sgd", "every": 3, "start": 2},
     "diloco": {"kind": "diloco", "every": 4, "outer_lr": 0.6, "outer_momentum": 0.8},
     "streaming": {"kind": "diloco", "every": 4, "fragments": 2, "overlap": 2, "mixing": 0.25},
+    "four-bits": {"kind": "diloco", "every": 3, "outer_lr": 0.6, "outer_momentum": 0.8, "bits": 4},
+    "streaming-8": {"kind": "diloco", "every": 4, "fragments": 2, "overlap": 2, "mixing": 0.5, "bits": 8},
     "powersgd": {"kind": "powersgd", "rank": 2, "start": 2},
     "one-bit-adam": {"kind": "one-bit-adam", "warmup": 2},
     "zero-one-adam": {
@@ -62,6 +65,8 @@ SIMULATED: Mapping[str, Any] = {
     "local-sgd": local_sgd(every=3, start=2),
     "diloco": diloco(every=4, lr=0.6, momentum=0.8, parts=[list(TENSORS)]),
     "streaming": diloco(every=4, lr=0.7, momentum=0.9, parts=HALVES, overlap=2, mixing=0.25),
+    "four-bits": diloco(every=3, lr=0.6, momentum=0.8, parts=[list(TENSORS)], told=few_bits(7)),
+    "streaming-8": diloco(every=4, lr=0.7, momentum=0.9, parts=HALVES, overlap=2, mixing=0.5, told=few_bits(127)),
     "powersgd": powersgd(rank=2, start=2),
     "one-bit-adam": one_bit_adam(warmup=2),
     # The variance in the steps 0, 1, 2, 4 and 6, the last of which is beyond the stop; an exchange every second step
@@ -94,7 +99,7 @@ def recipe(communication: dict[str, Any] | None, **more: Any) -> samestep.Recipe
 
 def simulated(name: str) -> Simulation:
     run = Simulation(task(), ranks=2, batch=BATCH, clip=CLIP)
-    if name in ("diloco", "streaming"):
+    if METHODS.get(name, {}).get("kind") == "diloco":
         begin_diloco(run)
     return run
 
@@ -204,6 +209,10 @@ def expected_bytes(name: str, step: int) -> int:
         "local-sgd": _LOCAL + 8 * (NUMBERS + 1) * (step <= 2 or step % 3 == 0),
         "diloco": _LOCAL + 8 * (NUMBERS + 1) * (step % 4 == 0),
         "streaming": _LOCAL + 8 * (part[0] + 1) * (step % 4 == 0) + 8 * (part[1] + 1) * (step % 4 == 2),
+        # 163 numbers in two chunks of 128: codes and scales of one of them each way, with a weight there.
+        "four-bits": _LOCAL + ((64 + 8 + 8) + (64 + 8)) * (step % 3 == 0),
+        # 96 and 67 numbers, in two chunks of 64.
+        "streaming-8": _LOCAL + ((64 + 4 + 8) + (64 + 4)) * (step % 2 == 0),
         # 51 numbers of biases and norms; P and Q of 16 x 4 and 3 x 16 numbers with two columns each.
         "powersgd": _LOSSES + _FLAGS + 8 * (NUMBERS if step <= 2 else 51 + 2 * (16 + 3) + 2 * (4 + 16)),
         "one-bit-adam": _LOSSES + _FLAGS + (8 * NUMBERS if step <= 2 else _LOCAL + _ONE_BIT),
@@ -318,6 +327,7 @@ def test_what_a_method_can_not_have_is_refused_before_any_process_starts(
         ({"kind": "local-sgd", "every": True}, "recipe.communication.every is true; it should be a number"),
         ({"kind": "diloco", "every": 3, "fragments": 5}, "fragments is 5 and every is 3"),
         ({"kind": "diloco", "every": 3, "overlap": 3}, "overlap is 3 and every is 3"),
+        ({"kind": "diloco", "bits": 2}, "recipe.communication.bits is 2; it should be 32, 16, 8 or 4"),
         ("bf16", "recipe.communication is 'bf16'; it should be a section of keys and values"),
     ],
 )

@@ -68,7 +68,7 @@ class LocalSGD:
 class DiLoCo:
     """Local steps, and an outer optimizer with Nesterov momentum on their average (Douillard et al. 2023).
 
-    `fragments`, `overlap` and `mixing` are Streaming DiLoCo's (Douillard et al. 2025).
+    `fragments`, `overlap`, `mixing` and fewer `bits` are Streaming DiLoCo's (Douillard et al. 2025).
     """
 
     kind: Literal["diloco"] = "diloco"
@@ -78,6 +78,7 @@ class DiLoCo:
     fragments: Positive = 1  # parts of the model that are sent in turn
     overlap: Annotated[Whole, Ge(0)] = 0  # steps that go on while a part is on its way
     mixing: Fraction = 0.5  # with an overlap: how much stays of what a rank has reached by itself meanwhile
+    bits: Literal[32, 16, 8, 4] = 32  # of each number that is sent: float32, bf16, or integers with a scale for 64
 
     @model_validator(mode="after")
     def _in_turn(self) -> "DiLoCo":

@@ -8,7 +8,7 @@ parameters a that all ranks began a round with, and those p_r that rank r reache
 In the mean a rank counts as many times as the terms that its losses had in the round. Streaming DiLoCo (Douillard et
 al. 2025, algorithm 2) cuts the model into fragments, each with a round of its own that begins H / fragments steps
 after the one before, and lets `overlap` local steps go on while d is on its way; then p_r = mixing * p_r + (1 -
-mixing) * a.
+mixing) * a. It sends a - p_r in 4 bits a number (few_bits.py).
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.compression.base import Method, Replica
+from samestep.comm.compression.few_bits import FewBitsMean
 from samestep.comm.compression.wire import WeightedMean, flat, put_back, split_like
 from samestep.communication import DiLoCo
 from samestep.errors import UserError
@@ -37,18 +38,24 @@ class _Fragment:
         # The mean change of an outer step that is due later, once it has arrived; and the step that it is due at.
         self.change = torch.zeros_like(self.begun) if options.overlap else None
         self.due = torch.full((), -1, dtype=torch.int64)
-        self._coming: WeightedMean | None = None
+        self._coming: WeightedMean | FewBitsMean | None = None
 
     def ends_round(self, steps: int) -> bool:
         return steps > 0 and steps % self._options.every == self._offset
 
-    def mean_change(self, replica: Replica, *, asynchronous: bool = False) -> WeightedMean:
-        change = self.begun - flat(self.parameters)
-        return WeightedMean(replica.wire, [change], float(self.weight), asynchronous=asynchronous)
+    def mean_change(self, replica: Replica) -> WeightedMean:
+        """To the last bit: what the ranks together have reached."""
+        return WeightedMean(replica.wire, [self.begun - flat(self.parameters)], float(self.weight))
+
+    def _send_change(self, replica: Replica, *, asynchronous: bool) -> WeightedMean | FewBitsMean:
+        change, weight = self.begun - flat(self.parameters), float(self.weight)
+        if self._options.bits == 32:
+            return WeightedMean(replica.wire, [change], weight, asynchronous=asynchronous)
+        return FewBitsMean(replica.wire, change, weight, self._options.bits, asynchronous=asynchronous)
 
     def end_round(self, replica: Replica, steps: int) -> None:
         """Send what the round has changed; step at once, or `overlap` steps later."""
-        coming = self.mean_change(replica, asynchronous=self.change is not None)
+        coming = self._send_change(replica, asynchronous=self.change is not None)
         self.weight.zero_()
         if self.change is None:
             self._outer_step(coming.wait())

@@ -31,15 +31,19 @@ class Wire:
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Row i of [ranks, ...] goes to rank i; returns what came from each rank, of the same shape."""
+        return self.start_exchange(parts)[0]
+
+    def start_exchange(self, parts: Tensor, *, asynchronous: bool = False) -> tuple[Tensor, dist.Work | None]:
+        """The same; `asynchronous`: what came is there once the work that is returned is waited for."""
+        parts = parts.contiguous()
         received = torch.empty_like(parts)
         self.sent += parts.nbytes * (self.ranks - 1) / self.ranks
-        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
-        return received
+        return received, dist.all_to_all_single(received, parts, group=self.group, async_op=asynchronous)
 
-    def gather(self, mine: Tensor) -> Tensor:
+    def gather(self, mine: Tensor, *, counted: bool = True) -> Tensor:
         """Every rank's tensor, of one shape, as [ranks, ...]."""
         gathered = torch.empty((self.ranks, *mine.shape), dtype=mine.dtype, device=mine.device)
-        self.sent += (self.ranks - 1) * mine.nbytes
+        self.sent += (self.ranks - 1) * mine.nbytes * counted
         dist.all_gather(list(gathered.unbind()), mine.contiguous(), group=self.group)
         return gathered
 
@@ -51,13 +55,18 @@ class Wire:
             put_back(message.div_(self.ranks), some)
 
 
+def at_least(weight: float) -> float:
+    """A rank's weight in a mean that there is also where no rank has any."""
+    return max(weight, _NO_WEIGHT)
+
+
 class WeightedMean:
     """The mean of the ranks' tensors, each weighted by how much its rank has seen; perhaps still on its way."""
 
     def __init__(self, wire: Wire, tensors: Sequence[Tensor], weight: float, *, asynchronous: bool = False) -> None:
         """`weight`: this rank's, 0 or more, such as the terms of its losses. It is sent along, as one more number."""
         self._shapes = [tensor.shape for tensor in tensors]
-        weight = max(weight, _NO_WEIGHT)
+        weight = at_least(weight)
         values = flat(tensors)
         self._message = torch.cat([values.mul_(weight), values.new_tensor([weight])])
         self._work = wire.sum(self._message, asynchronous=asynchronous)
