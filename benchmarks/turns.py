@@ -207,6 +207,7 @@ def summary(way: str, base: str, starts: Sequence[Mapping[str, float]]) -> dict[
     return {
         "way": way,
         "starts": len(starts),
+        "seconds": [each[way] for each in starts],
         "seconds_median": statistics.median(each[way] for each in starts),
         "ratio": statistics.median(ratios),
         "ratios": ratios,

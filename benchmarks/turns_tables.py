@@ -3,13 +3,15 @@
     python benchmarks/turns.py examples/reviews.yaml --json build/turns/reviews-2.json
     python benchmarks/turns_tables.py build/turns/*.json [--docs]
 
-A table for each number of hosts and processes, a column for each job and precision, a row for each way. `--docs`
-writes them into docs/compare.md and docs/zh/compare.md.
+A table for each number of hosts and processes, a column for each job and precision, a row for each way. The starts of
+files that measured one way of one column are put together. `--docs` writes them into docs/compare.md and
+docs/zh/compare.md.
 """
 
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+", help="JSON files of turns.py")
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     options = parser.parse_args()
-    measured = [json.loads(file.read_text(encoding="utf-8")) for file in options.files]
+    measured = joined([row for file in options.files for row in json.loads(file.read_text(encoding="utf-8"))])
     for language, page in PAGES.items():
         text = tables(measured, language)
         if options.docs:
@@ -56,6 +58,28 @@ def main() -> None:
             page.write_text(MARKS.sub(lambda marks, text=text: f"{marks[1]}\n{text}\n\n{marks[2]}", before), "utf-8")
         elif language == "en":
             print(text)
+
+
+def joined(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each column, of which each has the starts of all files."""
+    columns: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        column = tuple(row[name] for name in ("job", "precision", "hosts", "processes", "rate"))
+        columns.setdefault(column, {}).setdefault(row["way"], []).append(row)
+    return [[_of_all_starts(same) for same in ways.values()] for ways in columns.values()]
+
+
+def _of_all_starts(rows: Sequence[Row]) -> Row:
+    ratios = [ratio for row in rows for ratio in row["ratios"]]
+    seconds = [each for row in rows for each in row["seconds"]]
+    return {
+        **rows[0],
+        "starts": len(seconds),
+        "ratios": ratios,
+        "ratio": statistics.median(ratios),
+        "seconds": seconds,
+        "seconds_median": statistics.median(seconds),
+    }
 
 
 def tables(measured: Sequence[Sequence[Row]], language: str) -> str:
