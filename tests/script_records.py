@@ -34,6 +34,9 @@ class Record:
     evaluated: Sequence[str] = ()
     end: str = "ended"
     processes: int = 0
+    iterations: Sequence[Sequence[Sequence[int]]] = ()  # the samples of each batch, by the pass over a DataLoader
+    size: int = 16  # of the data set
+    iterations_end: bool = False
 
 
 def write(folder: Path, ranks: Sequence[Record]) -> None:
@@ -63,6 +66,13 @@ def _write(writer: Writer, record: Record) -> None:
         )
     if record.evaluated:
         writer.event("evaluation", after=len(record.steps), rows={"0": list(record.evaluated)}, batch=1, counts={})
+    for number, batches in enumerate(record.iterations):
+        writer.event("iteration", iteration=number, size=record.size, made=0)
+        writer.event("iteration trains", iteration=number)
+        for batch in batches:
+            writer.event("indices", iteration=number, indices=list(batch))
+        if record.iterations_end:
+            writer.event("iteration ends", iteration=number)
     writer.event("end", how=record.end, processes=record.processes, batches=1, open=[])
     writer.close()
 

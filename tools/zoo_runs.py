@@ -93,6 +93,8 @@ def _rank(start: Start, proof: ScriptProof, rank: int, port: int) -> int:
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

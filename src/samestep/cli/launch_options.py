@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
     add = _Adder(ranks, without)
     if "device" not in without:
         cluster_options.add_device(ranks)
-    add("--engine", default="torch", help="whose scripts: torch, deepspeed, accelerate, horovod, keras")
+    add("--engine", default="torch", help="whose scripts: torch, deepspeed, accelerate, horovod, keras, lightning")
     add("--bind", default="auto", metavar="WAY", help="ranks to cores: auto, none, cores or numa")
     add("--threads", type=_positive, metavar="N", help="threads a rank (default: the cores shared out)")
     add(

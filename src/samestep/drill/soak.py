@@ -30,6 +30,7 @@ from samestep.job import Checkpointing, Job
 from samestep.training.metrics_log import Bar
 
 _CALIBRATION = 40  # steps by which a step's time is found
+_MARGIN = 1.5  # of steps: a machine that others use may be faster later than when a step was timed
 _FEWEST_STEPS = 8
 _PAUSE = 1.0  # seconds
 _HANG_LIMIT = 10.0  # seconds; the job's own limit is made to be waited for once, not in every fault
@@ -277,7 +278,7 @@ def soak_job(
         step_seconds = _step_seconds(
             _undisturbed(replace(runs, job=_with_steps(job, _CALIBRATION, 10)), "calibration")
         )
-        total = steps or max(_CALIBRATION, math.ceil(faults * between / step_seconds))
+        total = steps or max(_CALIBRATION, math.ceil(_MARGIN * faults * between / step_seconds))
         runs = replace(runs, job=_with_steps(job, total, max(1, round(1 / step_seconds))))
         began = time.monotonic()
         undisturbed = _undisturbed(runs, "undisturbed")

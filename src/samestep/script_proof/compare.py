@@ -11,11 +11,12 @@ import torch
 from samestep.comparison.bilingual import Words
 from samestep.errors import UserError
 from samestep.script_proof.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
+from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
 from samestep.script_proof.record import Run, with_names_of
-from samestep.script_proof.runs import AGAIN, ALONE, SPLIT
-from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, sampling
+from samestep.script_proof.runs import AGAIN, ALONE, OWN, SPLIT
+from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
 from samestep.script_proof.updates import buffer_finding, initial_finding, update_finding
 
 
@@ -81,7 +82,10 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
     if (folder / f"{SPLIT}-then").is_dir():
         split = split.then(Run.read(folder / f"{SPLIT}-then"))
     check_steps(alone, split)
-    return _Comparison(alone=alone, again=again, split=with_names_of(split, alone), dropout=dropout).verdict()
+    own = Run.read(folder / OWN) if (folder / OWN).is_dir() else None
+    order = order_finding(folder / OWN, folder / SPLIT, split) if own is not None else None
+    named = with_names_of(split, alone)
+    return _Comparison(alone=alone, again=again, split=named, dropout=dropout, own=own, order=order).verdict()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +94,11 @@ class _Comparison:
     again: Run
     split: Run
     dropout: bool
+    own: Run | None = None  # the run alone with its own batches, where `alone` had those of the split run
+    order: tuple[int, Finding] | None = None  # of the split run's samples: the first step with a fault, and which
 
     def verdict(self) -> Verdict:
-        found = sampling(self.alone, self.split, self.again)
+        found = self._sampling()
         steps = min(self.alone.steps, self.split.steps)
         numbers: list[StepNumbers] = []
         finding = self._initial()
@@ -123,6 +129,12 @@ class _Comparison:
             notes=list(self._notes(found)),
             losses={name: losses_of(run) for name, run in self._runs().items()},
         )
+
+    def _sampling(self) -> Sampling:
+        found = sampling(self.alone, self.split, self.again, given=self.own is not None)
+        if self.order is not None and found.mistake is None and self.order[0] < found.same:
+            return Sampling(same=self.order[0], finding=self.order[1], seen=found.seen)
+        return found
 
     def _check_losses(self, steps: Sequence[StepNumbers]) -> None:
         """Raise UserError for steps that are the same since nothing is learned in them."""
@@ -234,6 +246,13 @@ class _Comparison:
                 "no samples were seen: no model that is an nn.Module was called with tensors before the first step",
                 "没有看到样本：第一步之前没有以张量调用任何 nn.Module 模型",
             )
+        if self.own is not None:
+            alone, split = (rows_in_step(run, 0) for run in (self.own, self.split))
+            yield Words(
+                "one process takes other samples by itself ({alone} rows in step 1, all ranks {split}): it was given "
+                "those of the split run, batch by batch",
+                "单个进程自己取的样本不同（第 1 步 {alone} 行，全部 rank 共 {split} 行）：已逐批使用切分运行的样本",
+            ).format(alone=alone, split=split)
         if self._drops() and not self.dropout:
             yield Words(
                 "dropout was off in all runs; --dropout leaves it on, and looks at random numbers alone",

@@ -155,7 +155,19 @@ def _multiple(pair: StepPair, ratio: float, ranks: int, micro_batches: int) -> F
         return pair.finding("divided-twice", ratio=ratio, by=ranks)
     if accumulated and any(_is(ratio, each) for each in (ranks / micro_batches, micro_batches / ranks)):
         return pair.finding("accumulation-divisor", ratio=ratio, by=micro_batches)
+    if accumulated and losses is not None and _between(ratio, losses) and _is_of(losses, micro_batches):
+        # Clipping, of which an engine may tell nothing, has made the larger of both smaller.
+        return pair.finding("accumulation-divisor", ratio=losses, by=micro_batches)
     return pair.finding("gradients-scaled", ratio=ratio)
+
+
+def _between(ratio: float, losses: float) -> bool:
+    """Whether a ratio of gradients lies between that of the losses and 1."""
+    return min(1.0, losses) < ratio < max(1.0, losses)
+
+
+def _is_of(ratio: float, number: int) -> bool:
+    return _is(ratio, number) or _is(ratio, 1 / number)
 
 
 def _is(ratio: float, number: float) -> bool:
@@ -169,12 +181,12 @@ def _loss_ratio(pair: StepPair) -> float | None:
     return theirs / mine if mine else None
 
 
-def counts_of(step: RankStep) -> list[dict[str, int]]:
+def counts_of(step: RankStep) -> list[dict[str, float]]:
     """What each backward of a step may have divided by: rows, targets, and what the inputs say."""
     found = []
     begun = 0
     for loss in step.losses:
-        counts: dict[str, int] = {}
+        counts: dict[str, float] = {}
         for forward in step.forwards[begun : loss["after"]]:
             for name, count in forward["counts"].items():
                 counts[name] = counts.get(name, 0) + count
@@ -204,19 +216,19 @@ def _mean_of_means(pair: StepPair) -> Finding | None:
         explained = factor * _by_count(parts, name)
         plain = factor * sum(value for value, _ in parts) / len(parts)
         if alone and abs(explained - alone) < 1e-3 * abs(alone) and abs(explained - alone) < 0.2 * abs(plain - alone):
-            return pair.finding("mean-of-means", name=name, counts=", ".join(map(str, weights)))
+            return pair.finding("mean-of-means", name=name, counts=", ".join(f"{weight:.6g}" for weight in weights))
     return None
 
 
-def _losses(step: RankStep) -> list[tuple[Mapping[str, float], dict[str, int]]]:
+def _losses(step: RankStep) -> list[tuple[Mapping[str, float], dict[str, float]]]:
     return list(zip(step.losses, counts_of(step), strict=True))
 
 
-def _weighted(whole: Sequence[tuple[float, Mapping[str, int]]]) -> float:
+def _weighted(whole: Sequence[tuple[float, Mapping[str, float]]]) -> float:
     return sum(value for value, _ in whole)
 
 
-def _by_count(parts: Sequence[tuple[float, Mapping[str, int]]], name: str) -> float:
+def _by_count(parts: Sequence[tuple[float, Mapping[str, float]]], name: str) -> float:
     total = sum(counts[name] for _, counts in parts)
     return sum(value * counts[name] for value, counts in parts) / total if total else 0.0
 

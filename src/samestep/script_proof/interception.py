@@ -28,9 +28,12 @@ class Listener(Protocol):
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any: ...
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None: ...
     def state_loaded(self) -> None: ...
-    def targets_seen(self, count: int) -> None: ...
+    def targets_seen(self, count: float) -> None: ...
+    def sent(self) -> None: ...
     def dropout_seen(self) -> None: ...
-    def batch_seen(self, batch: Any) -> Any: ...
+    def loader_made(self, loader: Any) -> None: ...
+    def iterator_made(self, indices: Any, loader: Any) -> Any: ...
+    def batch_seen(self, indices: Any, batch: Any) -> Any: ...
     def process_started(self) -> None: ...
     def gathered(self, given: Any, kept: Any) -> None: ...
 
@@ -47,6 +50,7 @@ def install(listener: Listener, *, dropout: bool) -> None:
     _loading(listener)
     _batches(listener)
     _processes(listener)
+    _messages(listener)
     after_import("accelerate.accelerator", lambda module: _gathering(module, listener))
 
 
@@ -104,18 +108,27 @@ def _fsdp_clipping(module: ModuleType, listener: Listener) -> None:
 
 def _losses(listener: Listener) -> None:
     """The number of targets of a mean. A recorder asks for it where ranks have unlike many."""
-    cross_entropy = F.cross_entropy
-
-    @wraps(cross_entropy)
-    def counted(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and isinstance(target, Tensor) and not target.is_floating_point():
-            ignored = kwargs.get("ignore_index", -100)
-            listener.targets_seen(int((target.detach() != ignored).sum()))
-        return cross_entropy(input, target, *args, **kwargs)
-
-    F.cross_entropy = counted
+    for name in ("cross_entropy", "nll_loss"):
+        setattr(F, name, _of_classes(getattr(F, name), listener))
     for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits"):
         setattr(F, name, _elementwise(getattr(F, name), listener))
+
+
+def _of_classes(call: Call, listener: Listener) -> Call:
+    @wraps(call)
+    def counted(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and isinstance(target, Tensor) and not target.is_floating_point():
+            weight = args[0] if args else kwargs.get("weight")
+            listener.targets_seen(_weights(target.detach(), weight, kwargs.get("ignore_index", -100)))
+        return call(input, target, *args, **kwargs)
+
+    return counted
+
+
+def _weights(target: Tensor, weight: Tensor | None, ignored: int) -> float:
+    """What a mean over the targets divides by."""
+    kept = target[target != ignored]
+    return kept.numel() if weight is None else weight.detach()[kept].double().sum().item()
 
 
 def _elementwise(call: Call, listener: Listener) -> Call:
@@ -168,14 +181,48 @@ def _loading(listener: Listener) -> None:
     torch.optim.Optimizer.load_state_dict = load
 
 
+_BATCH_SAMPLER = 4  # its place among a DataLoader's arguments
+
+
 def _batches(listener: Listener) -> None:
     iterator = dataloader._BaseDataLoaderIter
     call = iterator.__next__
 
     def following(self: Any) -> Any:
-        return listener.batch_seen(call(self))
+        return listener.batch_seen(self._sampler_iter, call(self))
 
     iterator.__next__ = following
+    _indices(listener)
+
+
+def _indices(listener: Listener) -> None:
+    """The numbers of the samples, of data sets that are asked for them."""
+    iterator: Any = dataloader._BaseDataLoaderIter
+    loader: Any = dataloader.DataLoader
+    make, reset, make_loader = iterator.__init__, iterator._reset, loader.__init__
+
+    def listened(self: Any, given: Any) -> None:
+        if given._dataset_kind == dataloader._DatasetKind.Map:
+            self._sampler_iter = listener.iterator_made(self._sampler_iter, given)
+
+    @wraps(make)
+    def made(self: Any, given: Any) -> None:
+        make(self, given)
+        listened(self, given)
+
+    @wraps(reset)
+    def set_back(self: Any, given: Any, *args: Any, **kwargs: Any) -> None:
+        reset(self, given, *args, **kwargs)
+        listened(self, given)
+
+    @wraps(make_loader)
+    def made_loader(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_loader(self, *args, **kwargs)
+        own = [kwargs.get("batch_sampler"), *args[_BATCH_SAMPLER : _BATCH_SAMPLER + 1]]
+        if not any(each is not None for each in own) and getattr(self, "batch_sampler", None) is not None:
+            listener.loader_made(self)
+
+    iterator.__init__, iterator._reset, loader.__init__ = made, set_back, made_loader
 
 
 def _processes(listener: Listener) -> None:
@@ -187,6 +234,30 @@ def _processes(listener: Listener) -> None:
         call(self)
 
     base.start = start
+
+
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+
+
+def _messages(listener: Listener) -> None:
+    """Collectives that are called by name; those of PyTorch's own modules, such as FSDP's, are none of them."""
+    for name in _COLLECTIVES:
+        call = getattr(torch.distributed, name)
+        setattr(torch.distributed, name, _told(call, listener))
+
+
+def _told(call: Call, listener: Listener) -> Call:
+    @wraps(call)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not _caller(2).startswith(("torch.", "deepspeed.")):
+            listener.sent()
+        return call(*args, **kwargs)
+
+    return collective
+
+
+def _caller(levels: int) -> str:
+    return str(sys._getframe(levels).f_globals.get("__name__", ""))
 
 
 def _gathering(module: ModuleType, listener: Listener) -> None:

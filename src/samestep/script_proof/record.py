@@ -135,6 +135,9 @@ class Run:
         loaded = [(rank, place, _real(load(self.ranks[rank].steps[number].folder, place))) for rank, place in held]
         if all(place["start"] is None and place["offset"] is None for _, place, _ in loaded):
             return Joined(value=loaded[0][2], copies=[value for _, _, value in loaded], absent=absent)
+        if (partial := loaded[0][1].get("partial")) is not None:
+            total = torch.stack([value for _, _, value in loaded]).sum(dim=0)
+            return Joined(value=total / len(loaded) if partial == "avg" else total)
         whole = torch.zeros(loaded[0][1]["whole"], dtype=torch.float64)
         for _, place, value in loaded:
             piece_of(whole, place).copy_(value.reshape(piece_of(whole, place).shape))

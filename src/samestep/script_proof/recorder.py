@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.script_proof import interception, shards
 from samestep.script_proof.activations import Activations
+from samestep.script_proof.batches import Batches
 from samestep.script_proof.samples import random_state, rows_of, tensors_in
 from samestep.script_proof.settings import RecordSettings
 from samestep.script_proof.store import Writer
@@ -37,6 +38,7 @@ class Recorder:
         self._writer = Writer(Path(settings.folder) / f"rank-{rank}")
         self._thread = threading.get_ident()
         self._roots: dict[str, nn.Module] = {}  # the models that were called, by what their names begin with
+        self._sharers: dict[str, int] = {}  # of each model: the ranks that train on one sample together
         self._optimizers: list[Any] = []
         self._counts: list[int] = []  # steps of each optimizer
         self._stepping: list[Any] = []  # optimizers inside of each other's step
@@ -44,7 +46,9 @@ class Recorder:
         self._in_backward = False
         self._step = _Noted()
         self._activations: Activations | None = None
-        self._batches = 0  # that DataLoaders gave
+        self._seen = 0  # batches that DataLoaders gave
+        followed = Path(settings.follow) if settings.follow is not None else None
+        self._batches = Batches(self._writer, given=followed, times=settings.times, made=settings.widened)
         self._processes = 0
         self._buffers: dict[str, tuple[int, int, dict[str, Any]]] = {}
         self._moved = False
@@ -57,7 +61,7 @@ class Recorder:
 
     def end(self, how: str) -> None:
         """Write how the script ended."""
-        self._writer.event("end", how=how, processes=self._processes, batches=self._batches, open=self._step.forwards)
+        self._writer.event("end", how=how, processes=self._processes, batches=self._seen, open=self._step.forwards)
         self._writer.close()
 
     # Forward
@@ -87,16 +91,19 @@ class Recorder:
         root = self._root(module)
         made = {tensor.untyped_storage().data_ptr() for each in self._made if (tensor := each()) is not None}
         rows = rows_of(args, kwargs, made)
-        training = torch.is_grad_enabled() and module.training
+        # A wrapper may have been left in the other mode than the model in it.
+        training = torch.is_grad_enabled() and shards.unwrapped(module).training
         noted = {
             "model": root,
             "batch": rows.batch if rows else None,
             "rows": dict(rows.hashes) if rows else {},
             "counts": dict(rows.counts) if rows else {},
+            "sharers": self._sharers.setdefault(root, shards.ranks_of_a_sample(module)),
         }
         if not training:
             self._writer.event("evaluation", after=sum(self._counts), **noted)
             return
+        self._batches.trained()
         self._disturb(module)
         noted["random"] = random_state()
         self._step.forwards.append(noted)
@@ -150,22 +157,34 @@ class Recorder:
         """For the measure of noise: the first weights moved, where no batch could be reversed."""
         if self._moved or self._settings.variant == "as-is":
             return
-        if self._settings.variant == "moved" or not self._batches:
+        if self._settings.variant == "moved" or not self._seen:
             self._moved = True
             shards.moved_by_one_unit(list(module.parameters()))
             self._writer.event("moved")
 
-    def batch_seen(self, batch: Any) -> Any:
-        self._batches += 1
+    def loader_made(self, loader: Any) -> None:
+        self._batches.loader_made(loader)
+
+    def iterator_made(self, indices: Any, loader: Any) -> Any:
+        return self._batches.iterator_made(indices, loader)
+
+    def batch_seen(self, indices: Any, batch: Any) -> Any:
+        self._seen += 1
+        self._batches.given(indices)
         return reversed_rows(batch) if self._settings.variant == "reversed" else batch
 
     def dropout_seen(self) -> None:
         if self._depth and not self._in_backward:
             self._step.dropout = True
 
-    def targets_seen(self, count: int) -> None:
+    def targets_seen(self, count: float) -> None:
         if not self._in_backward and torch.is_grad_enabled():
             self._step.targets += count
+
+    def sent(self) -> None:
+        """A model's forward that sends something to other ranks may work with them on the same samples."""
+        if self._depth and not self._in_backward and self._step.forwards:
+            self._step.forwards[-1]["sends"] = True
 
     # Backward and clipping
 
@@ -286,8 +305,8 @@ class Recorder:
         if self._settings.modules is not None and not fnmatch.fnmatch(part.name, self._settings.modules):
             return
         assert self._step.tensors is not None
-        value = part.of(tensor)
-        self._step.tensors.setdefault(kind, []).append({**part.to_json(), **self._writer.tensor(value)})
+        place = {**part.to_json(), **shards.still_to_be_reduced(tensor), **self._writer.tensor(part.of(tensor))}
+        self._step.tensors.setdefault(kind, []).append(place)
 
     def _note_buffers(self) -> None:
         """Those that have changed since they were last written."""
@@ -327,7 +346,7 @@ class _Noted:
         self.groups: list[dict[str, Any]] = []
         self.parts: dict[int, list[shards.Part]] = {}
         self.tensors: dict[str, list[dict[str, Any]]] | None = None
-        self.targets = 0  # of mean losses since the last forward began
+        self.targets: float = 0  # of mean losses since the last forward began
         self.dropout = False
         self.in_closure = False
 

@@ -8,9 +8,13 @@ from pathlib import Path
 
 from samestep import subprocess_group
 from samestep.errors import UserError
+from samestep.script_proof.follow import following
+from samestep.script_proof.record import Run
+from samestep.script_proof.sampling import check_steps
 from samestep.script_proof.settings import RecordSettings
 
 ALONE, AGAIN, SPLIT = "alone", "again", "split"
+OWN = "alone-own"  # the run alone with its own batches, where it was run once more with those of the split run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,21 +113,39 @@ def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_gro
 
 
 def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> None:
-    """Run the script alone, alone again and split, each run in a folder of its own.
+    """Run the script alone, split, and alone again, each run in a folder of its own.
+
+    Where the run alone has other samples in a step than the split run, it is run once more on those of the split run.
 
     Raises UserError where a run fails or does not end.
     """
     alone = proof.alone if proof.alone is not None else proof.script
     again = replace(proof.settings, variant="reversed")
-    starts = [
+    _run(
+        proof,
+        starter,
         make_start(proof, folder, ALONE, alone, proof.settings, 1),
-        make_start(proof, folder, AGAIN, alone, again, 1),
         make_start(proof, folder, SPLIT, proof.script, proof.settings, proof.processes),
-    ]
-    _check(starts, starter(starts, proof), proof)
+    )
     if proof.then is not None:
-        starts = [make_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes)]
-        _check(starts, starter(starts, proof), proof)
+        _run(proof, starter, make_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes))
+    _check_steps(folder)
+    followed = following(folder / ALONE, folder / SPLIT) if proof.then is None else None
+    if followed is None:
+        _run(proof, starter, make_start(proof, folder, AGAIN, alone, again, 1))
+        return
+    (folder / ALONE).rename(folder / OWN)
+    given = {"follow": followed.folder, "times": followed.times, "widened": followed.widened}
+    _run(
+        proof,
+        starter,
+        make_start(proof, folder, ALONE, alone, replace(proof.settings, **given), 1),
+        make_start(proof, folder, AGAIN, alone, replace(again, **given), 1),
+    )
+
+
+def _run(proof: ScriptProof, starter: Starter, *starts: Start) -> None:
+    _check(starts, starter(starts, proof), proof)
 
 
 def make_start(
@@ -139,6 +161,9 @@ def make_start(
     return start
 
 
+_ALONE = " (verify needs one that works with one process as well; --alone names arguments for that)"
+
+
 def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome], proof: ScriptProof) -> None:
     """Raise UserError for the first run that failed, or did not end."""
     for start, outcome in zip(starts, outcomes, strict=False):
@@ -149,7 +174,27 @@ def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome]
                 "optimizer, --time-limit SECONDS leaves it more time"
             )
         if outcome.code != 0:
-            raise UserError(f"{start.title} failed:\n{_reason(outcome.output)}")
+            hint = _ALONE if start.ranks == 1 else ""
+            raise UserError(f"{start.title} failed{hint}:\n{_reason(outcome.output)}")
+
+
+def _check_steps(folder: Path) -> None:
+    """Raise UserError for a run that trained nothing, with what it said last."""
+    try:
+        check_steps(Run.read(folder / ALONE), Run.read(folder / SPLIT))
+    except UserError as error:
+        said = _last_words(folder)
+        raise UserError(f"{error}" + (f"; its last words:\n{said}" if said else "")) from None
+
+
+def _last_words(folder: Path) -> str:
+    """The last lines that rank 0 of the run alone wrote."""
+    files = [*folder.glob(f"{ALONE}/logs/**/*.out"), *folder.glob(f"{ALONE}/logs/**/*.err")]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files or [folder / ALONE / "output.txt"]]
+    return "\n".join([line for text in texts for line in text.splitlines() if line.strip()][-_LAST_LINES:])
+
+
+_LAST_LINES = 5
 
 
 def _reason(output: str) -> str:

@@ -30,8 +30,8 @@ class Keys:
     split: Sequence[str]
 
 
-def sampling(alone: Run, split: Run, again: Run) -> Sampling:
-    """Hold the samples of each step beside each other."""
+def sampling(alone: Run, split: Run, again: Run, *, given: bool = False) -> Sampling:
+    """Hold the samples of each step beside each other. `given`: the run alone had the split run's batches."""
     steps = min(alone.steps, split.steps)
     keys = keys_of(alone, split)
     if keys is None:
@@ -43,6 +43,7 @@ def sampling(alone: Run, split: Run, again: Run) -> Sampling:
     for number in range(steps):
         if mine[number] != theirs[number]:
             finding, mistake = _judged(alone, split, number, mine, theirs, keys)
+            mistake = _GIVEN if given and mistake is not None else mistake
             return Sampling(same=number, finding=finding, mistake=mistake)
     if split.steps < alone.steps and alone.ranks[0].end.get("how") != "failed":
         missing = sum((mine[split.steps]).values())
@@ -90,6 +91,29 @@ def rows_of_forward(forward: Mapping[str, Any], keys: Sequence[str]) -> list[Row
     return list(zip(*columns, strict=True)) if columns else []
 
 
+def rows_in_step(run: Run, number: int) -> int:
+    """How many rows all ranks put into their models in one step."""
+    return sum(forward["batch"] or 0 for step in run.step(number) for forward in step.forwards) // _sharers(run)
+
+
+def _sharers(run: Run) -> int:
+    """Ranks that train on one sample together: those of tensor parallel.
+
+    Without DTensors they are told by what is sent in a model's forward, and by rows that are those of rank 0.
+    """
+    if not run.steps:
+        return 1
+    forwards = [step.forwards for step in run.step(0)]
+    if forwards[0] and forwards[0][0].get("sends"):
+        return sum(len(each) > 0 and each[0]["rows"] == forwards[0][0]["rows"] for each in forwards)
+    return max((each.get("sharers", 1) for each in forwards[0]), default=1)
+
+
+def _each_once(rows: Rows, sharers: int) -> Rows:
+    """Rows that several ranks were given, to train on them together, counted once."""
+    return Counter({row: -(-count // sharers) for row, count in rows.items()}) if sharers > 1 else rows
+
+
 def _of_rank(run: Run, rank: int, number: int, keys: Sequence[str]) -> Rows:
     return Counter(
         row for forward in run.ranks[rank].steps[number].forwards for row in rows_of_forward(forward, keys)
@@ -100,7 +124,7 @@ def _rows(run: Run, number: int, keys: Sequence[str]) -> Rows:
     total: Rows = Counter()
     for rank in range(len(run.ranks)):
         total += _of_rank(run, rank, number, keys)
-    return total
+    return _each_once(total, _sharers(run))
 
 
 def _drawn_anew(mine: Sequence[Rows], repeated: Sequence[Rows]) -> str | None:
@@ -123,6 +147,12 @@ def _samples(kind: str, number: int, count: int, of: Rows, **facts: Any) -> Find
     )
 
 
+_GIVEN = (
+    "one process that is given the same places of the data set as all ranks together has other samples: the data "
+    "set is made, split or augmented at random in each process; seed it, or pass --seed 0"
+)
+
+
 def _judged(
     alone: Run, split: Run, number: int, mine: Sequence[Rows], theirs: Sequence[Rows], keys: Keys
 ) -> tuple[Finding | None, str | None]:
@@ -134,6 +164,7 @@ def _judged(
         _resumed(split, number, mine, theirs),
         _epoch_again(number, mine, theirs),
         _padded_or_lost(number, mine, theirs),
+        _shorter_epoch(number, mine, theirs),
         _shuffled_apart(number, mine, theirs),
         _never_seen(alone, split, number, mine, theirs),
     ):
@@ -167,7 +198,7 @@ def _hint(mine: Sequence[Rows], theirs: Sequence[Rows]) -> str:
 
 def _same_on_ranks(split: Run, number: int, keys: Keys, theirs: Sequence[Rows]) -> Finding | None:
     ranks = [_of_rank(split, rank, number, keys.split) for rank in range(len(split.ranks))]
-    if len(ranks) < 2 or not ranks[0] or any(rank != ranks[0] for rank in ranks):
+    if len(ranks) <= _sharers(split) or not ranks[0] or any(rank != ranks[0] for rank in ranks):
         return None
     total = theirs[number]
     return Finding(
@@ -235,6 +266,17 @@ def _padded_or_lost(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -
     return None
 
 
+def _shorter_epoch(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
+    """An epoch of the split run that has each of its samples once, and begins again before it has had all."""
+    length, whole = _epoch(theirs), _epoch(mine)
+    if length is None or whole is None or number >= length:
+        return None
+    known, found = sum(mine[:whole], Counter()), sum(theirs[:length], Counter())
+    if max(found.values(), default=2) > 1 or not found.keys() < known.keys():
+        return None
+    return _samples("lost-samples", number, len(known) - len(found), known)
+
+
 def _shuffled_apart(number: int, mine: Sequence[Rows], theirs: Sequence[Rows]) -> Finding | None:
     """Samples that come twice in the split run within a stretch in which the run alone has each once."""
     length = _epoch(mine) or min(len(mine), len(theirs))
@@ -284,7 +326,7 @@ def _evaluated(run: Run, keys: Sequence[str]) -> dict[int, Rows]:
     for rank in run.ranks:
         for forward in rank.evaluations:
             found.setdefault(forward["after"], Counter()).update(_evaluation_rows(forward, keys))
-    return found
+    return {after: _each_once(rows, _sharers(run)) for after, rows in found.items()}
 
 
 def _evaluation_rows(forward: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Row]:

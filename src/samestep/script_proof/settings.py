@@ -22,6 +22,9 @@ class RecordSettings:
     dtype: str | None = None  # torch.set_default_dtype before the script's first line
     seed: int | None = None  # of torch, numpy and random before the script's first line
     variant: Variant = "as-is"
+    follow: str | None = None  # the folder of a run whose batches this one is given
+    times: int = 1  # how many times as large the batches of these samplers are made, for the lengths of DataLoaders
+    widened: tuple[int, ...] = ()
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")

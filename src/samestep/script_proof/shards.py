@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Modules that stand around another one, by the name of their class, and where they hold it.
@@ -170,6 +171,27 @@ def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, in
         start = size * torch.distributed.get_rank(parameter.ds_process_group)
         count = max(0, min(size, parameter.ds_numel - start))
         yield optimizer.fp32_partitioned_groups_flat[group], at, start, count, tuple(parameter.ds_shape)
+
+
+def still_to_be_reduced(tensor: Tensor) -> dict[str, str]:
+    """Of a DTensor that is a sum or a mean over ranks which nobody has asked for yet: which of the two."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    partial = [each for each in placements if isinstance(each, Partial)]
+    return {"partial": partial[0].reduce_op} if partial else {}
+
+
+def ranks_of_a_sample(module: nn.Module) -> int:
+    """How many ranks hold one model's tensor-parallel slices, and so are given the same samples.
+
+    The mesh of a parameter is that of the slices and, where FSDP2 shards it as well, of the shards.
+    """
+    mesh = max((each.device_mesh.size() for each in module.parameters() if isinstance(each, DTensor)), default=1)
+    shards = 1
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            groups = each._get_fsdp_state()._fsdp_param_groups
+            shards = max([shards, *(group.mesh_info.mesh.size() for group in groups)])
+    return max(1, mesh // shards)
 
 
 def buffers_of(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:

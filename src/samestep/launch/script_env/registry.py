@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from samestep.errors import UserError
-from samestep.launch.script_env import accelerate, deepspeed, horovod, keras, torch
+from samestep.launch.script_env import accelerate, deepspeed, horovod, keras, lightning, torch
 from samestep.launch.script_env.base import Contract, Expected, Rank
 from samestep.ranks import Ranks
 
@@ -14,6 +14,7 @@ CONTRACTS: Mapping[str, Contract] = {
     "accelerate": accelerate.CONTRACT,
     "horovod": horovod.CONTRACT,
     "keras": keras.CONTRACT,
+    "lightning": lightning.CONTRACT,
 }
 
 

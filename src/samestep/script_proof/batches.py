@@ -1,0 +1,162 @@
+"""Which samples of a data set a DataLoader's batches are made of: noted, or those that another run has noted.
+
+An iteration over a DataLoader has a number: the first one that gives a batch has 0. Ranks that run one script, and
+the script alone, count alike, so that the run alone can be given the batches of the ranks, one after the other.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.script_proof.store import Writer, events
+
+Indices = list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One pass over a DataLoader, over all ranks."""
+
+    size: int | None  # samples of the data set
+    batches: Sequence[Sequence[Indices]]  # of each rank
+    ended: bool  # on all ranks, rather than cut off by the end of the run
+    made: int | None  # the number of the DataLoader's batch sampler, among those that DataLoaders made themselves
+
+    @property
+    def joined(self) -> list[Indices]:
+        """The batches of all ranks, each as one: rank 0's samples first."""
+        longest = max((len(each) for each in self.batches), default=0)
+        return [
+            [index for rank in self.batches if number < len(rank) for index in rank[number]]
+            for number in range(longest)
+        ]
+
+
+def iterations(folder: Path) -> dict[int, Iteration]:
+    """What a run trained on, by the iteration's number. None of those whose samples have no whole numbers."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    places = sorted(folder.glob("rank-*/"), key=lambda place: int(place.name.removeprefix("rank-")))
+    for place in places:
+        for number, one in _of_rank(place).items():
+            found.setdefault(number, []).append(one)
+    return {
+        number: Iteration(
+            size=ranks[0]["size"],
+            batches=[rank["batches"] for rank in ranks],
+            ended=all(rank["ended"] for rank in ranks),
+            made=ranks[0]["made"],
+        )
+        for number, ranks in found.items()
+        if len(ranks) == len(places) and all(rank["trains"] and None not in rank["batches"] for rank in ranks)
+    }
+
+
+def _of_rank(folder: Path) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for event in events(folder):
+        kind, number = event["event"], event.get("iteration", -1)
+        if kind == "iteration":
+            found[number] = {**event, "batches": [], "ended": False, "trains": False}
+        elif kind == "indices":
+            found[number]["batches"].append(event["indices"])
+        elif kind == "iteration ends":
+            found[number]["ended"] = True
+        elif kind == "iteration trains":
+            found[number]["trains"] = True
+    return found
+
+
+class Batches:
+    """A rank's iterations over its DataLoaders."""
+
+    def __init__(self, writer: Writer, *, given: Path | None, times: int, made: Sequence[int]) -> None:
+        """`given`: the run whose batches are taken. `times`: how many times as large those of samplers `made` are."""
+        self._writer = writer
+        self._given: Mapping[int, Iteration] = iterations(given) if given is not None else {}
+        self._times = times
+        self._widened = set(made)
+        self._samplers: list[Any] = []  # that DataLoaders made for themselves; kept, so that no id comes twice
+        self._count = 0
+        self._last: int | None = None
+        self._training: set[int] = set()
+
+    def loader_made(self, loader: Any) -> None:
+        """A DataLoader that made its own batch sampler."""
+        if self._times > 1 and len(self._samplers) in self._widened:
+            loader.batch_sampler.batch_size *= self._times
+        self._samplers.append(loader.batch_sampler)
+
+    def iterator_made(self, indices: Iterator[Any], loader: Any) -> Iterator[Any]:
+        """What gives the numbers of samples to one iterator of a DataLoader."""
+        return _Noted(indices, lambda: self._begun(loader), self)
+
+    def _begun(self, loader: Any) -> int:
+        number, self._count = self._count, self._count + 1
+        made = next((at for at, each in enumerate(self._samplers) if each is loader.batch_sampler), None)
+        self._writer.event("iteration", iteration=number, size=_size(loader.dataset), made=made)
+        return number
+
+    def instead(self, number: int, indices: Iterator[Any]) -> Iterator[Any]:
+        """The batches of the other run, where it trained on this iteration."""
+        other = self._given.get(number)
+        if other is None:
+            return indices
+        next(indices, None)  # it draws from the random numbers what it would have drawn
+        return iter(other.joined)
+
+    def noted(self, number: int, indices: Any) -> None:
+        self._writer.event("indices", iteration=number, indices=_whole_numbers(indices))
+
+    def ended(self, number: int) -> None:
+        self._writer.event("iteration ends", iteration=number)
+
+    def given(self, indices: Any) -> None:
+        """A batch was given by the iterator with these indices."""
+        if isinstance(indices, _Noted):
+            self._last = indices.number
+
+    def trained(self) -> None:
+        """A model is called to be trained: with what the last batch held."""
+        if self._last is not None and self._last not in self._training:
+            self._training.add(self._last)
+            self._writer.event("iteration trains", iteration=self._last)
+
+
+class _Noted:
+    """An iterator over lists of indices that tells of each."""
+
+    def __init__(self, indices: Iterator[Any], begun: Callable[[], int], batches: Batches) -> None:
+        self._indices = indices
+        self._begun = begun
+        self._batches = batches
+        self.number: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.number is None:
+            self.number = self._begun()
+            self._indices = self._batches.instead(self.number, self._indices)
+        try:
+            found = next(self._indices)
+        except StopIteration:
+            self._batches.ended(self.number)
+            raise
+        self._batches.noted(self.number, found)
+        return found
+
+
+def _whole_numbers(indices: Any) -> Indices | None:
+    try:
+        return [each.__index__() for each in indices]
+    except (AttributeError, TypeError):
+        return None
+
+
+def _size(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None

@@ -1,0 +1,99 @@
+"""The run alone on the split run's batches: where its own are of other sizes, or in another order.
+
+A script whose batch size is that of a rank, or whose sampler depends on the number of processes, is compared so
+without any change: the second run alone is given, batch by batch, what all ranks together trained on. What can be
+wrong with the samples themselves is then looked for in the split run.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.script_proof.batches import Iteration, iterations
+from samestep.script_proof.kinds import Finding
+from samestep.script_proof.record import Run
+from samestep.script_proof.sampling import check_steps, sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Following:
+    """How the run alone is to be started once more."""
+
+    folder: str  # of the split run
+    times: int  # as large are the batches of these samplers, so that DataLoaders have the lengths of those of a rank
+    widened: tuple[int, ...]
+
+
+def following(alone: Path, split: Path) -> Following | None:
+    """None where steps can be compared as they are, or where batches can't be given."""
+    mine, theirs = Run.read(alone), Run.read(split)
+    check_steps(mine, theirs)
+    if sampling(mine, theirs, mine).mistake is None:
+        return None
+    own, others = iterations(alone), iterations(split)
+    known = sorted(own.keys() & others.keys())  # in as many steps one process comes less far
+    if not known or any(own[number].size != others[number].size for number in known):
+        return None
+    first = known[0]
+    if not own[first].joined or not others[first].joined:
+        return None
+    times, rest = divmod(len(others[first].joined[0]), max(1, len(own[first].joined[0])))
+    samplers = [own[number].made for number in known]
+    made = tuple({sampler for sampler in samplers if sampler is not None})
+    return Following(folder=str(split), times=times if times > 1 and not rest else 1, widened=made)
+
+
+def order_finding(own: Path, split: Path, steps: Run) -> tuple[int, Finding] | None:
+    """What is wrong with the order of the split run's samples, and the number of the step, from 0.
+
+    `own`: the folder of the run alone with batches of its own, which says what is usual: a sampler that draws with
+    replacement repeats samples there too.
+    """
+    alone, found = iterations(own), iterations(split)
+    batches_of_a_step = max(1, len(steps.step(0)[0].losses))
+    begun = 0
+    previous: Iteration | None = None
+    for number in sorted(found):
+        for at, finding in _wrong(found[number], previous, alone, number):
+            step = (begun + at) // batches_of_a_step
+            if step < steps.steps:
+                count, kind = finding
+                total = len(found[number].joined[at])
+                facts = {"count": count}
+                return step, Finding(kind=kind, step=step + 1, what="samples", relative=count / total, facts=facts)
+        begun += len(found[number].joined)
+        previous = found[number]
+    return None
+
+
+def _wrong(
+    one: Iteration, previous: Iteration | None, alone: Mapping[int, Iteration], number: int
+) -> Iterator[tuple[int, tuple[int, str]]]:
+    """The number of the first batch with a fault, and of how many samples which kind."""
+    own = alone.get(number)
+    if own is not None and not _repeats(own):
+        repeats = _repeats(one)
+        if repeats:
+            at = min(repeats)
+            last = one.ended and at == len(one.joined) - 1
+            yield at, (repeats[at], "padded-sampler" if last else "repeated-samples")
+    if previous is None or previous.size != one.size or len(one.joined) < 2:
+        return
+    shared = min(len(one.joined), len(previous.joined))
+    before = alone.get(number - 1)
+    unlike_alone = own is not None and before is not None and own.joined[:1] != before.joined[:1]
+    if unlike_alone and one.joined[:shared] == previous.joined[:shared]:
+        yield 0, (len(one.joined[0]), "same-order-each-epoch")
+
+
+def _repeats(one: Iteration) -> dict[int, int]:
+    """By the number of a batch: how many of its samples have been there before."""
+    seen: Counter[int] = Counter()
+    found: dict[int, int] = {}
+    for at, batch in enumerate(one.joined):
+        known = sum(count - 1 for count in Counter(batch).values()) + sum(seen[index] > 0 for index in set(batch))
+        if known:
+            found[at] = known
+        seen.update(batch)
+    return found
