@@ -4,6 +4,7 @@
 # make test-cluster: jobs on several hosts, which are made on this machine; as root, after tools/cluster-packages.
 # make docs: these pages as a site with search, both languages and a reference, in build/site.
 # make release: the wheel and the sdist, and a trial of the wheel in an environment of its own.
+# make gpu: what accelerators do: right, in how many bytes, how fast; without any, what it can.
 # make memory: what a rank holds and sends under each way to share the data out.
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Without compiled files every start of ranks would compile its sources anew, and the tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo verify memory pictures engines horovod test quick test-slow test-cluster test-all lint format docs release clean
+.PHONY: demo verify memory gpu pictures engines horovod test quick test-slow test-cluster test-all lint format docs release clean
 
 demo: $(VENV)/installed
 	$(BIN)/samestep train examples/reviews.yaml --layout dp2
@@ -22,6 +23,10 @@ demo: $(VENV)/installed
 # Writes the tables of docs/memory.md; 8 processes, some minutes.
 memory: $(VENV)/installed
 	$(BIN)/python benchmarks/memory.py --docs
+
+# Writes the tables of docs/gpu.md, in less than 8 minutes.
+gpu: $(VENV)/installed
+	$(BIN)/python benchmarks/gpu.py --docs
 
 # Every layout on every kind of task, in about a quarter of an hour.
 verify: $(VENV)/installed-dev

@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py [--ranks 1 2 4 8] [--json FILE] [--docs]
 
-The model is 16 square layers of 256 (1,048,576 parameters, no biases, 8 ranks share every one of them evenly), with
+The model is 64 square layers of 128 (1,048,576 parameters, no biases, 8 ranks share every one of them evenly), with
 Adam, so that rounding and small parts don't blur the figures. A rank takes three steps, and the third is measured
 (see `samestep.training.usage`); of all ranks the one with the most counts. `--docs` writes the tables into
 docs/memory.md and docs/zh/memory.md.
@@ -27,7 +27,7 @@ from samestep.training.fit import try_out
 from samestep.training.usage import Usage
 
 DOCS = Path(__file__).parent.parent / "docs"
-BLOCKS, WIDTH = 16, 256
+BLOCKS, WIDTH = 64, 128
 PARAMETERS = BLOCKS * WIDTH * WIDTH
 
 # A way to share out -> its layout for n ranks.
@@ -37,7 +37,8 @@ LAYOUTS: Mapping[str, Callable[[int], str]] = {
     "zero2xN": lambda n: f"zero2x{n}",
     "fsdpN": lambda n: f"fsdp{n}",
 }
-PRECISIONS = ("fp32", "bf16")
+MASTER = "bf16, master weights"
+PRECISIONS = ("fp32", "bf16", MASTER)
 
 
 class Formula:
@@ -131,13 +132,16 @@ def in_a_rank(n: int, names: Sequence[str] = tuple(LAYOUTS)) -> Mapping[tuple[st
 
 
 def job(precision: Any) -> samestep.Job:
-    return samestep.Job(recipe=samestep.Recipe(task=Stack(), batch=16, steps=3, precision=precision))
+    numbers: Any = "bf16" if precision == MASTER else precision
+    recipe = samestep.Recipe(task=Stack(), batch=16, steps=3, precision=numbers, master_weights=precision == MASTER)
+    return samestep.Job(recipe=recipe)
 
 
 def a_parameter(ranks: Sequence[Usage]) -> Measured:
     return {
         "kept": max(rank.parameters + rank.gradients + rank.optimizer_state for rank in ranks) / PARAMETERS,
         "gathered": max(rank.gathered for rank in ranks) / PARAMETERS,
+        "at once": max(r.parameters + r.optimizer_state + r.gathered_and_gradients for r in ranks) / PARAMETERS,
         "sent": max(rank.sent_in_all for rank in ranks) / PARAMETERS,
     }
 
@@ -174,7 +178,6 @@ TITLES = {
         "sent": "sent, formula",
         "ranks": "N = {}",
         "paper": "the paper's, at N = {}",
-        "ours": "kept and gathered, at N = {}",
         "paper formula": "the paper's formula",
         "times": "times dpN in fp32, formula",
     },
@@ -186,7 +189,6 @@ TITLES = {
         "sent": "发送，公式",
         "ranks": "N = {}",
         "paper": "论文值，N = {}",
-        "ours": "保存加收集，N = {}",
         "paper formula": "论文的公式",
         "times": "是 fp32 的 dpN 的几倍，公式",
     },
@@ -210,12 +212,17 @@ def all_tables(figures: Mapping[tuple[str, str, int], Measured], ranks: Sequence
         ],
     )
     beside = table(
-        [words["layout"], words["ours"].format(most), words["paper formula"], words["paper"].format(most)],
+        [
+            words["layout"],
+            words["paper formula"],
+            *(words["ranks"].format(n) for n in shared),
+            words["paper"].format(most),
+        ],
         [
             [
                 name,
-                figures[name, "bf16", most]["kept"] + figures[name, "bf16", most]["gathered"],
                 PAPER[name].text,
+                *(figures[name, MASTER, n]["at once"] for n in shared),
                 PAPER[name].value(most),
             ]
             for name in LAYOUTS

@@ -476,8 +476,6 @@ def install() -> None:
     convolutions.impl("convolution_overrideable", _convolution, "PrivateUse1", allow_override=True)
     convolutions.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1", allow_override=True)
     _KEPT.extend((library, messages, convolutions))
-    # Else a module's move to such a device makes other parameters, and those that are tied come apart.
-    torch.__future__.set_swap_module_params_on_conversion(True)
     _patch_pinned_memory()
     _patch_freed_memory()
 

@@ -10,16 +10,21 @@ from on_the_device import on_device
 from samestep import jobfile
 from samestep.job import Job
 from samestep.launch import local
+from samestep.matrix import ALL
 
 # Ranks compute in Python what an accelerator computes by itself.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1100)
 
 JOBS = Path(__file__).parents[1] / "examples" / "proof"
-EACH_WAY = ("dp2", "zero1x2", "fsdp2", "tp2", "pp2")
+TASKS = ("text", "language", "images", "regression")
 
-# Where a step may wait for the device once all is warm, and why.
+# Where a step may wait for the device once all is warm, and why. What reads a tensor's value on the host (.item(),
+# .tolist(), bool(), nonzero()), or copies from or to memory that is not pinned, anywhere else fails these tests.
 MAY_WAIT = {
     "parallel/exact/dropout.py:_answer": "the model's own call: transformers looks whether a mask masks anything",
+    "parallel/exact/dropout.py:run": "the model's own call: transformers looks whether positions begin anew",
+    "parallel/tensor/vocab_parallel.py:__torch_function__": "PyTorch's loss of sliced logits writes a number where a "
+    "mask says; CUDA fills by the mask, other devices look for its places",
     "backward": "DistributedDataParallel takes what gloo gives, here the same memory seen on the CPU",
 }
 
@@ -38,14 +43,39 @@ def _assert_right(tasks: Sequence[str], layouts: Sequence[str]) -> None:
     assert any(each.refused is None for each in done.values())
 
 
-@pytest.mark.slow
-def test_every_way_to_split_takes_the_same_step_and_waits_nowhere() -> None:
-    _assert_right(["text"], EACH_WAY)
+def test_shards_and_tokens_take_the_same_step_and_wait_nowhere() -> None:
+    # Embeddings that are tied to the output, gradients that are summed after backward, parameters that are gathered.
+    _assert_right(["language"], ["fsdp2", "cp2"])
 
 
 @pytest.mark.slow
-def test_convolutions_and_a_single_layer_do_too() -> None:
-    _assert_right(["images", "regression"], ["dp2"])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_layout_takes_the_same_step_and_waits_nowhere(task: str) -> None:
+    _assert_right([task], ALL)
+
+
+def test_a_step_that_is_logged_is_read_without_a_wait_for_the_next_one() -> None:
+    built, read, values = local.start(_read_out, (), 1)
+    assert (built, values) == ([], (1.5, 2.5, {"first": 0.5}))
+    assert read == ["training/readout.py:values (synchronize)"]
+
+
+def _read_out() -> tuple[list[str], list[str], object]:
+    """Where a readout waits while it is made and while it is read, and what it gives."""
+    import pretended_device
+    import torch
+
+    from samestep.engines.base import StepReport
+    from samestep.training.readout import Readout
+
+    pretended_device.install()
+    loss, norm, first = (torch.tensor(value).to(pretended_device.NAME) for value in (1.5, 2.5, 0.5))
+    report = StepReport(loss=loss, grad_norm=norm, lr=0.1, terms={"first": first})
+    with pretended_device.WAITS.noted() as built:
+        readout = Readout(report)
+    with pretended_device.WAITS.noted() as read:
+        values = readout.values()
+    return built, read, values
 
 
 def test_the_pretended_device_is_as_strict_as_a_real_one() -> None:

@@ -91,6 +91,18 @@ def test_a_script_of_accelerate_finds_what_the_user_configured(tmp_path: Path) -
     assert [each["precision"] for each in said] == ["bf16"] * 2
 
 
+def test_a_script_of_lightning_has_its_devices_in_the_environment() -> None:
+    ranks = Ranks(rank=2, world_size=4, local_rank=0, local_world_size=2)
+    environ = {"MASTER_ADDR": "host-a", "MASTER_PORT": "29500", "LT_STRATEGY": "fsdp"}
+    found = registry.expected("lightning", ranks, environ, 1).variables
+    assert (found["LT_DEVICES"], found["LT_NUM_NODES"], found["LT_CLI_USED"]) == ("2", "2", "1")
+    assert (found["PL_TRAINER_DEVICES"], found["PL_TRAINER_NUM_NODES"]) == ("2", "2")
+    assert (found["RANK"], found["WORLD_SIZE"]) == ("2", "4")
+    assert "LT_STRATEGY" not in found  # the user's own stays
+    alone = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    assert "LT_STRATEGY" not in registry.expected("lightning", alone, {}, 1).variables
+
+
 @needs("horovod", "make horovod")
 def test_a_script_of_horovod_meets_twice_and_leaves_no_server() -> None:
     said = started("horovod")
@@ -248,7 +260,7 @@ def test_hosts_are_numbered_as_the_launcher_says_or_as_ranks_are() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("jax", r"^--engine jax: it can be torch, deepspeed, accelerate, horovod, keras$"),
+        ("jax", r"^--engine jax: it can be torch, deepspeed, accelerate, horovod, keras, lightning$"),
         ("torch:servers=1", r"^--engine torch:servers=1: no option 'servers=1'; the options of torch are none$"),
         ("keras:server=1", r"no option 'server=1'; the options of keras are servers=: parameter servers"),
         ("keras:servers", r"no option 'servers'"),

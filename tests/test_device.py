@@ -41,6 +41,14 @@ def test_a_rank_takes_the_accelerator_of_its_local_rank(visible: pytest.MonkeyPa
     assert device.device_of(1) == torch.device("cuda", 1)
 
 
+def test_ranks_share_accelerators_where_messages_go_through_the_host(visible: pytest.MonkeyPatch) -> None:
+    device.check_devices(6, may_share=True)
+    device.check_devices(6, in_a_rank=True, may_share=True)
+    assert [device.device_of(rank).index for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert device.backend_of(torch.device("cuda", 0), gloo_alone=True) == "cpu:gloo,cuda:gloo"
+    assert device.backend_of(torch.device("cpu"), gloo_alone=True) == "gloo"
+
+
 def test_a_rank_that_sees_its_own_accelerator_alone_takes_that(visible: pytest.MonkeyPatch) -> None:
     visible.setenv("CUDA_VISIBLE_DEVICES", "3")  # as a scheduler sets it for local rank 3 of 4
     device.check_devices(4, in_a_rank=True)

@@ -1,8 +1,8 @@
 """`samestep.train` and `samestep.verify`: check a job, start its ranks, bring back what they found."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from samestep.contract.check import check_contract, find_gradients_passed
 from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients
 from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
-from samestep.engines.precision import Precision
+from samestep.engines.precision import Precision, float32_products
 from samestep.errors import InterruptedJobError, LayoutError, NonFiniteError, RankFailedError, UserError
 from samestep.fault_tolerance import preemption, restarts
 from samestep.fault_tolerance.policy import check_faults, smaller
@@ -50,10 +50,11 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     """Train a recipe under a layout, in as many processes as it needs.
 
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, reduction,
-    group_by_length, compile, bucket_mb, tensor_plan, cut_at, device, threads, workers, profile, folder,
-    offload_folder, checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, notice, on_nonfinite, elastic,
-    min_processes, inject. Raises UserError for a mistake in the job, RankFailedError where a rank fails and restarts
-    are used up, NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a signal stops the job.
+    group_by_length, compile, float32_matmul, bucket_mb, tensor_plan, cut_at, device, threads, workers,
+    profile, folder, offload_folder, checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, notice,
+    on_nonfinite, elastic, min_processes, inject. Raises UserError for a mistake in the job, RankFailedError where a
+    rank fails and restarts are used up, NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a
+    signal stops the job.
     """
     return train_job(Job(recipe=recipe, run=_run(layout, run)))
 
@@ -292,10 +293,18 @@ def _name_of(job: Job) -> str:
     return job.name or str(job.recipe.task)
 
 
-def _join(job: Job) -> AbstractContextManager[World]:
+@contextmanager
+def _join(job: Job) -> Iterator[World]:
     shares = engines.resolve(job.run.engine).abilities.shared_memory
     transport = job.run.transport if shares else "gloo"
-    return join(device=job.run.device, threads=job.run.threads, transport=transport)
+    joined = join(
+        device=job.run.device,
+        threads=job.run.threads,
+        transport=transport,
+        share_devices=job.run.transport == "gloo",
+    )
+    with float32_products(job.run.float32_matmul), joined as world:
+        yield world
 
 
 def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | InterruptedJobError | NonFiniteError:
@@ -392,15 +401,21 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     engines.check_communication(recipe.communication, engine, layout, recipe.precision)
     engines.check_sparse_rows(job.run.sparse_rows, engine, layout, recipe.communication)
     engines.check_shared_replicas(job, engine, layout)
+    engines.check_master_weights(job, engine, layout)
     engines.check_reduction(job, engine, layout, device_of(0, job.run.device).type if here else "cpu")
     check_optimizers(job, engine, layout)
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
-        check_devices(layout.size, job.run.device)
+        check_devices(layout.size, job.run.device, may_share=job.run.transport == "gloo")
     if here or job.run.device == "cpu":
         Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
         raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; use engine native')
+    if job.run.float32_matmul != "highest" and not engine.abilities.float32_matmul:
+        raise UserError(
+            f"run.float32_matmul is {job.run.float32_matmul}, which is of PyTorch's products, "
+            f'and engine "{engine.name}" has its own; use highest'
+        )
     engines.check_buckets(job.run.bucket_mb, engine, layout, recipe.communication)
     if job.run.profile is not None and not engine.abilities.profiles:
         raise UserError(

@@ -107,7 +107,8 @@ class Run:
     group_by_length: bool = False  # a rank's micro-batches are of samples of like length
     cut_at: tuple[str, ...] | None = None  # layers with which pipeline stages begin, but the first; None: found
     device: Literal["auto", "cpu"] = "auto"  # auto: the accelerator where there is one
-    # Of messages between ranks on CPUs; auto: shared memory where ranks share a host, and gloo between hosts.
+    # Of messages between ranks on CPUs; auto: shared memory where ranks share a host, and gloo between hosts. On
+    # accelerators gloo goes through the host's memory, and several ranks may share one.
     transport: Literal["auto", "gloo", "shared-memory"] = "auto"
     # Gradients of embeddings between replicas as the rows that a step touched, where that is fewer bytes; auto: of
     # tables of 1 MiB or more, on CPUs.
@@ -119,6 +120,8 @@ class Run:
     profile: Annotated[Profiling | None, BeforeValidator(_section_if_true)] = None  # where a step's time goes
     check: bool = True  # the task's contract, in one process before any rank starts
     compile: bool = False  # torch.compile for each block
+    # Digits of float32 matrix products: highest: all; high: TensorFloat-32 or two bfloat16; medium: bfloat16.
+    float32_matmul: Literal["highest", "high", "medium"] = "highest"
     bucket_mb: Annotated[Real, Gt(0)] | None = None  # of gradients sent together by replicas; None: PyTorch's 25
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     expert_plan: Mapping[str, ExpertRole] | None = None  # modules that are experts, or none, otherwise than is found

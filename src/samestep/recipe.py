@@ -208,6 +208,8 @@ class Recipe:
     average: Average | None = None  # a moving average of the weights; None: the weights themselves
     clip: Annotated[Real, Gt(0)] | None = None  # largest norm of the whole gradient
     precision: Precision = "fp32"
+    # With bf16: parameters and gradients are bf16 too, and the optimizer steps a float32 copy of the parameters.
+    master_weights: bool = False
     dropout: bool = True  # False switches every dropout of the model off
     communication: Communication | None = None  # None: every step's gradient, whole and exact
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -229,6 +231,15 @@ class Recipe:
         if self.steps is not None and self.epochs is not None:
             raise broken_rule(
                 "epochs", "steps and epochs are both given; give one of them, and leave the other out or make it null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _masters_of_short_numbers(self) -> "Recipe":
+        if self.master_weights and self.precision not in ("bf16", "fp64"):  # proofs have float64 for both
+            raise broken_rule(
+                "master_weights",
+                f"master_weights is true, for parameters in bf16, and precision is {self.precision}; use bf16",
             )
         return self
 

@@ -15,13 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm.gather import ALL_GATHER, REDUCE_SCATTER
+
 Chunks = Literal["none", "one", "all"]
 Who = Literal["every rank", "rank 0"]
 Values = Sequence[Sequence[int]]  # [ranks][elements]: what each rank gives
-
-# The names since PyTorch 2.13, and those before.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +104,11 @@ def _all_reduce(group: dist.ProcessGroup, buffers: Buffers) -> None:
 
 
 def _all_gather(group: dist.ProcessGroup, buffers: Buffers) -> None:
-    _ALL_GATHER(buffers.taken, buffers.given, group=group)
+    ALL_GATHER(buffers.taken, buffers.given, group=group)
 
 
 def _reduce_scatter(group: dist.ProcessGroup, buffers: Buffers) -> None:
-    _REDUCE_SCATTER(buffers.taken, buffers.given, group=group)
+    REDUCE_SCATTER(buffers.taken, buffers.given, group=group)
 
 
 def _all_to_all(group: dist.ProcessGroup, buffers: Buffers) -> None:

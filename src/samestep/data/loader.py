@@ -277,6 +277,7 @@ class Chunks:
             collate_fn=_CollateBatch(collate),
             num_workers=workers,
             multiprocessing_context=_FORK if workers else None,
+            pin_memory=device.type != "cpu",
             generator=torch.Generator().manual_seed(0),
         )
 

@@ -57,10 +57,12 @@ class Abilities:
     skips: bool = False  # whether its trainers are Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block
+    float32_matmul: bool = True  # run.float32_matmul: whether its products are PyTorch's
     sends_less: bool = False  # recipe.communication
     adapters: bool = False  # recipe.adapter: layers with further parameters inside, beside frozen ones
     own_optimizers: bool = False  # optimizers by name, and groups of parameters with settings of their own
     averages: bool = False  # recipe.average
+    master_weights: bool = False  # recipe.master_weights
     several_losses: bool = False  # losses of several terms, each with its own count
     turns: bool = False  # steps in turns, each with its own loss and parameters
     gathers: bool = False  # a task's loss that couples samples, by `gather`
@@ -194,6 +196,7 @@ class Preparation:
     details: Details
     average: Average | None = None  # of the weights, which is evaluated and exported; None: there is none
     communication: Communication | None = None  # how less is sent than every step's gradient; None: it isn't
+    master_weights: bool = False  # whether the optimizer steps a copy of the parameters with more digits
 
 
 class Engine(ABC):

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport, TurnTaking
-from samestep.engines.precision import Precision
+from samestep.engines.precision import Precision, parameter_dtype
 from samestep.errors import UserError
 from samestep.layout import Layout, Offload
 from samestep.parallel.apply import spread
@@ -23,6 +23,7 @@ from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.joined_optimizer import Joined
 from samestep.parallel.layout_failure import LayoutFailures
+from samestep.parallel.master_weights import MasterWeights
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
 from samestep.parallel.parallel_model import ParallelModel
 from samestep.parallel.sharding import Entry, ShardTable, local
@@ -50,7 +51,7 @@ _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
 
 def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
     for each in innermost(optimizer):
-        yield from each.stepping() if isinstance(each, OffloadedOptimizer) else (each,)
+        yield from each.stepping() if isinstance(each, (OffloadedOptimizer, MasterWeights)) else (each,)
 
 
 class NativeTrainer(Checkpointed, Skipping, TurnTaking):
@@ -265,7 +266,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         # Asking for the value would make an accelerator wait; on a CPU it saves a pass over the gradients.
         if self._device.type != "cpu" or not has_values(coefficient) or coefficient != 1:
             for gradients in _alike([local(p.grad) for p in self.stepped() if p.grad is not None]):
-                torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
+                torch._foreach_mul_(gradients, coefficient.to(gradients[0].device, _wide(gradients[0].dtype)))
         return norm
 
     def stepped(self) -> Iterator[nn.Parameter]:
@@ -284,7 +285,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, gradients in by_copies.items():
             for same in _alike(gradients):
-                norms = torch.stack(torch._foreach_norm(same)).to(squares)
+                norms = torch.stack(torch._foreach_norm(same, 2, _wide(same[0].dtype))).to(squares)
                 squares += norms.square().sum() / copies
         group = parts.norm_group()
         if group is not None:
@@ -406,6 +407,11 @@ def batch_of_turn(batch: StepBatch, turn: Turn) -> StepBatch:
     return replace(batch, micro_batches=in_turn)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which a norm or a factor of numbers of a dtype is: that of 16 bits would lose digits of all of them."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def _alike(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one device and dtype together, as PyTorch's operators over lists want them."""
     kinds: dict[Any, list[Tensor]] = {}
@@ -438,6 +444,7 @@ class Native(Engine):
         adapters=True,
         own_optimizers=True,
         averages=True,
+        master_weights=True,
         gathers=True,
         several_losses=True,
         turns=True,
@@ -484,6 +491,7 @@ class Native(Engine):
             how.device,
             spread_model=spread_model,
             offload_folder=how.details.offload_folder,
+            master_dtype=parameter_dtype(how.precision) if how.master_weights else None,
         )
         return self.trainer_class(
             model=model,

@@ -1,7 +1,7 @@
 """Precision: in which dtype parameters are held and forward is computed, and how losses are scaled for it."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -14,9 +14,25 @@ from samestep.parallel.exact.float64 import in_float64
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parameter_dtype(precision: str) -> torch.dtype:
-    """The dtype of parameters and optimizer state; autocast keeps both in float32."""
+def parameter_dtype(precision: str, *, master_weights: bool = False) -> torch.dtype:
+    """The dtype of parameters; autocast keeps them in float32, unless the optimizer has a float32 copy of them.
+
+    Without `master_weights` it is also that of batches, of optimizer state and of that copy.
+    """
+    if master_weights and precision == "bf16":
+        return torch.bfloat16
     return torch.float64 if precision == "fp64" else torch.float32
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Code whose float32 matrix products may be computed with fewer digits: `run.float32_matmul`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Precision:

@@ -81,6 +81,29 @@ def check_average(average: Average | None, engine: Engine) -> None:
         )
 
 
+def check_master_weights(job: Job, engine: Engine, layout: Layout) -> None:
+    """Raise UserError where parameters in bf16 can't have a float32 copy with this engine, layout or job."""
+    recipe, said = job.recipe, "recipe.master_weights is true"
+    if not recipe.master_weights:
+        return
+    if not engine.abilities.master_weights:
+        raise UserError(f'{said}, which engine "{engine.name}" does not have; use engine native')
+    if layout.offload not in ("none", "activations"):
+        raise LayoutError(
+            f'layout "{layout}": {said}, whose copies stay with the parameters; leave offload={layout.offload} out'
+        )
+    if recipe.communication is not None:
+        raise UserError(
+            f"{said} and recipe.communication is {recipe.communication.kind}, which is for float32; use one"
+        )
+    if recipe.average is not None:
+        raise UserError(f"{said} and recipe.average is given, which would average rounded weights; use one")
+    if job.run.share_replicas:
+        raise UserError(f"{said} and run.share_replicas is true, whose state lies in shared memory; use one")
+    if job.run.reduction == "ordered":
+        raise UserError(f"{said} and run.reduction is ordered, which is for float32; use one")
+
+
 def check_buckets(
     bucket_mb: float | None, engine: Engine, layout: Layout, communication: Communication | None
 ) -> None:

@@ -70,6 +70,8 @@ class Loop:
             raise UserError(
                 f"recipe.precision is {recipe.precision}; handwritten methods have {', '.join(PRECISIONS)}"
             )
+        if recipe.master_weights:
+            raise UserError("handwritten methods keep parameters in float32; use a recipe without master_weights")
         if task.loss_weights or turns_of(task):
             raise UserError(
                 "handwritten methods have one loss of one count; use a task without loss_weights or turns"

@@ -41,13 +41,13 @@ def build() -> str:
 def device_of(local_rank: int, choice: DeviceChoice = "auto") -> torch.device:
     """The accelerator of a local rank, or the CPU where there is none or it was asked for.
 
-    A launcher lets each rank see all accelerators of its host, or its own alone, of which it takes the first.
+    A launcher lets each rank see all accelerators of its host, or its own alone, of which it takes the first. Where
+    there are more ranks than accelerators, several take the same one.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if choice == "cpu" or accelerator is None:
         return torch.device("cpu")
-    own = accelerators() == 1 or _sees_its_own()
-    return torch.device(accelerator.type, 0 if own else local_rank)
+    return torch.device(accelerator.type, 0 if _sees_its_own() else local_rank % accelerators())
 
 
 def _sees_its_own() -> bool:
@@ -56,20 +56,24 @@ def _sees_its_own() -> bool:
     return visible is not None and has_a_tasks_accelerators(environment.snapshot(), len(visible.devices))
 
 
-def check_devices(local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank: bool = False) -> None:
-    """Raise UserError where this host has accelerators, but fewer than ranks.
+def check_devices(
+    local_ranks: int, choice: DeviceChoice = "auto", *, in_a_rank: bool = False, may_share: bool = False
+) -> None:
+    """Raise UserError where this host has accelerators, but fewer than ranks, unless ranks may share them.
 
     A rank that its launcher lets see one accelerator, or several of its own, has those for itself. Should several
     ranks see the same one, NCCL refuses it by name as they meet.
     """
     there = accelerators()
     one_alone = there == 1 and environment.visible_devices() is not None
+    if may_share:
+        return
     if in_a_rank and there > 0 and (one_alone or _sees_its_own()):
         return
     if choice == "auto" and 0 < there < local_ranks:
         raise UserError(
             f"{local_ranks} processes on this host, which has {there} accelerator{'s' if there > 1 else ''}; "
-            f"ask for {there} or fewer, or for --device cpu"
+            f"ask for {there} or fewer, for --device cpu, or for run.transport: gloo, by which ranks may share one"
         )
 
 
@@ -97,13 +101,16 @@ def check_slots(host: str, slots: int, chosen: Sequence[int] | None, choice: Dev
     )
 
 
-def backend_of(device: torch.device) -> str:
+def backend_of(device: torch.device, *, gloo_alone: bool = False) -> str:
     """The process group's back end: the device's own, and gloo for what stays on the CPU.
 
-    On SageMaker the device's is SageMaker's own where that is installed.
+    With `gloo_alone` messages of the device go through the host's memory, where several ranks may have one device,
+    which NCCL refuses. On SageMaker the device's is SageMaker's own where that is installed.
     """
     if device.type == "cpu":
         return "gloo"
+    if gloo_alone:
+        return f"cpu:gloo,{device.type}:gloo"
     own = _SAGEMAKERS if _has_sagemakers() else dist.get_default_backend_for_device(device)
     return f"cpu:gloo,{device.type}:{own}"
 

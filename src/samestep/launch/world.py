@@ -92,13 +92,15 @@ def join(
     device: DeviceChoice = "auto",
     threads: int | None = None,
     transport: Transport = "gloo",
+    share_devices: bool = False,
 ) -> Iterator[World]:
     """Take this process's place among the ranks that a launcher started; alone where none did.
 
     With `alone` the process works by itself, even as one of many. A process group that is there already is used
     and left as it is. Ranks that share one host listen on its loopback alone, those of several hosts on the interface
     that leads to the others. `transport` is that of messages between ranks on CPUs; shared memory is used by every
-    group whose ranks share a host.
+    group whose ranks share a host. With `share_devices` several ranks may compute on one accelerator, and messages
+    go through the host's memory.
     """
     ranks = (None if alone else environment.ranks()) or _ALONE
     if transport == "shared-memory" and ranks.local_world_size < ranks.world_size:
@@ -106,7 +108,7 @@ def join(
             "run.transport is shared-memory, and the ranks are on several hosts, which share none; use auto, by "
             "which the ranks of each host share memory"
         )
-    check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE)
+    check_devices(ranks.local_world_size, device, in_a_rank=ranks is not _ALONE, may_share=share_devices)
     world = World(
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -125,7 +127,7 @@ def join(
         # For as long as the group is there: groups of a mesh's dimensions are made later.
         with environment.messages_over(interface, gloo_alone=not ranks.one_host), ExitStack() as while_here:
             if ours:
-                _join_process_group(world, ranks, met, while_here, transport)
+                _join_process_group(world, ranks, met, while_here, transport, share_devices)
             yield world
     except BaseException:
         # Leaving the group is an orderly goodbye that waits for others; a failing rank just ends.
@@ -163,12 +165,13 @@ def _interface(ranks: Ranks, met: Met | None) -> str | None:
 
 
 def _join_process_group(
-    world: World, ranks: Ranks, met: Met | None, while_here: ExitStack, transport: Transport
+    world: World, ranks: Ranks, met: Met | None, while_here: ExitStack, transport: Transport, share_devices: bool
 ) -> None:
-    backend = backend_of(world.device)
+    backend = backend_of(world.device, gloo_alone=share_devices)
     if backend == "gloo" and transport != "gloo":
         backend = shared_memory.register(environment.snapshot())
-    bound = world.device if world.device.type != "cpu" else None  # NCCL then knows it before the first message
+    # NCCL then knows it before the first message; gloo can't split a group that is bound.
+    bound = world.device if world.device.type != "cpu" and not share_devices else None
     if world.world_size == 1:
         alone = dist.HashStore()  # no port, nobody to meet
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)

@@ -132,7 +132,8 @@ def spread(
         assert isinstance(root, FSDPModule)
         if of_pipeline is None:
             used = UsedByShards(model, mesh.data_group, may_differ=units.may_differ, names=parts.parameters)
-            return WholeModel(module=root, accumulating=partial(without_messages, root), used=used, **common)
+            accumulating = partial(without_messages, root, keep_gathered=layout.zero == 2)
+            return WholeModel(module=root, accumulating=accumulating, used=used, **common)
     if of_pipeline is not None:
         if initial is not None and layout.zero < 2:
             initial.fill(model, device)

@@ -4,13 +4,13 @@ By DistributedDataParallel while backward runs, or in a few large buckets after 
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +19,7 @@ from samestep.parallel.sharding import ShardTable, sum_gradients_over
 from samestep.parallel.unused_parameters import Used, UsedAlone
 from samestep.parallel.valueless import has_values
 from samestep.parallel.valueless_replicas import ValuelessReplicas
-from samestep.parallel.zero1 import Owners, buckets, to_owners
+from samestep.parallel.zero1 import Owners, to_owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +78,14 @@ def _no_buffer_messages() -> dict[str, Any]:
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup, device_type: str) -> None:
     """Average gradients over a group in place; a parameter that no rank used keeps none."""
-    ranks = dist.get_world_size(group)
-    for bucket in buckets(parameters):
-        sum_gradients_over(group, bucket, device_type)
-        for parameter in bucket:
-            if parameter.grad is not None:
-                parameter.grad.div_(ranks)
+    averaged = list(parameters)
+    sum_gradients_over(group, averaged, device_type)
+    _divide([p.grad for p in averaged if p.requires_grad and p.grad is not None], dist.get_world_size(group))
+
+
+def _divide(gradients: Sequence[Tensor], by: int) -> None:
+    if gradients:
+        torch._foreach_div_(list(gradients), by)
 
 
 def average_what_is_whole(model: nn.Module, parts: ShardTable) -> None:
@@ -106,9 +108,8 @@ def average_experts(model: nn.Module, parts: ShardTable) -> None:
         return
     experts = [p for name, p in model.named_parameters() if parts.part(name).of_experts]
     whole = [p for p in experts if not isinstance(p, DTensor)]
-    for bucket in buckets(whole):
-        if mesh.size("replicate") * mesh.size("shard") > 1:
-            sum_gradients_over(mesh.group("replicate", "shard"), bucket, mesh.grid.device_type)
+    if mesh.size("replicate") * mesh.size("shard") > 1:
+        sum_gradients_over(mesh.group("replicate", "shard"), whole, mesh.grid.device_type)
     for parameter in experts:
         if parameter.grad is not None:
             sharded = isinstance(parameter, DTensor)  # and averaged over the ranks with the same experts by that

@@ -7,7 +7,7 @@ the whole before the next one.
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,8 +62,7 @@ class InitialValues:
                 filled[id(parameter)] = like(parameter, empty)
             owner, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(owner), own_name, filled[id(parameter)])
-        # FSDP2 and recurrent layers look for their parameters again when a function is applied to all.
-        model._apply(lambda tensor: tensor)
+        look_again(model)
 
     def _fill_one(self, name: str, parameter: Tensor, take: Callable[[Tensor], Tensor] | None) -> None:
         values = self.value(name).to(parameter.dtype)
@@ -126,7 +125,35 @@ def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(tensor.device if tensor.is_meta else device, in_kind(tensor, dtype))
 
-    model._apply(moved)
+    with tied_stay_tied(device):
+        model._apply(moved)
+
+
+def tied_stay_tied(device: torch.device) -> AbstractContextManager[None]:
+    """In which a module may be moved to a device.
+
+    A parameter takes over memory on an accelerator of those that PyTorch knows by name. On another PyTorch would make
+    one more parameter in each place, and those that are tied would come apart; swapping keeps the objects.
+    """
+    takes_memory = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+    return nullcontext() if takes_memory else _swapping(True)
+
+
+def look_again(model: nn.Module) -> None:
+    """Have FSDP2 and recurrent layers look for their parameters, of which some are other objects than before."""
+    with _swapping(False):  # FSDP2 takes other objects for a mistake where it is on
+        model._apply(lambda tensor: tensor)
+
+
+@contextmanager
+def _swapping(on: bool) -> Iterator[None]:
+    """Whether functions applied to a module's parameters swap what is in them, or make others where they must."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(on)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def forget_values(model: nn.Module, dtype: torch.dtype) -> None:

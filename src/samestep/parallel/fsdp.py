@@ -244,7 +244,8 @@ def shard(
         fully_shard(
             part,
             mesh=of_experts if part in experts else grid,
-            reshard_after_forward=layout.zero == 3,
+            # What the model has beside its units is wanted again as soon as backward begins.
+            reshard_after_forward=layout.zero == 3 and part is not model,
             mp_policy=mixed,
             offload_policy=offload,
             ignored_params=whole,
@@ -274,10 +275,15 @@ def _prefetch(blocks: Sequence[FSDPModule]) -> None:
 
 
 @contextmanager
-def without_messages(model: FSDPModule) -> Iterator[None]:
-    """Forward and backward that keep their gradients on this rank."""
+def without_messages(model: FSDPModule, *, keep_gathered: bool) -> Iterator[None]:
+    """Forward and backward that keep their gradients on this rank.
+
+    `keep_gathered`: and the gathered parameters, for the next forward; where all are held at once anyway.
+    """
     model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not keep_gathered)
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)

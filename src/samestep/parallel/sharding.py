@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from samestep.comm.agree import largest
+from samestep.comm.gather import all_gather_uneven
 from samestep.comm.mesh import Mesh
 from samestep.layout import Layout
-from samestep.parallel.valueless import has_values
-from samestep.parallel.zero1 import Owners
+from samestep.parallel.zero1 import Owners, buckets
 
 Range = tuple[int, int]  # first, and one past the last
 
@@ -38,13 +39,9 @@ class Slice:
     def gather(self, part: Tensor) -> Tensor:
         """The whole from every rank's part; every rank of the group must ask."""
         lengths = [sum(last - first for first, last in ranges) for ranges in self.ranges]
-        # Padded to the longest: gathering takes parts of one size.
-        padded = part.new_zeros(*part.shape[: self.dim], max(lengths), *part.shape[self.dim + 1 :])
-        padded.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
-        gathered = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(gathered, padded, group=self.group)
-        whole = part.new_empty(*part.shape[: self.dim], sum(lengths), *part.shape[self.dim + 1 :])
-        for theirs, ranges in zip(gathered, self.ranges, strict=True):
+        gathered = all_gather_uneven(part, self.group, lengths, self.dim)
+        whole = torch.empty_like(gathered)
+        for theirs, ranges in zip(gathered.split(lengths, self.dim), self.ranges, strict=True):
             start = 0
             for first, last in ranges:
                 whole.narrow(self.dim, first, last - first).copy_(theirs.narrow(self.dim, start, last - first))
@@ -229,25 +226,52 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sum_gradients_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], device_type: str) -> None:
-    """Add up gradients over a group in one message a dtype, and with them whether any rank has one."""
-    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-        some = [parameter for parameter in parameters if parameter.dtype == dtype]
-        # Offloaded gradients are on the CPU, and an accelerator's group sends what is on the accelerator.
-        used = torch.tensor([p.grad is not None for p in some], dtype=dtype, device=device_type)
-        for parameter in some:
+def sum_gradients_over(group: dist.ProcessGroup, parameters: Iterable[nn.Parameter], device_type: str) -> None:
+    """Add up gradients over a group, in messages of some 25 MiB; a parameter that no rank used keeps none.
+
+    The next message is on its way while what came of the one before is put back.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    used = largest([parameter.grad is not None for parameter in trained], group, device_type)
+    pending: _Message | None = None
+    for bucket in buckets([parameter for parameter, by_any in zip(trained, used, strict=True) if by_any]):
+        for dtype in dict.fromkeys(parameter.dtype for parameter in bucket):
+            sent = _Message.send([p for p in bucket if p.dtype == dtype], group, device_type)
+            if pending is not None:
+                pending.put_back()
+            pending = sent
+    if pending is not None:
+        pending.put_back()
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Gradients that are being summed over a group."""
+
+    work: dist.Work
+    flat: Tensor
+    gradients: Sequence[Tensor]
+
+    @classmethod
+    def send(cls, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device_type: str) -> "_Message":
+        gradients: list[Tensor] = []
+        for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [local(p.grad) for p in some if p.grad is not None]
-        message = torch.cat([used, *(gradient.reshape(-1).to(used.device) for gradient in gradients)])
-        dist.all_reduce(message, group=group)
-        used, *sums = message.split([len(some), *(gradient.numel() for gradient in gradients)])
-        used_by_any = used.tolist() if has_values(used) else [True] * len(some)
-        for parameter, gradient, summed, any_used in zip(some, gradients, sums, used_by_any, strict=True):
-            if any_used:
-                gradient.copy_(summed.view_as(gradient))
-            else:
-                parameter.grad = None
+            gradients.append(local(parameter.grad))
+        # Offloaded gradients are on the CPU, and an accelerator's group sends what is on the accelerator.
+        flat = torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        return cls(work, flat, gradients)
+
+    def put_back(self) -> None:
+        self.work.wait()
+        sums = self.flat.split([gradient.numel() for gradient in self.gradients])
+        shaped = [part.view_as(gradient) for part, gradient in zip(sums, self.gradients, strict=True)]
+        torch._foreach_copy_(list(self.gradients), shaped)
 
 
 @dataclass(frozen=True, kw_only=True)

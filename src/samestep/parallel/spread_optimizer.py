@@ -14,6 +14,7 @@ from samestep.comm.mesh import Mesh
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.parallel.joined_optimizer import Joined, Member, rebuild
+from samestep.parallel.master_weights import with_masters
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.optimizer import OffloadedOptimizer, offloaded_kind
 from samestep.parallel.offload.parameters import keep_state
@@ -30,16 +31,25 @@ def spread_optimizer(
     *,
     spread_model: ParallelModel,
     offload_folder: Path | None = None,
+    master_dtype: torch.dtype | None = None,
 ) -> Optimizer:
     """Spread an optimizer as its layout says; shards of parameters bring their shards of state along.
 
+    `master_dtype`: of the copies that it steps in place of the parameters; None: it steps these themselves.
     Raises UserError where it can't take the same step under this layout.
     """
     if isinstance(optimizer, Joined):
+        if master_dtype is not None:
+            raise UserError(
+                "recipe.master_weights is true, which is for one optimizer, adamw or sgd; leave optimizers by name, "
+                "recipe.groups and steps in turns out, or use master_weights: false"
+            )
         joined = optimizer.each(partial(_of_member, layout, mesh, device, spread_model, offload_folder))
         spread_model.parts.find_owners(spread_model.model, lambda position: list(_stepped_by(joined, mesh, position)))
         return joined
     kind = offloaded_kind(type(optimizer), layout, device, offload_folder)
+    if master_dtype is not None:
+        kind = with_masters(kind, master_dtype)
     if layout.zero == 1:
         sharded: Any = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
         spread_model.parts.find_owners(spread_model.model, lambda position: list(_of_shard(sharded, position)))

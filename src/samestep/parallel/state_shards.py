@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import UserError
 from samestep.parallel.joined_optimizer import Joined
+from samestep.parallel.master_weights import MasterWeights
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
 from samestep.parallel.sharding import Entry, Part, ShardTable, local, places_of
 from samestep.parallel.whole_optimizer import LocalOptimizer, WholeOptimizer
@@ -183,8 +184,9 @@ class OptimizerToFill:
                 name, held = some.names[parameter], some.held.get(parameter)
                 for key in keys.get(name, ()):
                     full_name = f"{OPTIMIZER}{name}.{key}"
-                    offloaded = isinstance(some.optimizer, OffloadedOptimizer)  # its state is that of plain copies
-                    like = local(parameter.detach()) if offloaded else parameter.detach()
+                    # Their state is that of plain copies.
+                    copies = isinstance(some.optimizer, (OffloadedOptimizer, MasterWeights))
+                    like = local(parameter.detach()) if copies else parameter.detach()
                     value = _empty(like, held, saved[full_name], parts.parameters[name])
                     states.setdefault(parameter, {})[key] = value
                     self.pieces[full_name] = _piece(name, held, key, value, parts)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from samestep.comm.gather import all_gather_uneven, reduce_scatter_uneven
 from samestep.data.order import bounds
 
 Group = dist.ProcessGroup
@@ -97,27 +98,9 @@ def _mine(tokens: Tensor, group: Group, dim: int) -> Tensor:
     return tokens.narrow(dim, first, last - first).contiguous()
 
 
-def _padded(tokens: Tensor, length: int, dim: int) -> Tensor:
-    """With zeros up to a length; every rank's part of a message has one size."""
-    missing = length - tokens.shape[dim]
-    if missing:
-        shape = list(tokens.shape)
-        shape[dim] = missing
-        tokens = torch.cat([tokens, tokens.new_zeros(shape)], dim)
-    return tokens.contiguous()
-
-
 def _all_gather(tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
-    lengths = _lengths(total, group)
-    message = _padded(tokens, max(lengths), dim)
-    received = [torch.empty_like(message) for _ in lengths]
-    dist.all_gather(received, message, group=group)
-    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(received, lengths, strict=True)], dim)
+    return all_gather_uneven(tokens, group, _lengths(total, group), dim)
 
 
 def _reduce_scatter(tokens: Tensor, group: Group, dim: int) -> Tensor:
-    lengths = _lengths(tokens.shape[dim], group)
-    messages = [_padded(part, max(lengths), dim) for part in tokens.split(lengths, dim)]
-    summed = torch.empty_like(messages[0])
-    dist.reduce_scatter(summed, messages, group=group)
-    return summed.narrow(dim, 0, lengths[dist.get_rank(group)]).contiguous()
+    return reduce_scatter_uneven(tokens, group, _lengths(tokens.shape[dim], group), dim)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from samestep.comm.agree import largest
 from samestep.errors import UserError
 from samestep.parallel.sharding import local
 
@@ -46,7 +47,7 @@ class _UsedByRanks(Used):
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._numbers = {name: number for number, name in enumerate(names or self._parameters)}
         self._group = group
-        self._flags_on = _host_of(group, local(next(iter(model.parameters())).detach()).device)
+        self._device_type = local(next(iter(model.parameters())).detach()).device.type
         self._used = [False] * len(self._numbers)
 
     def _note(self, name: str, parameter: Tensor) -> Any:
@@ -60,10 +61,8 @@ class _UsedByRanks(Used):
 
     def _by_any(self, *also: int) -> list[int]:
         """Whether any rank used each parameter, and the largest of what else every rank gives."""
-        flags = torch.tensor([*self._used, *also], dtype=torch.int64, device=self._flags_on)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        self._used = [False] * len(self._used)
-        return flags.tolist()
+        used, self._used = self._used, [False] * len(self._used)
+        return largest([*used, *also], self._group, self._device_type)
 
     def _forget(self, used: Sequence[int]) -> None:
         for name, parameter in self._parameters.items():
@@ -124,9 +123,7 @@ class UsedByShards(_UsedByRanks):
         told = [names[unit] or "the end of the forward" for unit in units]
 
         def agree(number: int) -> None:
-            numbers = torch.tensor([number, -number], device=self._flags_on)
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
-            high, low = numbers.tolist()
+            high, low = largest([number, -number], self._group, self._device_type)
             if high != -low:
                 raise UserError(_OTHER_BLOCKS.format(f"at {told[-low]} and at {told[high]}"))
 
@@ -144,15 +141,6 @@ class UsedByShards(_UsedByRanks):
         if most != -least:
             raise UserError(_OTHER_BLOCKS.format("in another order"))
         self._forget(used)
-
-
-def _host_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a group's ranks tell each other what the host has to know: on the CPU, where the group can.
-
-    A message on an accelerator would make the host wait until all that was asked of the device before is done.
-    """
-    cpu = torch.device("cpu")
-    return cpu if cpu in group._device_types else device
 
 
 _OTHER_BLOCKS = (

@@ -6,6 +6,7 @@ A parameter's gradient is summed on its owner (Rajbhandari et al. 2020, ZeRO, se
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from samestep.comm.agree import largest
 from samestep.comm.mesh import Mesh
 from samestep.parallel.joined_optimizer import rebuild
 from samestep.parallel.optimizer_kinds import Make
@@ -144,9 +146,7 @@ class Owners:
         self.sum_replicas(trained)
 
     def _largest(self, values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-        message = torch.tensor(values, dtype=torch.int64, device=self._device_type)
-        dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
-        return message.tolist()
+        return largest(values, group, self._device_type)
 
 
 def to_owners(owners: Owners, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -206,14 +206,46 @@ def _class() -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from what it imports along
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    class OfAnyDtype(ZeroRedundancyOptimizer):
-        """Parameters of several dtypes, such as real and complex ones.
+    class Sharded(ZeroRedundancyOptimizer):
+        """Sends what a step has changed in large messages, of parameters of any dtypes.
 
-        PyTorch asks for one dtype for the sake of `parameters_as_bucket_view`, which is not used here: each
-        parameter is sent by itself.
+        PyTorch's sends each parameter by itself, or keeps all of them as views of messages, for which it asks for
+        one dtype.
         """
 
         def _verify_same_dense_param_type(self) -> None:
             pass
 
-    return OfAnyDtype
+        def _sync_params(self) -> None:
+            partition: Callable[[], Any] = self._partition_parameters  # pyright: ignore[reportAttributeAccessIssue]
+            of_ranks = [[p for each in groups for p in each["params"]] for groups in partition()]
+            hand_round(of_ranks, self.process_group)
+
+    return Sharded
+
+
+def hand_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup) -> None:
+    """Give every rank of a group each parameter as its owner has it; `of_ranks`: what each position owns.
+
+    In messages of some 25 MiB, one from every owner at a time. Shares may be of very unlike sizes, as one with the
+    embeddings is, so these are broadcasts: an all-gather would fill all up to the largest.
+    """
+    me = dist.get_rank(group)
+    for round_ in zip_longest(*(_of_one_dtype(owned) for owned in of_ranks), fillvalue=()):
+        sent: list[tuple[int, Sequence[Tensor], Tensor, dist.Work | None]] = []
+        for position, bucket in enumerate(round_):
+            if bucket:
+                values = [parameter.data for parameter in bucket]
+                message = _flat(values) if len(values) > 1 else values[0]
+                work = dist.broadcast(message, group_src=position, group=group, async_op=True)
+                sent.append((position, values, message, work))
+        for position, values, message, work in sent:
+            if work is not None:
+                work.wait()
+            if position != me and len(values) > 1:
+                _put_back(message, values)
+
+
+def _of_one_dtype(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        yield from buckets(parameter for parameter in parameters if parameter.dtype == dtype)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.data.order import SampleOrder
 from samestep.parallel.complex_parameters import as_real
+from samestep.parallel.deferred_init import tied_stay_tied
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, Samples, Task, call, sum_and_count
 from samestep.tasks.gather import of_whole_batch
@@ -143,7 +144,9 @@ def _built(recipe: Recipe, task: Task, samples: Samples, device: torch.device) -
     switch_off(model)
     order = SampleOrder(size=len(samples), batch=recipe.batch, seed=recipe.seed)
     inputs, targets = task.collate([samples[index] for index in order.global_batch(0).tolist()])
-    return model.to(device).train(), Batch(_on(inputs, device), _on(targets, device))
+    with tied_stay_tied(device):
+        model.to(device).train()
+    return model, Batch(_on(inputs, device), _on(targets, device))
 
 
 def _on(nest: Any, device: torch.device) -> Any:

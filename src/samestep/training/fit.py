@@ -88,6 +88,7 @@ class Training:
             bucket_mb=job.run.bucket_mb,
             sparse_rows=job.run.sparse_rows,
             virtual_ranks=recipe.virtual_ranks if job.run.reduction == "ordered" else None,
+            master_weights=recipe.master_weights,
         )
         self.turns = turns_of(task)
         self.samples = task.train_set()

@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from samestep.data.loader import StepBatch
-from samestep.engines.base import StepReport
 from samestep.errors import InterruptedJobError
 from samestep.fault_tolerance.nonfinite import NonFinite
 from samestep.fault_tolerance.rank import RankSupervision
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
 from samestep.training.metrics_log import Bar, Records, Tally
+from samestep.training.readout import Readout
 
 if TYPE_CHECKING:
     from samestep.training.fit import Training
@@ -36,17 +36,16 @@ class StepLog:
         self.sent: int | None = None  # bytes that this rank sent in all steps, where they are counted
         self.bar = bar
 
-    def add(self, batch: StepBatch, report: StepReport, seconds: float) -> None:
+    def add(self, batch: StepBatch, report: Readout, seconds: float) -> None:
         """Read a step's values, which waits until an accelerator has computed them.
 
         Raises NonFiniteError where the training must not go on with them.
         """
-        loss, grad_norm = report.loss.item(), report.grad_norm.item()
+        loss, grad_norm, terms = report.values()
         self.losses.append(loss)
         self.samples += batch.global_samples
         self.seconds += seconds + batch.data_seconds
         self.tally.add(batch)
-        terms = {name: each.item() for name, each in report.terms.items()}
         self.terms |= terms
         self.bar.step(loss=loss, lr=report.lr, samples=batch.global_samples, terms=terms)
         self.records.step(
@@ -85,14 +84,15 @@ def take_all_steps(
     stopped = checkpoints.early_stop.stopped()
     if stopped is not None:  # by the run that was saved
         return stopped
-    before: tuple[StepBatch, StepReport, float] | None = None
+    before: tuple[StepBatch, Readout, float] | None = None
     began = time.perf_counter()
     steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
     for batch, report in steps:
+        reading = Readout(report)
         if before is not None:
             log.add(*before)
         now = time.perf_counter()
-        before = (batch, report, now - began - batch.data_seconds)
+        before = (batch, reading, now - began - batch.data_seconds)
         began = now
         done = batch.step + 1
         if done == training.total_steps:

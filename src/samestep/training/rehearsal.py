@@ -118,7 +118,8 @@ class _RehearsedTraining(Training):
         except Exception:  # such as weights that are read from a file; what is the model's mistake shows again
             built = super()._build(recorded=False)
         with self._mode:
-            forget_values(built.model, parameter_dtype(self.recipe.precision))
+            recipe = self.recipe
+            forget_values(built.model, parameter_dtype(recipe.precision, master_weights=recipe.master_weights))
         return built
 
     def _prepare(self, built: InitialModel, details: Details) -> None:

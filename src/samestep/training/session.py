@@ -106,6 +106,7 @@ class Session:
         sparse_rows: SparseRows = "auto",
         average: Average | None = None,
         virtual_ranks: int | None = None,
+        master_weights: bool = False,
     ) -> None:
         layout.check_processes(world.world_size)
         check(engine, layout, precision, engine_config)
@@ -118,7 +119,8 @@ class Session:
         self.engine = engine
         self.mesh = build_mesh(layout, world.device.type)
         self._precision = precision
-        self._dtype = parameter_dtype(precision)
+        self._dtype = parameter_dtype(precision)  # of batches
+        self._master_weights = master_weights
         self._clip = clip
         self._seed = seed
         self._micro_batch = micro_batch
@@ -207,7 +209,7 @@ class Session:
         """
         self.adapter = facts_of(model, recipe)
         _check_complex(model, self.engine)
-        move(model, self.world.device, self._dtype)
+        move(model, self.world.device, parameter_dtype(self._precision, master_weights=self._master_weights))
         if details.example is not None:
             details = replace(details, example=to_device(details.example, self.world.device, self._dtype))
         with in_one_sentence("the first samples"):  # with which some layouts try the model
@@ -224,6 +226,7 @@ class Session:
                     details=details,
                     average=self._average,
                     communication=self._communication,
+                    master_weights=self._master_weights,
                 ),
             )
         # For randomness of the model's own, which no layout makes the same: data ranks hold other samples, so they
@@ -411,7 +414,12 @@ def session(
     processes = ranks.world_size if ranks else 1
     parsed = _parse(layout, processes, started=ranks is not None)
     shares = resolve(engine).abilities.shared_memory
-    with join(device=device, threads=threads, transport=transport if shares else "gloo") as world:
+    with join(
+        device=device,
+        threads=threads,
+        transport=transport if shares else "gloo",
+        share_devices=transport == "gloo",
+    ) as world:
         training = Session(
             world=world,
             layout=parsed,

@@ -75,6 +75,13 @@ class Allocations(TorchDispatchMode):
         """Most bytes at one moment of parameters gathered from shards, and of the messages that gather them."""
         return self._peak(self._gathered)
 
+    def peak_gathered_with(self, gradients: Iterable[Tensor]) -> int:
+        """Most bytes at one moment of what is gathered and of gradients; those of the step before may be gone."""
+        storages = {id(storage): storage for storage in (each.untyped_storage() for each in gradients)}
+        made = {self._numbers[storage] for storage in storages.values() if storage in self._numbers}
+        there_before = sum(storage.nbytes() for storage in storages.values() if storage not in self._numbers)
+        return there_before + self._peak(self._gathered | made)
+
     def _peak(self, chosen: Collection[int]) -> int:
         now = most = 0
         for number, change in self._events:
@@ -204,6 +211,8 @@ class Usage:
     # gathered parameters: activations kept for backward, what operators work on, gradients on their way.
     activations: int
     gathered: int  # the same of parameters gathered from shards, with the messages that gather them
+    # Of both at one moment: gradients come while gathered parameters go.
+    gathered_and_gradients: int
     host: int  # moved to the host's memory
     disk: int  # moved to files
     sent: Mapping[str, int]  # in one step, by kind of collective; see samestep.comm.traffic.Traffic
@@ -237,6 +246,7 @@ def measured(trainer: Holder, step: Callable[[], Report]) -> tuple[Report, Usage
         optimizer_state=_bytes(held.optimizer_state),
         activations=allocations.peak(without=[*held.gradients, *held.host]),
         gathered=allocations.peak_gathered(),
+        gathered_and_gradients=allocations.peak_gathered_with(held.gradients),
         host=_bytes(held.host),
         disk=_bytes(held.disk),
         sent=dict(sent),

@@ -165,7 +165,7 @@ class Mirrored(KerasEngine):
 
     name = "keras-mirrored"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset(), precisions=frozenset({"fp64", "fp32"}), packages=PACKAGES
+        dimensions=frozenset(), precisions=frozenset({"fp64", "fp32"}), packages=PACKAGES, float32_matmul=False
     )
 
     def _start(self, precision: str, device: torch.device) -> tuple[Tools, Any]:
@@ -186,7 +186,10 @@ class MultiWorker(KerasEngine):
 
     name = "keras-multi-worker"
     abilities: ClassVar[Abilities] = Abilities(
-        dimensions=frozenset({"replicate"}), precisions=frozenset({"fp64", "fp32"}), packages=PACKAGES
+        dimensions=frozenset({"replicate"}),
+        precisions=frozenset({"fp64", "fp32"}),
+        packages=PACKAGES,
+        float32_matmul=False,
     )
 
     def _start(self, precision: str, device: torch.device) -> tuple[Tools, Any]:

@@ -46,6 +46,7 @@ class ParameterServer(Engine):
         precisions=frozenset({"fp64", "fp32"}),
         packages=PACKAGES,
         same_step=False,
+        float32_matmul=False,
     )
 
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:

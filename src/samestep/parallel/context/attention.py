@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
+from samestep.comm.gather import all_gather, reduce_scatter_uneven
 from samestep.parallel.context.messages import exchange, own_part, part_length
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 
@@ -90,9 +92,17 @@ class AttentionOverAll(TorchFunctionMode):
         ranks, tokens = self._group.size(), self._length.tokens
         shared = {"dropout_p": dropout_p, **options}
         if query.shape[1] % ranks or key.shape[1] % ranks:
-            key, value = (_gather_summed(part, self._group, tokens) for part in (key, value))
-            mask = _own_rows(attn_mask, tokens, is_causal, self._group, query)
-            with self._now.holding(Portion(attention={2: self._group.rank() * query.shape[2]})):
+            first = self._group.rank() * query.shape[2]
+            seen = tokens
+            if is_causal and attn_mask is None and not dropout_p:
+                # Own queries look at no later keys: a triangle at the lower right, for which kernels need no mask.
+                # The last ranks' tokens that only fill up stay, or the triangle would begin elsewhere.
+                seen = first + query.shape[2]
+                mask: Any = causal_lower_right(query.shape[2], seen)
+            else:
+                mask = _own_rows(attn_mask, tokens, is_causal, self._group, query)
+            key, value = (_gather_summed(part, self._group, seen) for part in (key, value))
+            with self._now.holding(Portion(attention={2: first})):
                 return F.scaled_dot_product_attention(query, key, value, mask, **shared)
         to_heads = partial(exchange, group=self._group, split_dim=1, join_dim=2)
         query, key, value = (to_heads(part).narrow(2, 0, tokens) for part in (query, key, value))
@@ -121,21 +131,22 @@ def _own_rows(
 
 
 def _gather_summed(part: Tensor, group: dist.ProcessGroup, tokens: int) -> Tensor:
-    """All tokens of keys or values [batch, heads, own tokens, head_dim]; backward adds up every rank's gradient."""
+    """The first tokens of keys or values [batch, heads, own tokens, head_dim]; backward sums up all ranks' gradients.
+
+    Ranks may ask for different numbers of them.
+    """
     return _GatherSummed.apply(part, group, tokens)  # pyright: ignore[reportReturnType]
 
 
 class _GatherSummed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, tokens: int) -> Tensor:
-        ctx.group = group
-        gathered = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(gathered, part.contiguous(), group=group)
-        return torch.cat(gathered, 2).narrow(2, 0, tokens)
+        ctx.group, ctx.length = group, part.shape[2]
+        return all_gather(part, group, 2).narrow(2, 0, tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        summed = gradients[0].contiguous()
-        dist.all_reduce(summed, group=ctx.group)
-        return own_part(summed, ctx.group, dim=2), None, None
+        missing = ctx.length * ctx.group.size() - gradients[0].shape[2]
+        whole = F.pad(gradients[0], [0, 0, 0, missing])
+        return reduce_scatter_uneven(whole, ctx.group, [ctx.length] * ctx.group.size(), 2), None, None

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from samestep.comm.gather import all_gather
+
 # The fewest tokens of a part: attention takes a lone query for one that is decoded after others.
 _FEWEST = 2
 
@@ -46,9 +48,7 @@ def own_part(whole: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
 
 def all_parts(part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int = 1) -> Tensor:
     """Every rank's part in a row, without what filled them up; for tensors without gradients."""
-    gathered = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(gathered, part.contiguous(), group=group)
-    whole = torch.cat(gathered, dim)
+    whole = all_gather(part, group, dim)
     # A copy of its own: shards of parameters hook what a module returns, and want no view there.
     return whole if whole.shape[dim] == tokens else whole.narrow(dim, 0, tokens).clone()
 

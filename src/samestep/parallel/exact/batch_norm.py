@@ -68,7 +68,8 @@ def _forward(
     normed, mean, variance, count = _normed(given, module.weight, module.bias, module.eps, group, moment)
     if module.track_running_stats and not now.recomputing:
         module.num_batches_tracked.add_(1)
-        momentum = 1 / int(module.num_batches_tracked) if module.momentum is None else module.momentum
+        # A mean over all steps: the number of them stays on the device, which nobody waits for.
+        momentum = module.num_batches_tracked.double().reciprocal() if module.momentum is None else module.momentum
         _track(module.running_mean, module.running_var, mean, variance, count, momentum)
     return normed
 
@@ -214,10 +215,11 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
     numbers = given.to(torch.promote_types(given.dtype, torch.float32))
     others = [dim for dim in range(given.ndim) if dim != 1]
     shape = [1, -1, *(1 for _ in given.shape[2:])]
-    count = numbers.new_full((1,), weight * given.numel() / given.size(1))
+    own = weight * given.numel() / given.size(1)
+    count = numbers.new_full((1,), own)
     sums = _SumOverRanks.apply(torch.cat([numbers.sum(others) * weight, count]), group)
     count = sums[-1].detach()
-    if count <= 1:
+    if own <= 1 and count <= 1:  # a rank that has two numbers itself need not wait for the sum
         raise UserError(
             f"batch norm: a global batch of one number for each of {given.size(1)} features has no variance; use "
             "a recipe.batch that doesn't leave one sample for the last step"
@@ -230,9 +232,16 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
 
 
 def _track(
-    running_mean: Tensor, running_var: Tensor, mean: Tensor, variance: Tensor, count: Tensor, momentum: float
+    running_mean: Tensor,
+    running_var: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    count: Tensor,
+    momentum: float | Tensor,
 ) -> None:
     """Move the running statistics as PyTorch does: the mean, and the unbiased variance."""
+    if isinstance(momentum, Tensor):
+        momentum = momentum.to(running_mean)
     with torch.no_grad():
         running_mean.lerp_(mean.detach().to(running_mean), momentum)
         running_var.lerp_((variance.detach() * count / (count - 1)).to(running_var), momentum)

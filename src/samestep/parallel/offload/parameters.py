@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from samestep.parallel.deferred_init import look_again
 from samestep.parallel.offload.memory import MappedFile
 from samestep.parallel.sharding import local
 
@@ -41,9 +42,8 @@ def move_parameters(model: nn.Module, file: MappedFile) -> None:
             moved[id(parameter)] = nn.Parameter(there, requires_grad=parameter.requires_grad)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, moved[id(parameter)])
-    # FSDP2 looks for its parameters again when a function is applied to all. A shard that it fills up, since the rows
-    # don't divide by the ranks, it copies back into memory.
-    model._apply(lambda tensor: tensor)
+    # A shard that FSDP2 fills up, since the rows don't divide by the ranks, it copies back into memory.
+    look_again(model)
 
 
 def keep_state(optimizer: Optimizer, file: MappedFile) -> None:

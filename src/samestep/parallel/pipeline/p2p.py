@@ -55,14 +55,16 @@ class _Line:
     group: dist.ProcessGroup
     source: int
     expected: list[MessageId] = field(default_factory=list)
-    posted: dict[MessageId, list[tuple[Tensor, Any]]] = field(default_factory=dict)
+    posted: dict[MessageId, tuple[list[Tensor], list[dist.Work]]] = field(default_factory=dict)
 
 
 class Messages:
     """Sends and receives without waiting for the other side.
 
     Every ordered pair of ranks has a process group of its own, so that each carries messages one way in one order,
-    whatever the back end does with tags. The forms of activations are sent ahead the first time that a
+    whatever the back end does with tags. Tensors that belong together are one batch, which NCCL sends through the
+    group's own communicator; it would make another for messages one by one, at the first of them, when the other side
+    may be waiting for something else. The forms of activations are sent ahead the first time that a
     micro-batch's inputs have their shapes; a gradient has the form of what it is the gradient of.
     """
 
@@ -76,7 +78,8 @@ class Messages:
         self._to: dict[int, dist.ProcessGroup] = {}
         self._from: dict[int, _Line] = {}
         self._turn = 0  # the step or chunk that runs
-        self._sent: list[tuple[int, Any, Tensor]] = []  # in which turn, and what must stay until it has left
+        # In which turn, and what must stay until it has left.
+        self._sent: list[tuple[int, list[dist.Work], Sequence[Tensor]]] = []
         self._here: dict[MessageId, list[Tensor]] = {}
         self._forms: dict[Any, Forms] = {}  # of activations, by stage and shapes of inputs
         self._key: Callable[[MessageId], Any] = lambda letter: letter
@@ -88,8 +91,10 @@ class Messages:
         for a, b in sorted(neighbours | {(b, a) for a, b in neighbours}):
             for line in pipelines(mesh):
                 group = new_group([line[a], line[b]])
-                if line != self._ranks:
+                if line != self._ranks or self._me not in (a, b):
                     continue
+                if self._device.type != "cpu":  # the communicator is made here, where both sides come in one order
+                    dist.all_reduce(torch.zeros(1, device=self._device), group=group)
                 if a == self._me:
                     self._to[b] = group
                 if b == self._me:
@@ -117,10 +122,10 @@ class Messages:
             self._here[letter] = sent
             return
         if letter.kind == "F" and sent and self._announced(letter, forms) is None:
-            self._post(target, _header(forms))
+            self._post(target, [_header(forms)])
             self._forms[letter.to, self._key(letter)] = forms
-        for tensor in sent:
-            self._post(target, tensor)
+        if sent:
+            self._post(target, sent)
 
     def _announced(self, letter: MessageId, forms: Forms) -> Forms | None:
         known = self._forms.get((letter.to, self._key(letter)))
@@ -132,10 +137,11 @@ class Messages:
             )
         return known
 
-    def _post(self, target: int, tensor: Tensor) -> None:
-        self._sent = [each for each in self._sent if not each[1].is_completed()]
-        work = dist.isend(tensor, dst=self._ranks[target], group=self._to[target])
-        self._sent.append((self._turn, work, tensor))
+    def _post(self, target: int, tensors: Sequence[Tensor]) -> None:
+        self._sent = [each for each in self._sent if not all(work.is_completed() for work in each[1])]
+        peer, group = self._ranks[target], self._to[target]
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group) for tensor in tensors])
+        self._sent.append((self._turn, works, tensors))
 
     def receive(self, letter: MessageId) -> list[Tensor]:
         """Wait for tensors, and ask for those that their sender sends before them, which may be used after them."""
@@ -146,12 +152,12 @@ class Messages:
         line = self._from[source]
         while letter not in line.posted:
             self._ask(line)
-        posted = line.posted.pop(letter)
+        tensors, works = line.posted.pop(letter)
         while len(line.posted) < _AHEAD and line.expected and self._forms_of(line.expected[0]) is not None:
             self._ask(line)
-        for _, work in posted:
+        for work in works:
             work.wait()
-        return [tensor for tensor, _ in posted]
+        return tensors
 
     def _forms_of(self, letter: MessageId) -> Forms | None:
         if letter.kind == "B":
@@ -170,16 +176,16 @@ class Messages:
             forms = self._forms[letter.to, self._key(letter)] = _read(header)
         if letter.kind == "B":
             del self._gradient_forms[letter]
-        posted = line.posted[letter] = []
-        for form in forms:
-            tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
-            posted.append((tensor, dist.irecv(tensor, src=line.source, group=line.group)))
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
+        asked = [dist.P2POp(dist.irecv, tensor, line.source, line.group) for tensor in tensors]
+        line.posted[letter] = tensors, dist.batch_isend_irecv(asked) if asked else []
 
     def finish(self, turns_ago: int = 0) -> None:
         """Wait until everything has left that was sent in this turn or, with `turns_ago`, in older ones."""
-        for turn, work, _ in self._sent:
+        for turn, works, _ in self._sent:
             if turn <= self._turn - turns_ago:
-                work.wait()
+                for work in works:
+                    work.wait()
         self._sent = [each for each in self._sent if each[0] > self._turn - turns_ago]
 
 

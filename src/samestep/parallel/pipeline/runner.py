@@ -69,8 +69,10 @@ class Pipeline(ParallelModel):
         with self.times.of_step(micro_batches[0].moment.step, orders):
             for number, action in enumerate(mine):
                 if isinstance(self.cut, FSDPModule):
-                    # Shards add gradients up on this rank, and exchange them once.
+                    # Shards add gradients up on this rank, and exchange them once. With ZeRO-2, which holds all
+                    # parameters from forward to backward anyway, they are gathered once as well.
                     self.cut.set_requires_gradient_sync(number == last_backward)
+                    self.cut.set_reshard_after_backward(self._layout.zero == 3 or number == last_backward)
                 # The second micro-batch's forward, or its recomputation, runs what has run before in this step.
                 phase: Phase = "forward" if action.kind == "F" else "backward"
                 timed = nullcontext() if self.clock is None else self.clock.of(phase)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from samestep.comm.gather import all_gather_uneven
+
 Group = dist.ProcessGroup
 
 
@@ -57,13 +59,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
         ctx.group, ctx.lengths, ctx.dim = group, lengths, dim
-        shape = list(x.shape)
-        shape[dim] = max(lengths)
-        message = x.new_zeros(shape)
-        message.narrow(dim, 0, x.shape[dim]).copy_(x)
-        received = [torch.empty_like(message) for _ in lengths]
-        dist.all_gather(received, message, group=group)
-        return torch.cat([part.narrow(dim, 0, length) for part, length in zip(received, lengths, strict=True)], dim)
+        return all_gather_uneven(x, group, lengths, dim)
 
     @staticmethod
     @once_differentiable

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from samestep.comm.agree import largest
 from samestep.parallel.attributes import replace_forward
 from samestep.parallel.sharding import whole
 from samestep.parallel.tensor import collectives
@@ -102,9 +103,7 @@ def near(mine: Tensor, other: Tensor) -> bool:
 
 def agree(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks of a group say yes."""
-    votes = torch.tensor([int(mine)], device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
-    return bool(votes.item())
+    return largest([int(not mine)], group, device.type) == [0]
 
 
 def _in_slices(function: Callable[..., Any], *arguments: Any) -> Any:

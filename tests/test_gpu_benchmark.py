@@ -1,0 +1,45 @@
+"""`make gpu` on a machine without an accelerator: what it runs there, what it leaves out, and what it writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="for a machine without an accelerator")
+
+
+@pytest.mark.timeout(170)
+def test_without_an_accelerator_it_runs_what_it_can_and_says_what_it_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--only", "attention", "memory", "waits"]
+    done = subprocess.run(
+        [*command, "--seconds", "150", "--json", str(file)], capture_output=True, text=True, timeout=160, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert "no accelerator" in found["machine"]
+    sections = found["sections"]
+    flash, plain = (
+        {row[1]: float(row[2]) for row in sections["attention"]["rows"]}[name] for name in ("flash", "math")
+    )
+    assert 0 < flash < 0.02
+    assert 0 < plain < 0.02  # bf16 has 8 bits
+    held = {row[1]: float(row[2]) for row in sections["memory"]["rows"]}
+    assert held["single recompute=full"] < held["single"]
+    assert sections["waits"] == {
+        "titles": ["model", "layout", "waits a step", "which"],
+        "rows": [],
+        "left_out": ["waits for the device: no accelerator"],
+    }
+
+
+def test_a_section_that_takes_too_long_is_left_behind_and_named() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--only", "throughput", "--seconds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "left out: all of it: it took more than 1 s" in done.stdout

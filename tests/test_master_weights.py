@@ -1,0 +1,134 @@
+"""`recipe.master_weights`: bf16 parameters whose optimizer steps a float32 copy: numbers, bytes, checkpoints."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from small_tasks import Points
+from torch import Tensor, nn
+
+import samestep
+from samestep import api
+from samestep.errors import LayoutError, UserError
+from samestep.job import Checkpointing, Job, Run
+from samestep.launch.world import join
+from samestep.layout import Layout
+from samestep.training.fit import Training
+
+WIDTH, LAYERS = 32, 64
+PARAMETERS = LAYERS * WIDTH * WIDTH
+
+
+class Layers(Points):
+    """Many square layers, so that those that are gathered at a time are few of all."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)))
+
+    def train_set(self) -> samestep.Samples:
+        vectors = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0))
+        return [(vector, vector) for vector in vectors]
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        return (output.float() - batch.targets).square().sum(), len(output)
+
+
+def recipe(task: Any = None, **settings: Any) -> samestep.Recipe:
+    given = {"batch": 16, "steps": 4, "precision": "bf16", "master_weights": True, **settings}
+    return samestep.Recipe(task=task or Points(), **given)
+
+
+def test_the_steps_are_those_of_a_float32_copy_with_gradients_of_rounded_parameters() -> None:
+    task = Points()
+    asked = recipe(task, clip=None)
+    job = Job(recipe=asked, run=Run())
+    with join(alone=True, threads=1) as world:
+        training = Training(job, task, world, Layout())
+        model: Any = training.session.trainer.model  # pyright: ignore[reportAttributeAccessIssue]
+        own = task.model()
+        masters = [parameter.detach().float().clone().requires_grad_() for parameter in model.parameters()]
+        decays = [each for each in masters if each.ndim > 1]
+        rest = [each for each in masters if each.ndim <= 1]
+        groups = [{"params": decays, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=3e-4)
+        own.to(torch.bfloat16)
+        for batch, _ in training.steps():
+            with torch.no_grad():
+                for mine, master in zip(own.parameters(), masters, strict=True):
+                    mine.copy_(master)
+                    mine.grad = None
+            (micro_batch,) = batch.micro_batches
+            with torch.autocast("cpu", torch.bfloat16):
+                loss, _ = task.loss(own(micro_batch.batch.inputs), micro_batch.batch)
+            (loss / batch.global_samples).backward()
+            for mine, master in zip(own.parameters(), masters, strict=True):
+                assert mine.grad is not None
+                master.grad = mine.grad.float()
+            optimizer.step()
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            assert parameter.dtype == torch.bfloat16
+            torch.testing.assert_close(parameter, master.detach().bfloat16(), rtol=0, atol=0)
+
+
+def test_every_way_to_share_the_state_out_takes_the_same_step_in_float64() -> None:
+    job = Job(recipe=recipe(Points(), batch=12), run=Run(threads=1, check=False))
+    rows = api.verify_layouts(job, ["dp2", "zero1x2", "zero2x2", "fsdp2", "tp2"], steps=3)
+    assert {row.layout: row.verdict for row in rows} == dict.fromkeys([row.layout for row in rows], "same")
+
+
+@pytest.mark.parametrize(
+    ("layout", "formula"), [("dp2", 16.0), ("zero1x2", 4 + 12 / 2), ("zero2x2", 2 + 14 / 2), ("fsdp2", 16 / 2)]
+)
+def test_bytes_a_parameter_follow_the_zero_paper_within_three_percent(layout: str, formula: float) -> None:
+    ranks = samestep.dry_run(recipe(Layers()), layout, threads=1, check=False)
+    for rank in ranks:
+        # A rank may own a layer more than another.
+        held = rank.parameters + rank.optimizer_state + rank.gathered_and_gradients
+        assert held / PARAMETERS == pytest.approx(formula, rel=0.03)
+
+
+def trained(layout: str, folder: Path, **run: Any) -> tuple[Mapping[str, Any], tuple[float, ...]]:
+    result = samestep.train(recipe(steps=8), layout, folder=folder, threads=1, check=False, tensorboard=False, **run)
+    return result.metrics, result.losses
+
+
+def test_layouts_differ_by_the_rounding_of_bf16_alone(tmp_path: Path) -> None:
+    _, alone = trained("single", tmp_path / "single")
+    for layout in ("dp2", "fsdp2"):
+        _, losses = trained(layout, tmp_path / layout)
+        assert losses == pytest.approx(alone, rel=0.01)
+
+
+@pytest.mark.parametrize("other", ["single", "zero1x2", "fsdp2"])
+def test_a_checkpoint_holds_the_copies_whole_and_loads_under_another_layout(other: str, tmp_path: Path) -> None:
+    saving = Checkpointing(every=4, folder=tmp_path / "checkpoints")
+    _, whole = trained("single", tmp_path / "one", checkpoint=saving)
+    resumed = Checkpointing(every=100, folder=tmp_path / "more", resume=str(tmp_path / "checkpoints" / "step-4"))
+    _, losses = trained(other, tmp_path / "two", checkpoint=resumed)
+    if other == "single":
+        assert losses[-4:] == whole[-4:]  # to the bit: rounded copies would give others
+    assert losses[-4:] == pytest.approx(whole[-4:], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "run", "error", "words"),
+    [
+        ({}, {"engine": "accelerate"}, UserError, 'engine "accelerate" does not have'),
+        ({}, {"layout": "single offload=optimizer"}, LayoutError, "leave offload=optimizer out"),
+        ({"average": samestep.Average()}, {}, UserError, "recipe.average is given"),
+        ({"groups": ({"parameters": "0.*", "lr": 0.1},)}, {}, UserError, "for one optimizer"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(
+    settings: dict[str, Any], run: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        samestep.train(recipe(**settings), **{"layout": "single", "check": False, **run})
+
+
+def test_parameters_of_more_digits_need_no_copy() -> None:
+    with pytest.raises(ValidationError, match="precision is fp32; use bf16"):
+        recipe(precision="fp32")
