@@ -156,7 +156,7 @@ def wrong_over_hosts(hosts: str) -> list[str]:
                     found.append(f"ranks differ after all-reduce {operation} of {length}")
             # The last two are refused by gloo, over which the hosts' leaders broadcast.
             for root, dtype in product(range(n), (torch.float64, torch.complex64, torch.int16, torch.float8_e4m3fn)):
-                given, options = parts[rank].to(dtype), dist.BroadcastOptions()
+                given, options = parts[rank].to(dtype, copy=True), dist.BroadcastOptions()
                 options.rootRank = root
                 group.broadcast([given], options).wait()
                 if not torch.equal(given.view(torch.uint8), parts[root].to(dtype).view(torch.uint8)):

@@ -119,7 +119,7 @@ def test_a_checkpoint_holds_the_copies_whole_and_loads_under_another_layout(othe
         ({}, {"engine": "accelerate"}, UserError, 'engine "accelerate" does not have'),
         ({}, {"layout": "single offload=optimizer"}, LayoutError, "leave offload=optimizer out"),
         ({"average": samestep.Average()}, {}, UserError, "recipe.average is given"),
-        ({"groups": ({"parameters": "0.*", "lr": 0.1},)}, {}, UserError, "for one optimizer"),
+        ({"groups": ({"parameters": "0.*", "optimizer": {"name": "sgd"}},)}, {}, UserError, "for one optimizer"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(
