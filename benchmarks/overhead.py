@@ -123,6 +123,7 @@ def samestep(training: Any, folder: Path | None) -> Iterator[None]:
     from samestep.fault_tolerance.nonfinite import NonFinite
     from samestep.training.loop import StepLog
     from samestep.training.metrics_log import Bar, Records, Tally
+    from samestep.training.readout import Readout
 
     with Records(folder, tensorboard=True) as records, Bar("", training.total_steps, shown=False) as bar:
         guard = NonFinite(
@@ -131,9 +132,10 @@ def samestep(training: Any, folder: Path | None) -> Iterator[None]:
         log = StepLog(records, bar, Tally(len(training.samples)), guard)
         before = None
         for batch, report in training.steps():
+            reading = Readout(report)
             if before is not None:
                 log.add(*before)
-            before = (batch, report, 0.0)
+            before = (batch, reading, 0.0)
             yield
 
 
