@@ -26,6 +26,7 @@ from samestep.data.order import bounds
 from samestep.errors import UserError
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.exact.buffers import Versions, versions
+from samestep.parallel.fsdp import put_back
 from samestep.parallel.parallel_model import ParallelModel, Term, WholeModel
 from samestep.parallel.sharding import local
 from samestep.parallel.tensor.vocab_parallel import Backward
@@ -294,6 +295,7 @@ class OrderedModel(ParallelModel):
             with self._whole.accumulating():
                 backward(self._whole.forward(micro_batch, term))
             self.sums.add(number, counts=not micro_batch.moment.lent)
+        put_back(self.model)  # ZeRO-2 keeps parameters gathered from one micro-batch to the next
         if not self._checked:
             self._checked = True
             self._check_buffers(before)
