@@ -1,9 +1,10 @@
 """What a back end has, and what collectives take through each transport: the tables of docs/communication.md.
 
-    python benchmarks/communication.py [--processes 2] [--sizes 1KB,64KB,1MB,16MB] [--docs]
+    python benchmarks/communication.py [--processes 2,4] [--sizes 1KB,64KB,1MB,25MB,100MB] [--docs]
 
-Runs `samestep comm` and `samestep comm support` and prints their tables as Markdown. `--docs` writes them into
-docs/communication.md and docs/zh/communication.md.
+Runs `samestep comm` with each number of processes and `samestep comm support`, and prints their tables as Markdown:
+every collective for the first number, and for the others what shared memory takes over from gloo. `--docs` writes
+them into docs/communication.md and docs/zh/communication.md.
 """
 
 import argparse
@@ -40,15 +41,12 @@ WORKS = {
     "crashes": Words("crashes", "崩溃"),
 }
 COLLECTIVE, TRANSPORT = Words("collective", "集合通信"), Words("transport", "通道")
-TIMES = (
-    COLLECTIVE,
-    Words("bytes", "字节"),
-    TRANSPORT,
-    Words("median", "中位数"),
-    Words("10 % - 90 %", "10 % - 90 %"),
-    Words("bus bandwidth, GB/s", "总线带宽，GB/s"),
-    Words("memory copy, GB/s", "内存拷贝，GB/s"),
-)
+BYTES = Words("bytes", "字节")
+FASTER = Words("times as fast as {}", "是 {} 的几倍快")
+BUS = Words("bus bandwidth, GB/s", "总线带宽，GB/s")
+COPY = Words("memory copy, GB/s", "内存拷贝，GB/s")
+RANKS = Words("{} ranks:", "{} 个 rank：")
+TAKEN_OVER = "all-reduce,reduce-scatter,all-gather,broadcast,barrier"  # by shared memory, from gloo
 FITS = (
     COLLECTIVE,
     TRANSPORT,
@@ -60,14 +58,18 @@ FITS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--sizes", default="1KB,64KB,1MB,16MB")
+    parser.add_argument("--processes", default="2,4", help="numbers of ranks, by commas")
+    parser.add_argument("--sizes", default="1KB,64KB,1MB,25MB,100MB")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     found = command("support")
-    measured = command("--processes", str(options.processes), "--sizes", options.sizes)
+    first, *others = options.processes.split(",")
+    measured = [command("--processes", first, "--sizes", options.sizes)]
+    some = ["--sizes", options.sizes, "--collectives", TAKEN_OVER]
+    measured += [command("--processes", each, *some) for each in others]
     for number, (language, page) in enumerate(PAGES.items()):
-        parts = [support_table(found, number), times_table(measured, number), fits_table(measured, number)]
+        times = [f"{RANKS[number].format(each['ranks'])}\n\n{times_table(each, number)}" for each in measured]
+        parts = [support_table(found, number), "\n\n".join(times), fits_table(measured[0], number)]
         if options.docs:
             write_between_markers(page, *parts)
         elif language == "en":
@@ -96,19 +98,30 @@ def support_table(found: Mapping[str, Any], language: int) -> str:
 
 
 def times_table(measured: Mapping[str, Any], language: int) -> str:
-    rows = [
-        [
-            row["collective"],
-            size_in_words(row["bytes"]) if row["bytes"] else "",
-            row["transport"],
-            seconds_in_words(row["seconds_median"]),
-            f"{seconds_in_words(row['seconds_p10'])} - {seconds_in_words(row['seconds_p90'])}",
-            rate_in_words(row["bus_bandwidth"]),
-            rate_in_words(row["limit"]),
-        ]
-        for row in measured["rows"]
-    ]
-    return table([title[language] for title in TIMES], rows, left=1)
+    """A line for each collective and size; for each transport the median, and in brackets 10 % and 90 %."""
+    first, *others = measured["transports"]
+    sizes: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in measured["rows"]:
+        sizes.setdefault((row["collective"], row["bytes"]), {})[row["transport"]] = row
+    titles = [COLLECTIVE[language], BYTES[language], first]
+    for other in others:
+        titles += [other, FASTER[language].format(first)]
+    lines = []
+    for (collective, size), by_transport in sizes.items():
+        base = by_transport[first]
+        line = [collective, size_in_words(size) if size else "", spread(base)]
+        for other in others:
+            row = by_transport.get(other)
+            faster = f"{base['seconds_median'] / row['seconds_median']:.1f}" if row else ""
+            line += [spread(row) if row else "", faster]
+        best = min(by_transport.values(), key=lambda row: row["seconds_median"])
+        lines.append([*line, rate_in_words(best["bus_bandwidth"]), rate_in_words(base["limit"])])
+    return table([*titles, BUS[language], COPY[language]], lines, left=1)
+
+
+def spread(row: Mapping[str, Any]) -> str:
+    least, most = seconds_in_words(row["seconds_p10"]), seconds_in_words(row["seconds_p90"])
+    return f"{seconds_in_words(row['seconds_median'])} ({least} - {most})"
 
 
 def fits_table(measured: Mapping[str, Any], language: int) -> str:

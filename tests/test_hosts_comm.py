@@ -14,6 +14,22 @@ pytestmark = [needs_hosts(ssh=False), pytest.mark.cluster]
 RATE = 200e6 / 8  # bytes a second of the cable
 
 
+def test_two_ranks_on_each_of_two_hosts_have_every_transport_measured(tmp_path: Path) -> None:
+    file = tmp_path / "comm.json"
+    some = "all-reduce,broadcast,all-gather,reduce-scatter"
+    words = ["--sizes", "1KB,1MB", "--collectives", some, "--seconds", "0.05", "--json", str(file), "--force"]
+    with Testbed(2, cable=Cable(rate_mbit=1000), ssh=False) as bed:
+        commands = [torchrun(rank, 2, ["samestep", "comm", *words], ranks=2) for rank in range(2)]
+        for command in start_on(bed.hosts, commands):
+            command.finish(150)
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["passed"]
+    assert found["hosts"] == ["host-a", "host-a", "host-b", "host-b"]
+    measured = {(row["collective"], row["transport"]) for row in found["rows"]}
+    assert measured >= {(name, "gloo") for name in some.split(",")}
+    assert ("all-reduce", "shared-memory") in measured  # first within each host
+
+
 def test_collectives_are_timed_beside_the_link(tmp_path: Path) -> None:
     file = tmp_path / "comm.json"
     words = ["--sizes", "1KB,4MB", "--seconds", "0.1", "--json", str(file), "--force"]
