@@ -28,7 +28,7 @@ def load(path: Path) -> Any:
     functions.samestep_region_bytes.restype = _SIZE
     functions.samestep_region_bytes.argtypes = [_INT, _SIZE]
     functions.samestep_open.restype = _POINTER
-    functions.samestep_open.argtypes = [_POINTER, _INT, _INT, _INT, _SIZE, ctypes.c_int64, _INT]
+    functions.samestep_open.argtypes = [_POINTER, _INT, _INT, _INT, _SIZE, ctypes.c_int64, _INT, _INT]
     functions.samestep_close.restype = None
     functions.samestep_break.restype = None
     for name, arguments in {
@@ -58,10 +58,18 @@ class CompiledKernel:
         self._region = region
         self._place = place
         # Where ranks share cores, who waits must give its core to who is waited for.
-        spins = 4000 if place.ranks <= place.cores else 50
+        roomy = place.ranks <= place.cores
+        spins = 4000 if roomy else 50
         self._view = (ctypes.c_char * len(region.memory)).from_buffer(region.memory)
         self._handle = functions.samestep_open(
-            ctypes.addressof(self._view), region.file, place.rank, place.ranks, SLOT, int(place.limit * 1e9), spins
+            ctypes.addressof(self._view),
+            region.file,
+            place.rank,
+            place.ranks,
+            SLOT,
+            int(place.limit * 1e9),
+            spins,
+            roomy,
         )
 
     def barrier(self) -> None:

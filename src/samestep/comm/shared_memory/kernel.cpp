@@ -24,6 +24,7 @@
 #include <unistd.h>
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #endif
 
@@ -48,6 +49,7 @@ struct alignas(kLine) Seat {
   std::atomic<uint32_t> phase;
   std::atomic<uint32_t> waiting;   // how many sleep until the phase changes
   std::atomic<uint64_t> signature[2];  // of the collective that began in an even, an odd phase
+  std::atomic<int32_t> processor;      // that the rank ran on when it last arrived; -1: not known
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters between processes need lock-free atomics");
@@ -58,6 +60,7 @@ struct Group {
   int rank;
   int size;
   int spins;         // looks at a counter before the processor is given away
+  bool roomy;        // whether every rank may have a processor of its own
   size_t slot;       // bytes: how much of a message ranks work on at a time
   int64_t limit_ns;  // of one wait
   uint32_t phase;
@@ -77,6 +80,14 @@ inline void pause() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
+#endif
+}
+
+int32_t this_processor() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
 #endif
 }
 
@@ -113,6 +124,7 @@ bool lives(const Group& group, int rank) {
 
 void arrive(Group& group) {
   Seat* own = group.seat(group.rank);
+  own->processor.store(this_processor(), std::memory_order_relaxed);
   own->phase.store(++group.phase, std::memory_order_seq_cst);
   if (own->waiting.load(std::memory_order_seq_cst) != 0) wake(own->phase);
 }
@@ -121,11 +133,16 @@ inline bool has_come(uint32_t phase, uint32_t wanted) { return int32_t(phase - w
 
 Result wait_for(Group& group, int rank) {
   Seat* seat = group.seat(rank);
-  for (int i = 0; i < group.spins; i++) {
+  // A rank that was last on this processor can't run while this one looks. Where there are enough of them, sleep: the
+  // system places a thread that is woken on an idle processor, but leaves two that spin or yield together for long.
+  int32_t theirs = seat->processor.load(std::memory_order_relaxed);
+  bool together = theirs >= 0 && theirs == this_processor();
+  int spins = together ? 0 : group.spins, yields = together && group.roomy ? 0 : 64;
+  for (int i = 0; i < spins; i++) {
     if (has_come(seat->phase.load(std::memory_order_acquire), group.phase)) return kDone;
     pause();
   }
-  for (int i = 0; i < 64; i++) {  // the other one may want this very processor
+  for (int i = 0; i < yields; i++) {  // the other one may want this very processor
     std::this_thread::yield();
     if (has_come(seat->phase.load(std::memory_order_acquire), group.phase)) return kDone;
   }
@@ -441,9 +458,10 @@ size_t samestep_region_bytes(int size, size_t slot) {
 
 int samestep_most_ranks() { return kMostRanks; }
 
-void* samestep_open(void* base, int file, int rank, int size, size_t slot, int64_t limit_ns, int spins) {
+void* samestep_open(
+    void* base, int file, int rank, int size, size_t slot, int64_t limit_ns, int spins, int roomy) {
   return new (std::nothrow) Group{
-      static_cast<char*>(base), file, rank, size, spins, slot, limit_ns, 0, 0, -1};
+      static_cast<char*>(base), file, rank, size, spins, roomy != 0, slot, limit_ns, 0, 0, -1};
 }
 
 void samestep_close(void* handle) { delete static_cast<Group*>(handle); }
