@@ -50,6 +50,7 @@ HOUSE = (
     ("display",),
     ("api",),
     ("job_check",),
+    ("job_plan",),
     ("inference",),
     ("comparison",),
     ("script_proof",),

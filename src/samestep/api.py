@@ -42,6 +42,7 @@ from samestep.training.fit import fit_with_rollbacks, try_out
 from samestep.training.optimizer import check_average_start, check_optimizers, check_turns_optimizers
 from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
 from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
+from samestep.training.step_timing import StepTiming, time_steps
 from samestep.training.usage import Usage
 from samestep.validation import checked
 
@@ -146,6 +147,13 @@ def dry_run_job(job: Job) -> Sequence[Usage]:
     job, layout = _settled(job)
     _check(job, layout)
     return _on_ranks(_dry_run_rank, job, layout)
+
+
+def time_steps_job(job: Job, *, steps: int = 6) -> Sequence[StepTiming]:
+    """Seconds of a step on each rank, after the first steps, and what each held: ranks start, and write nothing."""
+    job, layout = _settled(job)
+    _check(job, layout)
+    return _on_ranks(_time_steps_rank, job, layout, steps)
 
 
 def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
@@ -325,6 +333,11 @@ def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | Interr
 def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
     with _join(job) as world:
         return try_out(job, resolve_task(job.recipe), world, layout)
+
+
+def _time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:
+    with _join(job) as world:
+        return time_steps(job, resolve_task(job.recipe), world, layout, steps)
 
 
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.cli import output_files
+from samestep.cli import job_options, output_files, plan_job
 from samestep.errors import UserError, closest
 
 if TYPE_CHECKING:
@@ -16,6 +16,20 @@ _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # What a plan looks for, and what does not change it.
+    without = ("layout", "processes", "engine", "device", "checkpoint-every", "max-restarts", "folder")
+    job_options.add_arguments(parser, without=without, job=False)
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        type=int,
+        const=3,
+        metavar="N",
+        help="with a job file: take a few steps of the best N layouts (3) here, and correct the plan by them",
+    )
+    parser.add_argument(
+        "--comm", type=Path, metavar="FILE", help="with a job file: what samestep comm --json measured here"
+    )
     parser.add_argument("--model", metavar="NAME", help="such as llama-3-8b; an unknown name lists the known ones")
     parser.add_argument("--gpu", metavar="NAME", help="such as a100, h100, h200, b200")
     parser.add_argument("--devices", type=int, metavar="N", help="how many of them")
@@ -44,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     output_files.check(options, "json", "report")
+    if options.job is not None:
+        return job_options.print_config(job_options.load(options)) if options.print_config else plan_job.run(options)
+    _check_no_job(options)
     if options.rows is not None:
         return _rows(options)
     from samestep.planning.price import Price
@@ -56,6 +73,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--top is {options.top}; use 1 or more")
     job, cluster = _job_and_cluster(options)
     return _minimum(options, job, cluster) if options.minimum else _plan(options, job, cluster, price)
+
+
+def _check_no_job(options: argparse.Namespace) -> None:
+    """Raise UserError for options that say something of a job file that is not there."""
+    for name in ("measure", "comm", "set", "micro_batch", "threads", "print_config"):
+        if getattr(options, name):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} goes with a job file; such as samestep plan JOB.yaml --{flag} ...")
 
 
 def _job_and_cluster(options: argparse.Namespace) -> "tuple[Job, Cluster]":

@@ -28,6 +28,7 @@ from samestep.parallel.valueless import Mail, Valueless
 from samestep.tasks.base import Task
 from samestep.training import usage as usages
 from samestep.training.fit import Training
+from samestep.training.step_work import CountedWork, StepWork
 from samestep.training.usage import Usage
 
 _STEPS = 2  # the first one makes the optimizer's state, the second one is measured
@@ -54,6 +55,7 @@ class Rehearsal:
     stage: int  # its place in the pipeline
     usage: Usage
     collectives: Sequence[Collectives]
+    work: StepWork
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,6 +63,7 @@ class Rehearsal:
             "pipeline_rank": self.stage,
             "usage_bytes": self.usage.to_json(),
             "collectives": [asdict(each) for each in self.collectives],
+            "work": self.work.to_json(),
         }
 
 
@@ -126,13 +129,13 @@ class _RehearsedTraining(Training):
         with self._mode:
             super()._prepare(built, details)
 
-    def rehearse(self) -> tuple[Usage, Sequence[Collectives]]:
+    def rehearse(self) -> tuple[Usage, Sequence[Collectives], StepWork]:
         """Take the steps, and measure the last one."""
         session = self.session
         batches = session.batches(
             self.samples, batch=self.recipe.batch, collate=self.task.collate, steps=_STEPS, lengths=self._lengths
         )
-        counted = _ByAxis(session.layout)
+        counted, work = _ByAxis(session.layout), CountedWork()
         usage: Usage | None = None
         for batch in batches:
             take = self._take(batch, None)
@@ -142,18 +145,18 @@ class _RehearsedTraining(Training):
                     take()
                 else:
                     stack.enter_context(counted)
+                    stack.enter_context(work)
                     _, usage = usages.measured(session.trainer, take)
         assert usage is not None  # a job has at least a sample, and steps go over its samples again and again
-        return usage, counted.found()
+        return usage, counted.found(), work.found()
 
 
 def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valueless) -> Rehearsal:
     world = World(rank=rank, world_size=layout.size, device=torch.device("cpu"), threads=torch.get_num_threads())
     training = _RehearsedTraining(job, task, world, layout, mode)
-    usage, collectives = training.rehearse()
-    return Rehearsal(
-        rank=rank, stage=training.session.mesh.coordinate("pipeline"), usage=usage, collectives=collectives
-    )
+    usage, collectives, work = training.rehearse()
+    stage = training.session.mesh.coordinate("pipeline")
+    return Rehearsal(rank=rank, stage=stage, usage=usage, collectives=collectives, work=work)
 
 
 class _ByAxis(Traffic):

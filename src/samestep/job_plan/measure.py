@@ -1,0 +1,96 @@
+"""Steps of the best layouts, taken really, beside what was predicted; the rates corrected by what they took."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from samestep.api import time_steps_job
+from samestep.errors import RankFailedError, UserError
+from samestep.job import Job
+from samestep.job_plan.machine import CAUSES, Machine
+from samestep.job_plan.plan import JobPlan
+from samestep.job_plan.predict import Prediction, peak_of
+
+_STIFFNESS = 0.003  # how much a factor that leaves the others costs, against a squared relative error of a step
+_LEAST, _MOST = 0.05, 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One layout's steps as predicted and as they were."""
+
+    prediction: Prediction
+    seconds: float | None  # None: it failed
+    peak_bytes: int = 0
+    reason: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Relative to what was measured."""
+        return None if self.seconds is None else self.prediction.seconds / self.seconds - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": self.prediction.layout,
+            "predicted_seconds": self.prediction.seconds,
+            "measured_seconds": self.seconds,
+            "relative_error": self.error,
+            "predicted_peak_bytes": self.prediction.peak_bytes,
+            "measured_peak_bytes": self.peak_bytes,
+            "reason": self.reason,
+        }
+
+
+def measure(
+    job: Job, predictions: Sequence[Prediction], *, steps: int = 6, say: Callable[[str], None] = lambda text: None
+) -> list[Measured]:
+    """Take some steps of each layout in processes of its own."""
+    found = []
+    for each in predictions:
+        say(each.layout)
+        run = replace(job.run, layout=each.layout, processes=None)
+        try:
+            ranks = time_steps_job(replace(job, run=run), steps=steps)
+        except (UserError, RankFailedError) as error:
+            found.append(Measured(prediction=each, seconds=None, reason=str(error)))
+            continue
+        seconds, peak = max(rank.seconds for rank in ranks), max(peak_of(rank.usage) for rank in ranks)
+        found.append(Measured(prediction=each, seconds=seconds, peak_bytes=peak))
+    return found
+
+
+def corrections(measured: Sequence[Measured]) -> dict[str, float]:
+    """A factor for the rate of each cause, by which predictions come near what was measured.
+
+    All causes first get the median of measured / predicted; from there ridge regression moves each on its own, as far
+    as the relative errors of the steps ask for it.
+    """
+    rows = [(each.prediction.parts, each.seconds) for each in measured if each.seconds]
+    if not rows:
+        return dict.fromkeys(CAUSES, 1.0)
+    scale = median(seconds / sum(parts.values()) for parts, seconds in rows)
+    shares = torch.tensor(
+        [[parts[cause] / seconds for cause in CAUSES] for parts, seconds in rows], dtype=torch.float64
+    )
+    prior = torch.full((len(CAUSES),), scale, dtype=torch.float64)
+    left = 1 - shares @ prior
+    system = shares.T @ shares + _STIFFNESS / scale**2 * torch.eye(len(CAUSES), dtype=torch.float64)
+    factors = (prior + torch.linalg.solve(system, shares.T @ left)).clamp(_LEAST * scale, _MOST * scale)
+    return dict(zip(CAUSES, factors.tolist(), strict=True))
+
+
+def corrected(machine: Machine, factors: Mapping[str, float]) -> Machine:
+    """The machine with its rates multiplied."""
+    assert machine.rates is not None
+    return replace(machine, rates=machine.rates.corrected(factors))
+
+
+def measured_plan(
+    job: Job, plan: JobPlan, *, most: int, say: Callable[[str], None] = lambda text: None
+) -> tuple[JobPlan, list[Measured]]:
+    """Measure the first layouts of a plan, and make it again with corrected rates."""
+    found = measure(job, plan.fitting[:most], say=say)
+    return plan.again(job, corrected(plan.machine, corrections(found))), found

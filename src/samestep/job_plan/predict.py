@@ -1,0 +1,172 @@
+"""Memory and time of a step of a layout, from what its rehearsed ranks held, computed and sent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.job import Job
+from samestep.job_plan.machine import CAUSES, Machine, Rates
+from samestep.launch.affinity import threads_of
+from samestep.layout import MESH_DIMENSIONS, Layout
+from samestep.parallel.pipeline.schedule import micro_batches
+from samestep.planning import collectives, pipeline_events
+from samestep.planning.collectives import Group
+from samestep.planning.hardware import Cluster
+from samestep.planning.operators import Operator, work_of
+from samestep.planning.pipeline_events import StageTimes
+from samestep.planning.software import SOFTWARE
+from samestep.planning.stage_time import CONTENTION, data_group
+from samestep.training.rehearsal import Collectives, Rehearsal
+from samestep.training.usage import Usage
+
+_FORWARD = 1 / 3  # of a step's work; the backward computes two products for each of its
+_BEHIND = ("replicate", "shard")  # axes whose traffic runs behind the backward, where devices have links of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A layout's step."""
+
+    layout: str
+    micro_batch: int | None
+    usage: Sequence[Usage]  # of the rehearsed ranks
+    fits: bool
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds by cause
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def bound(self) -> str:
+        return max(self.parts, key=lambda cause: self.parts[cause])
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(map(peak_of, self.usage))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "micro_batch": self.micro_batch,
+            "fits": self.fits,
+            "step_seconds": self.seconds,
+            "seconds_by_cause": dict(self.parts),
+            "bound": self.bound,
+            "peak_bytes": self.peak_bytes,
+            "usage_bytes": [usage.to_json() for usage in self.usage],
+        }
+
+
+def peak_of(usage: Usage) -> int:
+    """Bytes of a rank at the fullest moment of a step, counted tensor by tensor."""
+    return usage.parameters + usage.optimizer_state + usage.activations + usage.gathered_and_gradients
+
+
+def predict(job: Job, layout: Layout, machine: Machine, ranks: Sequence[Rehearsal]) -> Prediction:
+    """The step of a layout whose ranks (of each pipeline stage, or some) were rehearsed."""
+    usage = [rank.usage for rank in ranks]
+    peak = max(map(peak_of, usage))
+    held = peak * (layout.size if machine.cluster is None else 1)
+    if machine.cluster is not None:
+        parts = [_on_devices(job, layout, machine.cluster, rank) for rank in ranks]
+    else:
+        assert machine.rates is not None
+        parts = [_on_cores(job, layout, machine, machine.rates, rank) for rank in ranks]
+    return Prediction(
+        layout=str(layout),
+        micro_batch=job.run.micro_batch,
+        usage=usage,
+        fits=held <= machine.memory,
+        parts=_together(job, layout, machine, _every_stage(layout, parts)),
+    )
+
+
+def _on_cores(job: Job, layout: Layout, machine: Machine, rates: Rates, rank: Rehearsal) -> dict[str, float]:
+    """Seconds of a rank alone on its threads, and of its messages."""
+    threads = threads_of(layout.size, job.run.threads)
+    speedup = rates.speedup.get(threads) or max(
+        (each for number, each in rates.speedup.items() if number <= threads), default=1.0
+    )
+    waiting = max(1.0, layout.size / machine.cores)  # ranks that take turns on a core meet the later
+    sent = sum(each.sent for each in rank.collectives)
+    count = sum(each.count for each in rank.collectives)
+    seconds = (
+        rank.work.flops * rates.flop / speedup,
+        rank.work.bytes * rates.byte / speedup,
+        rank.work.operators * rates.operator,
+        count * rates.message * waiting,
+        sent * rates.byte_sent * waiting,
+    )
+    return dict(zip(CAUSES, seconds, strict=True))
+
+
+def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> dict[str, float]:
+    """Seconds of a rank on a device of its own, and of its messages that run behind nothing."""
+    device, software = cluster.device, SOFTWARE["samestep"]
+    operators = [
+        Operator(name="product", matmul=(m, n, k, count * times), launches=0.0)
+        for (m, n, k, count), times in rank.work.products.items()
+    ]
+    work = work_of(operators, device, software, job.recipe.precision)
+    rate = device.flops[job.recipe.precision] * device.efficiency.matmul
+    products = work.seconds + rank.work.other_flops / (0.5 * rate)  # about what attention's kernels reach
+    passes = rank.work.bytes / (device.bandwidth * device.efficiency.bandwidth)
+    host = max(rank.work.operators * device.efficiency.launch_seconds - products - passes, 0.0)
+    exposed = behind = 0.0
+    for each in rank.collectives:
+        seconds = _message_seconds(layout, cluster, each)
+        if set(each.axis.split("+")) <= set(_BEHIND):
+            behind += seconds
+        else:
+            exposed += seconds
+    hidden = min(behind, (1 - _FORWARD) * (products + passes))
+    traffic = exposed + behind - hidden + CONTENTION * hidden
+    return dict(zip(CAUSES, (products, passes, host, 0.0, traffic), strict=True))
+
+
+def _message_seconds(layout: Layout, cluster: Cluster, each: Collectives) -> float:
+    axes = [axis for axis in each.axis.split("+") if axis in MESH_DIMENSIONS]
+    group = data_group(layout, axes) if axes else Group(size=each.ranks, stride=1)
+    if group.size < 2:
+        return 0.0
+    sent, part = each.sent / each.count, group.size / (group.size - 1)
+    one = {
+        "all-reduce": lambda: collectives.all_reduce(sent * part / 2, group, cluster),
+        "point-to-point": lambda: collectives.send(sent, group, cluster),
+        "all-to-all": lambda: collectives.all_to_all(sent * part, group, cluster),
+    }.get(each.kind, lambda: collectives.all_gather(sent * part, group, cluster))()
+    return each.count * one
+
+
+def _every_stage(layout: Layout, parts: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """The parts of each pipeline rank: of those that were not rehearsed, the nearest one's."""
+    last, known = layout.pipeline - 1, len(parts) - 1
+    return [parts[round(stage * known / last)] if last else parts[0] for stage in range(layout.pipeline)]
+
+
+def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of the whole step by cause: pipelines played, ranks that share cores in turns."""
+    compute = [sum(parts[cause] for cause in CAUSES[:3]) for parts in stages]
+    worst = dict(stages[max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))])
+    busiest = elapsed = max(compute)
+    if layout.pipeline > 1:
+        number = micro_batches(layout, job.recipe.batch, job.run.micro_batch)
+        elapsed = _played(layout, compute, number or layout.pipeline)
+    if machine.cluster is None:
+        # All ranks' work, dealt over the cores.
+        threads = threads_of(layout.size, job.run.threads)
+        whole = sum(compute) * (layout.size / layout.pipeline) * threads
+        elapsed = max(elapsed, whole / machine.cores)
+    scale = elapsed / busiest if busiest else 1.0
+    return {cause: seconds * (scale if cause in CAUSES[:3] else 1.0) for cause, seconds in worst.items()}
+
+
+def _played(layout: Layout, compute: Sequence[float], number: int) -> float:
+    owners = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
+    each = [compute[rank] / number / layout.stages_a_rank for rank in owners]
+    stages = [
+        StageTimes(forward=_FORWARD * seconds, backward=(1 - _FORWARD) * seconds, weights=_FORWARD * seconds)
+        for seconds in each
+    ]
+    return pipeline_events.elapsed(layout, stages, number)

@@ -1,0 +1,104 @@
+"""Step work: what the operators of one rank's step compute and move, counted while the step is taken.
+
+Every operator passes PyTorch's dispatcher, where a mode sees its shapes: matrix products by their sides, attention
+and convolutions by their FLOPs (PyTorch's own formulas), all others by the bytes that they read and write. Views cost
+next to nothing, and don't count. Tensors need no values.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_COUNTED = frozenset({"aten", "prims"})
+# First and second factor among the arguments.
+_PRODUCTS: Mapping[str, tuple[int, int]] = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
+
+Sides = tuple[int, int, int, int]  # rows, columns, inner side, and how many such products at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a rank's operators did in one step."""
+
+    products: Mapping[Sides, int]  # matrix products, and how often each
+    other_flops: float  # of attention kernels and convolutions
+    bytes: float  # read and written by what is no product
+    operators: int
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        of_products = sum(2.0 * m * n * k * count * times for (m, n, k, count), times in self.products.items())
+        return of_products + self.other_flops
+
+    def to_json(self) -> dict[str, Any]:
+        return {"flops": self.flops, "bytes": self.bytes, "operators": self.operators}
+
+
+@dataclass
+class _Sums:
+    products: Counter[Sides] = field(default_factory=Counter)
+    other_flops: float = 0.0
+    bytes: float = 0.0
+    operators: int = 0
+
+
+class CountedWork(TorchDispatchMode):
+    """Counts the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums = _Sums()
+
+    def found(self) -> StepWork:
+        sums = self._sums
+        return StepWork(
+            products=dict(sums.products), other_flops=sums.other_flops, bytes=sums.bytes, operators=sums.operators
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types):
+            return NotImplemented  # its own dispatch comes first, and calls the operators on plain tensors
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in _COUNTED and not func.is_view:
+            self._count(func, args, kwargs or {}, result)
+        return result
+
+    def _count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        sums = self._sums
+        sums.operators += 1
+        name = func._schema.name.partition("::")[2].removesuffix("_")
+        if name in _PRODUCTS:
+            one, other = (args[place] for place in _PRODUCTS[name])
+            batch = one.shape[0] if one.dim() == 3 else 1
+            sums.products[int(one.shape[-2]), int(other.shape[-1]), int(one.shape[-1]), int(batch)] += 1
+        elif func.overloadpacket in flop_registry:
+            sums.other_flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        elif "scaled_dot_product" in name:
+            sums.other_flops += _attention_flops(name, args)
+        else:
+            sums.bytes += sum(map(_nbytes, pytree.tree_leaves((args, kwargs, result))))
+
+
+def _attention_flops(name: str, args: Sequence[Any]) -> float:
+    """Two products in the forward, five in the backward (arXiv 2205.14135), where PyTorch has no formula."""
+    tensors = [each for each in args if isinstance(each, Tensor) and each.dim() == 4]
+    backward = "backward" in name
+    query, key = tensors[1:3] if backward else tensors[:2]
+    batch, heads, tokens, dim = query.shape
+    return (5 if backward else 2) * 2.0 * batch * heads * tokens * key.shape[2] * dim
+
+
+def _nbytes(leaf: Any) -> float:
+    return float(leaf.nbytes) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else 0.0

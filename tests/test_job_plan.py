@@ -1,0 +1,183 @@
+"""`samestep plan JOB.yaml`: layouts of a job rehearsed and timed, and steps taken really beside them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_tasks import Points
+
+from samestep.cli.main import main
+from samestep.errors import UserError
+from samestep.job import Job, Run
+from samestep.job_plan.layouts import layouts_of
+from samestep.job_plan.machine import CAUSES, Machine, Rates, devices_of, message_rates
+from samestep.job_plan.measure import Measured, corrections, measured_plan
+from samestep.job_plan.page import page
+from samestep.job_plan.plan import JobPlan, plan_job
+from samestep.job_plan.predict import Prediction
+from samestep.layout import Layout
+from samestep.planning.hardware import cluster_of
+from samestep.recipe import Recipe
+from samestep.training.step_work import CountedWork
+
+RATES = Rates(flop=1e-10, byte=1e-10, operator=1e-5, message=1e-4, byte_sent=1e-9, speedup={1: 1.0, 2: 1.8})
+PLACE = Machine(name="this machine", devices=2, memory=1e9, rates=RATES, cores=2)
+
+
+def job(**run: Any) -> Job:
+    return Job(recipe=Recipe(task=Points(), batch=16, steps=4), run=Run(**run))
+
+
+@pytest.fixture(scope="module")
+def two() -> JobPlan:
+    return plan_job(job(), PLACE)
+
+
+@pytest.mark.quick
+def test_products_and_passes_of_a_step_are_counted() -> None:
+    model = torch.nn.Linear(8, 4)
+    given = torch.zeros(3, 8)
+    counted = CountedWork()
+    with counted:
+        model(given).relu().sum().backward()
+    work = counted.found()
+    # Forward, and the gradient of the weight; the input needs none.
+    assert work.flops == 2 * (2 * 3 * 8 * 4)
+    assert 2 <= sum(work.products.values()) < work.operators
+    assert work.bytes > 2 * given.nbytes
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("devices", [1, 2, 6, 8, 64])
+def test_layouts_have_as_many_ranks_as_there_are_devices(devices: int) -> None:
+    found = list(layouts_of(devices))
+    assert len(set(found)) == len(found)
+    assert {Layout.parse(text).size for text in found} == {devices}
+
+
+def test_layouts_that_the_job_can_have_are_ranked(two: JobPlan) -> None:
+    seconds = [each.seconds for each in two.predictions]
+    assert seconds == sorted(seconds)
+    found = {each.layout: each for each in two.predictions}
+    assert {"single", "dp2", "fsdp2", "pp2"} <= set(found)
+    assert all(set(each.parts) == set(CAUSES) for each in two.predictions)
+    assert found["single"].parts["messages"] == 0 < found["dp2"].parts["messages"]
+    assert found["fsdp2"].usage[0].parameters < found["dp2"].usage[0].parameters
+    refused = dict(two.refused)
+    assert "cp2" in refused  # points have no tokens
+    assert all(refused.values())
+
+
+def test_what_does_not_fit_is_no_best_layout() -> None:
+    found = plan_job(job(), replace(PLACE, memory=1.0))
+    assert not found.fitting
+    assert any(each.layout.endswith("recompute=full") for each in found.predictions)
+    with pytest.raises(UserError, match=r'no layout fits on 2 x this machine: the smallest, ".*", needs'):
+        _ = found.best
+
+
+def test_layouts_are_left_out_for_want_of_time() -> None:
+    found = plan_job(job(), PLACE, limit=0.0)
+    assert [each.layout for each in found.predictions] == ["single"]
+    assert "dp2" in found.untried
+
+
+def test_devices_of_a_data_sheet(two: JobPlan) -> None:
+    found = plan_job(job(), devices_of(cluster_of("h100", 2)))
+    assert found.machine.rates is None
+    assert "single" not in {each.layout for each in found.predictions}
+    slower = found.again(job(), devices_of(cluster_of("h100", 2, inside="ethernet-10")))
+    times = [{each.layout: each.seconds for each in every.predictions} for every in (found, slower)]
+    assert times[0]["fsdp2"] < times[1]["fsdp2"]
+    # What is held follows from the job alone.
+    assert {each.layout: each.peak_bytes for each in found.predictions}.items() <= {
+        each.layout: each.peak_bytes for each in two.predictions
+    }.items()
+
+
+def made(seconds: float | None, **parts: float) -> Measured:
+    whole = {**dict.fromkeys(CAUSES, 0.0), **parts}
+    return Measured(
+        prediction=Prediction(layout="dp2", micro_batch=None, usage=(), fits=True, parts=whole), seconds=seconds
+    )
+
+
+@pytest.mark.quick
+def test_rates_are_corrected_by_what_steps_took() -> None:
+    # All takes twice as long: every rate is half.
+    found = corrections([made(2.0, products=1.0), made(4.0, products=1.0, operators=1.0)])
+    assert found == pytest.approx(dict.fromkeys(CAUSES, 2.0))
+    # Messages alone take ten times as long.
+    rows = [made(1.0, products=1.0), made(2.0, products=2.0), made(11.0, products=1.0, messages=1.0)]
+    factors = corrections(rows)
+    assert 0.9 < factors["products"] < 1.1
+    assert 5 < factors["messages"] < 10.5
+    assert RATES.corrected(factors).message == pytest.approx(factors["messages"] * RATES.message)
+    assert corrections([made(None)]) == dict.fromkeys(CAUSES, 1.0)
+
+
+@pytest.mark.quick
+def test_messages_as_comm_measured_them(tmp_path: Path) -> None:
+    file = tmp_path / "comm.json"
+    fit = {"collective": "all-reduce", "ranks": 2, "latency_seconds": 5e-5, "bytes_per_second": 1e9}
+    file.write_text(json.dumps({"fits": [fit, {**fit, "bytes_per_second": 5e8}]}), encoding="utf-8")
+    assert message_rates(file) == {"message": 5e-5, "byte_sent": 1e-9}
+    file.write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="samestep comm --json FILE"):
+        message_rates(file)
+
+
+@pytest.mark.timeout(300)
+def test_steps_are_taken_beside_predictions(two: JobPlan) -> None:
+    few = replace(two, predictions=[each for each in two.predictions if each.layout in ("dp2", "fsdp2")])
+    again, found = measured_plan(job(threads=1), few, most=2)
+    assert len(found) == 2
+    for each in found:
+        assert each.seconds is not None
+        assert each.seconds > 0
+        assert each.peak_bytes == pytest.approx(each.prediction.peak_bytes, rel=0.03)
+    assert again.machine.rates != RATES
+    text = page(again, found, "points")
+    assert 'id="layouts"' in text
+    assert 'id="measured"' in text
+
+
+@pytest.mark.timeout(120)
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out, html = tmp_path / "job.yaml", tmp_path / "out.json", tmp_path / "plan.html"
+    file.write_text("recipe: {task: regression, epochs: 2, batch: 64}\n")
+    words = ["--devices", "2", "--json", str(out), "--report", str(html), "--top", "3"]
+    assert main(["plan", str(file), *words]) == 0
+    told = json.loads(out.read_text(encoding="utf-8"))
+    shown = capsys.readouterr().out
+    assert told["layouts"][0]["layout"] in shown
+    assert told["measured"] == []
+    assert told["rates"]["flop"] > 0
+    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["JOB", "--model", "llama-3-8b"], "leave --model out"),
+        (["JOB", "--gpu", "h100"], "--devices is missing"),
+        (["JOB", "--gpu", "h100", "--devices", "8", "--measure"], "give one of them"),
+        (["JOB", "--network", "ndr"], "add --gpu"),
+        (["JOB", "--measure", "0"], "--measure is 0"),
+        (["JOB", "--devices", "0"], "--devices is 0; use 1 or more"),
+        (["--measure"], "--measure goes with a job file"),
+        (["--set", "recipe.batch=3"], "--set goes with a job file"),
+    ],
+)
+def test_words_that_do_not_go_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("recipe: {task: regression}\n")
+    assert main(["plan", *(str(file) if word == "JOB" else word for word in words)]) == 2
+    assert message in capsys.readouterr().err
