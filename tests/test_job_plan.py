@@ -13,6 +13,7 @@ from small_tasks import Points
 from samestep.cli.main import main
 from samestep.errors import UserError
 from samestep.job import Job, Run
+from samestep.job_plan.auto import check_here
 from samestep.job_plan.layouts import layouts_of
 from samestep.job_plan.machine import CAUSES, Machine, Rates, devices_of, message_rates
 from samestep.job_plan.measure import Measured, corrections, measured_plan
@@ -181,3 +182,38 @@ def test_words_that_do_not_go_together(
     file.write_text("recipe: {task: regression}\n")
     assert main(["plan", *(str(file) if word == "JOB" else word for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.timeout(200)
+def test_a_layout_is_found_and_told_before_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("recipe: {task: regression, steps: 3, batch: 64}\nrun: {layout: auto, processes: 2}\n")
+    assert main(["train", str(file), "--folder", str(tmp_path / "run")]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "layout auto" in line]
+    layout = line.partition('"')[2].partition('"')[0]
+    assert Layout.parse(layout).size <= 2
+    assert json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))["layout"] == layout
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dry-run", "--world", "4"], "name a layout"),
+        (["--hostfile", "hosts"], "layout auto is chosen for one machine"),
+    ],
+)
+def test_layouts_of_other_machines_are_not_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("recipe: {task: regression}\n")
+    assert main(["train", str(file), "--layout", "auto", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_a_rank_finds_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.environment.ranks", lambda: object())
+    with pytest.raises(UserError, match="a rank already"):
+        check_here(job())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Flag -> the key of the job that it sets.
 _FLAGS = {
-    "layout": ("run.layout", 'how to split it: "dp2", "ddp", "single", ...'),
+    "layout": ("run.layout", 'how to split it: "dp2", "ddp", "single", ...; of train also "auto"'),
     "processes": ("run.processes", "number of processes, for a layout without a size"),
     "engine": ("run.engine", "who takes the step"),
     "micro-batch": ("run.micro_batch", "most samples of one forward on one rank"),

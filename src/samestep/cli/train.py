@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from samestep.job import Job
     from samestep.jobfile import LoadedJob
 
+_AUTO = "auto"  # a layout that is found before ranks start
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     job_options.add_arguments(parser)
@@ -63,7 +65,13 @@ def run(options: argparse.Namespace) -> int:
     if options.print_variables:
         return launch_options.print_variables(options)
     if launch_options.wishes(options):
+        if loaded.job.run.layout == _AUTO:
+            raise UserError(
+                "layout auto is chosen for one machine; name a layout for hosts, as samestep plan ranks them"
+            )
         return _on_hosts(options, loaded)
+    if loaded.job.run.layout == _AUTO:
+        loaded.job = _with_layout(options, loaded.job)
     if options.world is not None:
         return _rehearse(loaded.job, options.world, options.json)
     if options.dry_run:
@@ -85,6 +93,18 @@ def run(options: argparse.Namespace) -> int:
         if result.profile is not None:
             print_profile(result.profile)
     return 0
+
+
+def _with_layout(options: argparse.Namespace, job: "Job") -> "Job":
+    """The job with the layout that is found for it, which is told."""
+    if options.world is not None:
+        raise UserError("layout auto is of the processes of this machine, and --world of others; name a layout")
+    job_options.prepare(job)
+    from samestep.job_plan.auto import with_layout
+
+    job, line = with_layout(job)
+    print(f"samestep: {line}", file=sys.stderr)
+    return job
 
 
 def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
