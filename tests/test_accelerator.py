@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from on_the_device import on_device
@@ -25,19 +26,20 @@ MAY_WAIT = {
     "parallel/exact/dropout.py:run": "the model's own call: transformers looks whether positions begin anew",
     "parallel/tensor/vocab_parallel.py:__torch_function__": "PyTorch's loss of sliced logits writes a number where a "
     "mask says; CUDA fills by the mask, other devices look for its places",
+    "parallel/chunked_logits.py:_of_chunk": "the same, of a chunk of the sliced logits",
     "backward": "DistributedDataParallel takes what gloo gives, here the same memory seen on the CPU",
 }
 
 
-def _jobs(tasks: Sequence[str], layouts: Sequence[str]) -> Iterator[tuple[str, Job]]:
+def _jobs(tasks: Sequence[str], layouts: Sequence[str], **run: Any) -> Iterator[tuple[str, Job]]:
     for task in tasks:
         job = jobfile.load(JOBS / f"{task}.yaml", []).job
         for layout in layouts:
-            yield f"{task}: {layout}", replace(job, run=replace(job.run, layout=layout, threads=1))
+            yield f"{task}: {layout}", replace(job, run=replace(job.run, layout=layout, threads=1, **run))
 
 
-def _assert_right(tasks: Sequence[str], layouts: Sequence[str]) -> None:
-    done = on_device(dict(_jobs(tasks, layouts)))
+def _assert_right(tasks: Sequence[str], layouts: Sequence[str], **run: Any) -> None:
+    done = on_device(dict(_jobs(tasks, layouts, **run)))
     problems = {name: each.problem(MAY_WAIT) for name, each in done.items()}
     assert {name: problem for name, problem in problems.items() if problem is not None} == {}
     assert any(each.refused is None for each in done.values())
@@ -46,6 +48,11 @@ def _assert_right(tasks: Sequence[str], layouts: Sequence[str]) -> None:
 def test_shards_and_tokens_take_the_same_step_and_wait_nowhere() -> None:
     # Embeddings that are tied to the output, gradients that are summed after backward, parameters that are gathered.
     _assert_right(["language"], ["fsdp2", "cp2"])
+
+
+@pytest.mark.slow
+def test_logits_in_chunks_take_the_same_step_and_wait_nowhere() -> None:
+    _assert_right(["language"], ["single", "dp2", "fsdp2", "tp2", "pp2"], loss_chunk=50)
 
 
 @pytest.mark.slow

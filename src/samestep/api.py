@@ -51,7 +51,7 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     """Train a recipe under a layout, in as many processes as it needs.
 
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, reduction,
-    group_by_length, compile, float32_matmul, bucket_mb, tensor_plan, cut_at, device, threads, workers,
+    group_by_length, compile, float32_matmul, loss_chunk, bucket_mb, tensor_plan, cut_at, device, threads, workers,
     profile, folder, offload_folder, checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, notice,
     on_nonfinite, elastic, min_processes, inject. Raises UserError for a mistake in the job, RankFailedError where a
     rank fails and restarts are used up, NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a
@@ -429,6 +429,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
             f"run.float32_matmul is {job.run.float32_matmul}, which is of PyTorch's products, "
             f'and engine "{engine.name}" has its own; use highest'
         )
+    engines.check_loss_chunk(job.run.loss_chunk, engine, layout)
     engines.check_buckets(job.run.bucket_mb, engine, layout, recipe.communication)
     if job.run.profile is not None and not engine.abilities.profiles:
         raise UserError(

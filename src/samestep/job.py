@@ -122,6 +122,8 @@ class Run:
     compile: bool = False  # torch.compile for each block
     # Digits of float32 matrix products: highest: all; high: TensorFloat-32 or two bfloat16; medium: bfloat16.
     float32_matmul: Literal["highest", "high", "medium"] = "highest"
+    # Tokens whose logits stand at once: output layer and cross-entropy in chunks; None: those of a micro-batch.
+    loss_chunk: Positive | None = None
     bucket_mb: Annotated[Real, Gt(0)] | None = None  # of gradients sent together by replicas; None: PyTorch's 25
     tensor_plan: Mapping[str, TensorRole] | None = None  # layers that tensor parallel slices otherwise than it finds
     expert_plan: Mapping[str, ExpertRole] | None = None  # modules that are experts, or none, otherwise than is found

@@ -57,6 +57,7 @@ class Abilities:
     skips: bool = False  # whether its trainers are Skipping
     batch_buffers: bool = False  # a task's buffers that are a mean or a sum over the batch
     compiles: bool = False  # run.compile: torch.compile for each block
+    chunks_loss: bool = False  # run.loss_chunk: output layer and cross-entropy in chunks
     float32_matmul: bool = True  # run.float32_matmul: whether its products are PyTorch's
     sends_less: bool = False  # recipe.communication
     adapters: bool = False  # recipe.adapter: layers with further parameters inside, beside frozen ones

@@ -433,6 +433,7 @@ class Native(Engine):
         batch_buffers=True,
         complex_parameters=True,
         compiles=True,
+        chunks_loss=True,
         profiles=True,
         buckets=True,
         shared_memory=True,

@@ -124,6 +124,19 @@ def check_buckets(
         )
 
 
+def check_loss_chunk(rows: int | None, engine: Engine, layout: Layout) -> None:
+    """Raise UserError where the output layer and the loss can't be computed in chunks."""
+    if rows is None:
+        return
+    if not engine.abilities.chunks_loss:
+        raise UserError(f'run.loss_chunk is {rows}, which engine "{engine.name}" does not have; use engine native')
+    if layout.context > 1:
+        raise LayoutError(
+            f'layout "{layout}": run.loss_chunk is {rows}, and the ranks of context parallel gather their logits '
+            "whole for the loss; use no loss_chunk, or a layout without cp"
+        )
+
+
 def check_communication(communication: Communication | None, engine: Engine, layout: Layout, precision: str) -> None:
     """Raise UserError where what a recipe says of its messages can't be had with this engine, layout or precision."""
     if communication is None:

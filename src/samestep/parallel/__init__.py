@@ -6,6 +6,7 @@ Read `apply` first: one function that calls the others in one order. Then, by wh
 - `context`, `tensor`, `pipeline`, `experts`: split tokens, slice matrices, cut stages, share experts.
 - `exact`: what keeps random numbers, batch statistics and precision those of one process.
 - `recompute`, `compile`, `offload`: what happens to single blocks (`blocks`).
+- `chunked_logits`: the output layer and its cross-entropy, some tokens at a time.
 - `ddp`, `zero1`, `fsdp`, `shared_replicas`, `sparse_rows`: data ranks and their gradients.
 - `sharding`: the table of who holds which part of which parameter; `state_shards`: the same for checkpoints.
 - `joined_optimizer`, `spread_optimizer`, `whole_optimizer`, `optimizer_kinds`: optimizers of parts and of wholes.

@@ -14,6 +14,7 @@ from samestep.layout import Layout
 from samestep.parallel.asking import check_asking
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Trace
+from samestep.parallel.chunked_logits import chunk_logits
 from samestep.parallel.compile import check_compile, compile_blocks
 from samestep.parallel.complex_parameters import check_complex
 from samestep.parallel.context.split import split_tokens
@@ -97,6 +98,8 @@ def spread(
         blocks = of_pipeline.blocks
     with throughout():
         shared = share_experts(model, experts, parts, mesh, now, device)
+    if details.loss_chunk is not None:
+        chunk_logits(model, details.loss_chunk)
     blocks = with_forward(blocks)
     if details.compile:
         check_compile(layout)

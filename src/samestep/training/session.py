@@ -99,6 +99,7 @@ class Session:
         expert_plan: Mapping[str, str] | None = None,
         cut_at: Sequence[str] = (),
         compile: bool = False,
+        loss_chunk: int | None = None,
         offload_folder: Path | None = None,
         engine_config: Path | None = None,
         communication: Communication | None = None,
@@ -129,6 +130,7 @@ class Session:
         self._expert_plan = expert_plan
         self._cut_at = cut_at
         self._compile = compile
+        self._loss_chunk = loss_chunk
         self._bucket_mb = bucket_mb
         self._offload_folder = offload_folder
         self._engine_config = engine_config
@@ -185,6 +187,7 @@ class Session:
                 expert_plan=self._expert_plan,
                 cut_at=self._cut_at,
                 compile=self._compile,
+                loss_chunk=self._loss_chunk,
                 bucket_mb=self._bucket_mb,
                 offload_folder=self._offload_folder,
                 engine_config=self._engine_config,
@@ -398,6 +401,7 @@ def session(
     expert_plan: Mapping[str, str] | None = None,
     cut_at: Sequence[str] = (),
     compile: bool = False,
+    loss_chunk: int | None = None,
     offload_folder: Path | None = None,
     engine_config: Path | None = None,
     transport: Transport = "auto",
@@ -433,6 +437,7 @@ def session(
             expert_plan=expert_plan,
             cut_at=cut_at,
             compile=compile,
+            loss_chunk=loss_chunk,
             offload_folder=offload_folder,
             engine_config=engine_config,
             bucket_mb=bucket_mb,

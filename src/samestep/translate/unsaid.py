@@ -46,6 +46,7 @@ REASONS = {
     "run.check": "a script has no task to check",
     "run.compile": "the script compiles",
     "run.float32_matmul": "the script sets it",
+    "run.loss_chunk": "the script computes its loss",
     "run.reduction": "other engines sum in the order of their messages",
     "run.group_by_length": "the script's data loader deals samples out as they come",
     "run.bucket_mb": "the script wraps its model",

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from samestep.comm.agree import largest
 from samestep.parallel.attributes import replace_forward
+from samestep.parallel.chunked_logits import ChunkedLogits
 from samestep.parallel.sharding import whole
 from samestep.parallel.tensor import collectives
 from samestep.parallel.tensor.layers import product_of, with_bias
@@ -59,7 +60,10 @@ class Vocabulary:
         return partial(self._loss, loss), partial(_in_slices, backward)
 
     def _loss(self, loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Tensor | int]:
-        if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(output)):
+        leaves = pytree.tree_leaves(output)
+        if any(isinstance(leaf, ChunkedLogits) for leaf in leaves):  # of slices, where the output layer gives some
+            return _plain(_in_slices(loss, output, batch))
+        if not any(isinstance(leaf, DTensor) for leaf in leaves):
             return loss(output, batch)
         if not self._decided:
             self.able = self.slices = self._can_take_slices(loss, output, batch)

@@ -1,0 +1,229 @@
+"""Logits that never stand whole: an output layer and its cross-entropy, computed some tokens at a time.
+
+The logits of a large vocabulary are the largest tensor of a small language model: 16,384 tokens x 128,256 words are
+8.4 GB in float32, and cross-entropy keeps as many again for backward. Here the output layer of a training forward
+gives `ChunkedLogits` instead: what it was called with, and how the logits follow from it. The loss may change their
+shape or dtype. Its cross-entropy then takes some rows at a time through the layer, and keeps none of their
+logits: backward computes them once more, chunk by chunk, which costs one more product of the output layer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from samestep.errors import UserError
+from samestep.parallel.attributes import WrappedForward
+from samestep.parallel.blocks import repeated_layers
+from samestep.parallel.sharding import whole
+
+# What a tensor is asked without its values.
+_FACTS = frozenset(
+    {"size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "__len__", "__hash__", "get_device"}
+)
+_PROPERTIES = frozenset({"shape", "dtype", "device", "requires_grad", "ndim", "layout", "_base", "grad_fn"})
+_SHAPES = frozenset({"reshape", "view", "flatten", "unsqueeze", "squeeze"})
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Where logits come from: a layer's inputs, the layer, and the dtypes that the logits are cast to, in turn."""
+
+    inputs: Tensor  # [..., hidden]
+    layer: Callable[[Tensor], Tensor]
+    classes: int
+    dtypes: tuple[torch.dtype, ...]  # that of the layer's output first
+    rows: int  # of a chunk
+
+
+class ChunkedLogits(Tensor):
+    """The logits of some inputs, [..., classes], of which cross-entropy computes a chunk at a time.
+
+    Raises UserError where anything else wants their values.
+    """
+
+    _source: _Source
+
+    @staticmethod
+    def __new__(cls, source: _Source) -> "ChunkedLogits":
+        inputs = source.inputs
+        logits = torch.Tensor._make_wrapper_subclass(
+            cls,
+            (*inputs.shape[:-1], source.classes),
+            dtype=source.dtypes[-1],
+            device=inputs.device,
+            requires_grad=inputs.requires_grad,
+        )
+        logits._source = source
+        return logits
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs = self._source.inputs
+        return f"ChunkedLogits({[*inputs.shape[:-1], self._source.classes]}, rows={self._source.rows})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        keywords = dict(kwargs or {})
+        asked = getattr(func.__self__, "__name__", "") if name == "__get__" else ""
+        if name in _FACTS or asked in _PROPERTIES or asked.startswith("is_"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)
+        if func is F.cross_entropy and isinstance(args[0], ChunkedLogits):
+            return _cross_entropy(args[0]._source, *args[1:], **keywords)
+        logits = args[0] if args else None
+        if not isinstance(logits, ChunkedLogits):
+            raise _wanted_whole(name)
+        if name == "register_hook":  # FSDP2 waits for the first gradient of what a module gave
+            return logits._source.inputs.register_hook(*args[1:])
+        if name == "_is_view":
+            return False
+        if name in _CASTS or name in ("to", "type", "contiguous", "type_as"):
+            return _cast(logits, name, args[1:], keywords)
+        if name in _SHAPES or name == "__getitem__":
+            return _reshaped(logits, func, name, args[1:], keywords)
+        raise _wanted_whole(name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _wanted_whole(str(func))
+
+
+def _wanted_whole(name: str) -> UserError:
+    return UserError(
+        f'run.loss_chunk is given, and "{name}" wants the logits whole; use a loss that hands them to cross_entropy '
+        "as the output layer gives them, in another shape or dtype at most, or no loss_chunk"
+    )
+
+
+def _cast(logits: ChunkedLogits, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> ChunkedLogits:
+    source = logits._source
+    if name in _CASTS:
+        dtype = _CASTS[name]
+    else:
+        given = [*arguments, *keywords.values()]
+        like = [each.dtype for each in given if isinstance(each, Tensor)]
+        dtype = next((each for each in given if isinstance(each, torch.dtype)), like[0] if like else None)
+        devices = {torch.device(each) for each in given if isinstance(each, (str, torch.device))}
+        if name == "type" or any(each.type != source.inputs.device.type for each in devices):
+            raise _wanted_whole(name)
+    if dtype is None or dtype == source.dtypes[-1]:
+        return logits
+    return ChunkedLogits(replace(source, dtypes=(*source.dtypes, dtype)))
+
+
+def _reshaped(
+    logits: ChunkedLogits, func: Any, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> ChunkedLogits:
+    """The same rows in another shape, or some of them; the classes stay the last dimension, and whole."""
+    source = logits._source
+    if name == "__getitem__":
+        key = arguments[0] if isinstance(arguments[0], tuple) else (arguments[0],)
+        last = key[-1] if Ellipsis in [each for each in key if not isinstance(each, Tensor)] else None
+        keeps = last in (None, slice(None)) and _dimensions(key) < source.inputs.ndim + (last is not None)
+        if not keeps and not (_dimensions(key) == source.inputs.ndim and key[-1] == slice(None)):
+            raise _wanted_whole("an index")
+        return ChunkedLogits(replace(source, inputs=source.inputs[arguments[0]]))
+    shape = (*source.inputs.shape[:-1], source.classes)
+    asked = func(torch.empty(shape, device="meta"), *arguments, **keywords).shape
+    if not asked or asked[-1] != source.classes or 0 in shape:
+        raise _wanted_whole(name)
+    inputs = source.inputs.reshape(*asked[:-1], source.inputs.shape[-1])
+    return ChunkedLogits(replace(source, inputs=inputs))
+
+
+def _dimensions(key: Sequence[Any]) -> int:
+    """How many dimensions an index is about, without its ellipsis."""
+    return sum(
+        each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+        for each in key
+        if each is not Ellipsis and each is not None
+    )
+
+
+def _cross_entropy(
+    source: _Source,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    if source.inputs.ndim != 2:  # then the classes are not the last dimension, or there is no batch
+        raise UserError(
+            f"run.loss_chunk is given, and cross_entropy gets logits of {source.inputs.ndim} dimensions; use "
+            "logits.reshape(-1, logits.shape[-1]) and targets.reshape(-1)"
+        )
+    if size_average is not None or reduce is not None or (weight is not None and reduction == "mean"):
+        raise _wanted_whole("cross_entropy with such arguments")
+    of_rows = "none" if reduction == "none" else "sum"
+    keywords = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": of_rows}
+    losses = [
+        checkpoint(
+            partial(_of_chunk, source, weight=weight, **keywords),
+            inputs,
+            targets,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for inputs, targets in zip(source.inputs.split(source.rows), target.split(source.rows), strict=True)
+    ]
+    if reduction == "none":
+        return torch.cat(losses)
+    total = torch.stack(losses).sum()
+    if reduction == "sum":
+        return total
+    return total / (len(target) if target.is_floating_point() else (target != ignore_index).sum())
+
+
+def _of_chunk(source: _Source, inputs: Tensor, target: Tensor, **keywords: Any) -> Tensor:
+    logits = source.layer(inputs)
+    for dtype in source.dtypes[1:]:
+        logits = logits.to(dtype)
+    return whole(F.cross_entropy(logits, target, **keywords))
+
+
+def chunk_logits(model: nn.Module, rows: int) -> None:
+    """Let the output layer of a model, in training forwards, give logits that are computed `rows` at a time.
+
+    Raises UserError where it is not to be found.
+    """
+    head = output_layer(model)
+
+    def chunked(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        # Without gradients nothing is kept, and what evaluates or compares may want the logits themselves.
+        if not (torch.is_grad_enabled() and head.training):
+            return forward(inputs)
+        kind = inputs.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+        classes = head.out_features
+        return ChunkedLogits(_Source(inputs=inputs, layer=forward, classes=classes, dtypes=(dtype,), rows=rows))
+
+    head.forward = WrappedForward(head.forward, chunked)
+
+
+def output_layer(model: nn.Module) -> nn.Linear:
+    """The linear layer that gives a model's logits: the one that transformers names, or the widest beside the blocks.
+
+    Raises UserError where there is none.
+    """
+    named = getattr(model, "get_output_embeddings", None)
+    found = named() if callable(named) else None
+    if found is None:
+        inside = {each for block in repeated_layers(model) for each in block.modules()}
+        linears = [each for each in model.modules() if isinstance(each, nn.Linear) and each not in inside]
+        found = max(linears, key=lambda each: each.out_features, default=None)
+    if not isinstance(found, nn.Linear):
+        what = "no linear layer" if found is None else f"no linear layer but a {type(found).__name__}"
+        raise UserError(f"run.loss_chunk is given, and the model has {what} that gives logits; use no loss_chunk")
+    return found

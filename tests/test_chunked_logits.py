@@ -1,0 +1,181 @@
+"""`run.loss_chunk`: output layer and cross-entropy in chunks: the same step, less memory, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from proving import prove
+from small_tasks import Points
+from tiny_models import DECODER, VOCABULARY
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import samestep
+from samestep.errors import LayoutError, UserError
+from samestep.parallel.chunked_logits import ChunkedLogits, chunk_logits
+
+WIDE = 4096
+
+
+class Words(Points):
+    """A decoder that predicts the next token, with some tokens masked unevenly."""
+
+    def __init__(self, *, tied: bool = False, vocabulary: int = VOCABULARY, samples: int = 40) -> None:
+        super().__init__()
+        self.tied = tied
+        self.vocabulary = vocabulary
+        self.samples = samples
+
+    def model(self) -> nn.Module:
+        sizes = {**DECODER, "vocab_size": self.vocabulary, "tie_word_embeddings": self.tied}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+    def train_set(self) -> samestep.Samples:
+        ids = torch.randint(self.vocabulary, (self.samples, 13), generator=torch.Generator().manual_seed(0))
+        masked = torch.arange(13) >= 2 + torch.arange(self.samples)[:, None] % 11
+        return list(zip(ids[:, :-1], ids.masked_fill(masked, -100)[:, 1:], strict=True))
+
+    def eval_set(self) -> None:
+        return None
+
+    def collate(self, samples: Any) -> samestep.Batch:
+        ids, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+        return samestep.Batch({"input_ids": ids}, targets)
+
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        logits = output.logits.flatten(0, 1).float() if output.logits.dtype == torch.bfloat16 else output.logits
+        logits = logits.reshape(-1, logits.shape[-1])
+        return F.cross_entropy(logits, batch.targets.flatten(), reduction="sum"), (batch.targets != -100).sum()
+
+
+class Squared(Words):
+    """A loss that no cross-entropy computes."""
+
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        return output.logits.square().sum(), len(output.logits)
+
+
+def recipe(task: Any, **settings: Any) -> samestep.Recipe:
+    given = {"batch": 10, "steps": 3, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2), **settings}
+    return samestep.Recipe(task=task, **given)
+
+
+@pytest.mark.timeout(300)
+def test_every_layout_takes_the_same_step_in_chunks() -> None:
+    """The reference of a proof is one process with its logits whole."""
+    chunks: dict[str, Any] = {"loss_chunk": 7, "check": False}
+    words, tied = recipe(Words()), recipe(Words(tied=True))
+    layouts = ["single", "dp2", "zero1x2", "zero2x2", "fsdp2", "tp2", "pp2", "fsdp2 recompute=full"]
+    cases = {layout: (words, layout, {**chunks, "micro_batch": 3}) for layout in layouts}
+    cases |= {f"{layout} tied": (tied, layout, chunks) for layout in ("dp2", "fsdp2", "tp2")}
+    proofs = prove(cases)
+    assert {name: str(proof) for name, proof in proofs.items() if isinstance(proof, str) or not proof.same_step} == {}
+
+
+def test_the_loss_of_chunks_is_that_of_whole_logits_and_so_are_its_gradients() -> None:
+    torch.manual_seed(0)
+    whole, chunked = nn.Linear(6, 11).double(), nn.Linear(6, 11).double()
+    chunked.load_state_dict(whole.state_dict())
+    chunk_logits(chunked, 4)
+    hidden, target = torch.randn(3, 6, 6, dtype=torch.float64), torch.randint(11, (3, 5))
+    target[0] = -100
+
+    def losses(layer: nn.Module, x: Tensor) -> list[Tensor]:
+        logits = layer(x)[..., :-1, :]
+        rows, flat = logits.contiguous().view(-1, 11), target.view(-1)
+        weighted = F.cross_entropy(logits.flatten(0, 1), flat, torch.arange(11.0).double(), reduction="sum")
+        return [
+            F.cross_entropy(rows, flat),
+            F.cross_entropy(rows, flat, label_smoothing=0.2),
+            F.cross_entropy(rows[2:], flat[2:], reduction="none").square().sum(),
+            nn.CrossEntropyLoss(reduction="sum")(logits.reshape(15, 11), flat),
+            weighted,
+        ]
+
+    for number in range(5):
+        inputs = [hidden.clone().requires_grad_() for _ in range(2)]
+        found, expected = losses(chunked, inputs[0])[number], losses(whole, inputs[1])[number]
+        for layer, loss in ((chunked, found), (whole, expected)):
+            layer.zero_grad()
+            loss.backward()
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+        for mine, other in zip(chunked.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_no_tensor_is_as_large_as_the_logits() -> None:
+    """Of [tokens, classes]: in forward, in backward, and as a gradient."""
+    largest: list[int] = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            largest.extend(each.numel() for each in [found] if isinstance(each, Tensor))
+            return found
+
+    tokens, hidden, rows = 512, 8, 32
+    sizes = {}
+    for chunk in (None, rows):
+        layer = nn.Linear(hidden, WIDE)
+        if chunk:
+            chunk_logits(layer, chunk)
+        largest.clear()
+        with Sizes():
+            target = torch.zeros(tokens, dtype=torch.int64)
+            F.cross_entropy(layer(torch.randn(tokens, hidden, requires_grad=True)), target).backward()
+        sizes[chunk] = max(largest)
+    assert sizes == {None: tokens * WIDE, rows: rows * WIDE}
+
+
+def test_what_a_step_keeps_falls_by_the_logits() -> None:
+    """By the count of bytes that a training reports: cross-entropy keeps its logits' logarithms for backward."""
+    vocabulary, samples = 16384, 32
+
+    def peak(classes: int, chunk: int | None) -> int:
+        job = recipe(Words(vocabulary=classes), batch=samples)
+        return samestep.dry_run(job, loss_chunk=chunk, threads=1, check=False)[0].activations
+
+    rest = peak(VOCABULARY, None)
+    logits = samples * 12 * vocabulary * 4
+    assert peak(vocabulary, None) - rest > 2.5 * logits
+    assert peak(vocabulary, 16) - rest < 0.2 * logits
+
+
+def test_what_else_wants_logits_is_refused_by_its_name() -> None:
+    layer = nn.Linear(3, 5)
+    chunk_logits(layer, 2)
+    logits = layer(torch.randn(4, 3))
+    assert isinstance(logits, ChunkedLogits)
+    assert (logits.shape, logits.dtype, len(logits)) == ((4, 5), torch.float32, 4)
+    uses: list[Any] = [
+        lambda: logits.softmax(-1),
+        lambda: logits[:, :2],
+        lambda: logits[..., 0],
+        lambda: logits.view(5, 4),
+        lambda: logits + 1,
+        lambda: torch.tanh(logits),
+        lambda: F.cross_entropy(torch.randn(4, 5), logits),
+    ]
+    for use in uses:
+        with pytest.raises(UserError, match=r"run\.loss_chunk is given, and .* wants the logits whole"):
+            use()
+    with pytest.raises(UserError, match="logits of 3 dimensions"):
+        F.cross_entropy(layer(torch.randn(2, 4, 3)), torch.zeros(2, 3, dtype=torch.int64))
+    with torch.no_grad():
+        assert type(layer(torch.randn(4, 3))) is Tensor
+
+
+@pytest.mark.parametrize(
+    ("task", "layout", "run", "message"),
+    [
+        (Squared(), "single", {}, r'"square" wants the logits whole'),
+        (Words(), "cp2", {}, r'layout "cp2": run.loss_chunk is 4, .* without cp'),
+        (Points(), "single", {"engine": "data-parallel"}, r'loss_chunk is 4, which engine "data-parallel"'),
+        (Points(), "single", {"loss_chunk": 0}, r"run.loss_chunk is 0"),
+    ],
+)
+def test_what_cannot_be_computed_in_chunks_is_refused(task: Any, layout: str, run: Any, message: str) -> None:
+    with pytest.raises((UserError, LayoutError), match=message):
+        samestep.verify(recipe(task), layout, **{"loss_chunk": 4, "threads": 1, **run})
