@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from small_tasks import Points
+from torch import Tensor
 
+import samestep
 from samestep.errors import UserError
 from samestep.launch.affinity import (
     Binding,
@@ -319,3 +324,38 @@ def test_the_command_of_a_rank_is_checked_before_any_starts(monkeypatch: pytest.
     for command, engine, bind, local_ranks, message in wrong:
         with pytest.raises(UserError, match=message):
             rank_command(command, engine=engine, bind=bind, local_ranks=local_ranks)
+
+
+class Bound(Points):
+    """A task whose loss sees where its rank runs and how many threads it has."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        where = [sorted(os.sched_getaffinity(0)), torch.get_num_threads()]
+        (self.folder / f"{dist.get_rank()}.json").write_text(json.dumps(where), encoding="utf-8")
+        return super().loss(output, batch)
+
+
+@pytest.mark.skipif(len(this_machine().cores) < 2, reason="two ranks with a core each need two cores")
+@pytest.mark.parametrize("choice", ["auto", "none", "numa"])
+def test_ranks_that_a_training_starts_are_bound(choice: str, tmp_path: Path) -> None:
+    own = bindings(this_machine(), 2, choice)  # pyright: ignore[reportArgumentType]
+    everywhere = sorted(os.sched_getaffinity(0))
+    recipe = samestep.Recipe(task=Bound(tmp_path), batch=8, steps=1)
+    samestep.train(recipe, "dp2", bind=choice, check=False, folder=tmp_path / "run", tensorboard=False)
+    for rank, each in enumerate(own):
+        processors, threads = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert processors == (everywhere if each.processors is None else sorted(each.processors))
+        assert (choice == "auto") <= (len(processors) < len(everywhere))
+        assert 1 <= threads <= max(1, len(everywhere) // 2)
+    assert sorted(os.sched_getaffinity(0)) == everywhere  # this process stays as it was
+
+
+def test_more_ranks_than_cores_are_not_bound_to_a_core_each() -> None:
+    many = len(this_machine().cores) + 1
+    recipe = samestep.Recipe(task=Points(), batch=many, steps=1)
+    with pytest.raises(UserError, match=rf"run\.bind: cores: {many} ranks and .* use run\.bind: none"):
+        samestep.train(recipe, f"dp{many}", bind="cores")

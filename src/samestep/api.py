@@ -21,7 +21,7 @@ from samestep.fault_tolerance.policy import check_faults, smaller
 from samestep.fault_tolerance.rank import RankSupervision, Round
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
-from samestep.launch.affinity import cores, threads_of
+from samestep.launch.affinity import Binding, bind, bindings, chosen, cores, this_machine, threads_of
 from samestep.launch.device import accelerators, check_devices, device_of
 from samestep.launch.environments.registry import check_not_alone
 from samestep.launch.world import World, join
@@ -51,8 +51,8 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
     """Train a recipe under a layout, in as many processes as it needs.
 
     `run` takes the keys of a job file's `run:` section: processes, engine, engine_config, micro_batch, reduction,
-    group_by_length, compile, float32_matmul, loss_chunk, bucket_mb, tensor_plan, cut_at, device, threads, workers,
-    profile, folder, offload_folder, checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, notice,
+    group_by_length, compile, float32_matmul, loss_chunk, bucket_mb, tensor_plan, cut_at, device, threads, bind,
+    workers, profile, folder, offload_folder, checkpoint, tensorboard, rank_lines, max_restarts, hang_limit, notice,
     on_nonfinite, elastic, min_processes, inject. Raises UserError for a mistake in the job, RankFailedError where a
     rank fails and restarts are used up, NonFiniteError where a loss is NaN or infinite, InterruptedJobError where a
     signal stops the job.
@@ -420,6 +420,8 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     if environment.ranks() is None:
         check_not_alone(environment.snapshot())
         check_devices(layout.size, job.run.device, may_share=job.run.transport == "gloo")
+        if here and layout.size > 1:
+            chosen(this_machine(), layout.size, job.run.bind, option="run.bind:")
     if here or job.run.device == "cpu":
         Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
@@ -495,5 +497,17 @@ def _start(
     function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any, signals_taken: Sequence[str] = ()
 ) -> Any:
     threads = threads_of(layout.size, job.run.threads)
+    own = bindings(this_machine(), layout.size, job.run.bind)
+    if job.run.threads is None and environment.asked_threads() is None:
+        threads = min(threads, *(each.threads for each in own))  # of NUMA nodes one may have fewer cores
     job = replace(job, run=replace(job.run, threads=threads))
-    return local.start(function, (job, layout, *arguments), layout.size, signals_taken=signals_taken)
+    call = (own, function, job, layout, *arguments)
+    return local.start(_on_its_cores, call, layout.size, signals_taken=signals_taken)
+
+
+def _on_its_cores(own: Sequence[Binding], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a rank that this process started, on the cores that are the rank's."""
+    ranks = environment.ranks()
+    assert ranks is not None
+    bind(own[ranks.local_rank])
+    return function(*arguments)

@@ -116,6 +116,9 @@ class Run:
     # The replicas of one host keep one copy of parameters and optimizer state, and each steps its part.
     share_replicas: bool = False
     threads: Positive | None = None  # a process; None: cores / local ranks
+    # Cores on which each rank of this machine runs: its own, all of a NUMA node, or any; auto: its own, where there
+    # are as many as ranks.
+    bind: Literal["auto", "none", "cores", "numa"] = "auto"
     workers: Annotated[Whole, Ge(0)] = 0  # processes that load data, a rank
     profile: Annotated[Profiling | None, BeforeValidator(_section_if_true)] = None  # where a step's time goes
     check: bool = True  # the task's contract, in one process before any rank starts

@@ -141,8 +141,11 @@ def check_choice(choice: str) -> None:
         raise UserError(f"--bind {choice}: it can be {', '.join(BIND_CHOICES)}")
 
 
-def chosen(machine: Machine, ranks: int, choice: BindChoice) -> tuple[BindChoice, str]:
-    """The way to bind that a choice comes down to, and why. Raises UserError where ranks can't be bound so."""
+def chosen(machine: Machine, ranks: int, choice: BindChoice, *, option: str = "--bind") -> tuple[BindChoice, str]:
+    """The way to bind that a choice comes down to, and why. Raises UserError where ranks can't be bound so.
+
+    `option`: where the choice was made: "--bind", or "run.bind:" of a job file.
+    """
     cores = len(machine.cores)
     amount = f"{_count(ranks, 'rank')} and {_count(cores, 'core')} on this host"
     bindable = hasattr(os, "sched_setaffinity")
@@ -153,9 +156,9 @@ def chosen(machine: Machine, ranks: int, choice: BindChoice) -> tuple[BindChoice
             return "none", f"{amount}: the system shares the cores out"
         return "cores", f"{amount}: each rank has its own"
     if choice != "none" and not bindable:
-        raise UserError(f"--bind {choice}: this system doesn't bind processes to cores; use --bind none")
+        raise UserError(f"{option} {choice}: this system doesn't bind processes to cores; use {option} none")
     if choice == "cores" and ranks > cores:
-        raise UserError(f"--bind cores: {amount}; use --bind none, or {_count(cores, 'rank')} at most")
+        raise UserError(f"{option} cores: {amount}; use {option} none, or {_count(cores, 'rank')} at most")
     return choice, "as asked"
 
 

@@ -41,6 +41,7 @@ REASONS = {
     "run.cut_at": "stages are those that the script's pipeline module has",
     "run.device": "the ranks take the accelerator that they find",
     "run.threads": "OMP_NUM_THREADS says it",
+    "run.bind": "the launcher binds ranks",
     "run.transport": "other engines send through back ends of their own",
     "run.workers": "the script's data loader says it",
     "run.check": "a script has no task to check",
