@@ -1,0 +1,170 @@
+"""What `samestep plan JOB.yaml` predicts beside what steps then take: small Llamas on 2 and 4 ranks of this machine.
+
+    python benchmarks/planning.py rehearse FILE       # rehearses every layout, and keeps what was counted in FILE
+    python benchmarks/planning.py measure FILE        # takes their steps; wants a machine that does nothing else
+    python benchmarks/planning.py write FILE          # the table of docs/planning.md, in both languages
+
+The rates are measured for a second, and corrected by steps of one job (CALIBRATION), as by `--measure`. The steps
+of the other jobs are predicted by them, and took no part in it.
+"""
+
+import argparse
+import json
+import pickle
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from samestep import jobfile
+from samestep.api import rehearse_job, time_steps_job
+from samestep.errors import UserError
+from samestep.job import Job
+from samestep.job_plan.machine import CAUSES, Machine, this_machine
+from samestep.job_plan.measure import Measured, corrected, corrections
+from samestep.job_plan.predict import peak_of, predict
+from samestep.layout import Layout
+from samestep.planning.published import kendall_tau
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {"en": ROOT / "docs" / "planning.md", "zh": ROOT / "docs" / "zh" / "planning.md"}
+HEADS: Mapping[str, Sequence[str]] = {
+    "en": ("job", "layout", "predicted, s", "measured, s", "error", "MB predicted", "MB measured"),
+    "zh": ("作业", "布局", "预测（秒）", "实测（秒）", "误差", "MB 预测", "MB 实测"),
+}
+TWO = ("single", "dp2", "zero1x2", "zero2x2", "fsdp2", "tp2", "tp2 sequence=split", "pp2", "cp2")
+# Layers, hidden size, tokens, batch, and layouts.
+JOBS: Mapping[str, tuple[int, int, int, int, Sequence[str]]] = {
+    "3 x 192": (3, 192, 128, 16, ("single", "dp2", "fsdp2", "tp2", "pp2", "dp4")),
+    "4 x 128": (4, 128, 128, 16, (*TWO, "dp4", "dp2 tp2")),
+    "2 x 384": (2, 384, 64, 16, (*TWO, "fsdp4", "pp2 dp2")),
+}
+CALIBRATION = "3 x 192"
+STEPS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("rehearse", "measure", "write"))
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args()
+    if options.what == "write":
+        write(pickle.loads(options.file.read_bytes()))
+        return
+    with TemporaryDirectory() as folder:
+        text = Path(folder) / "words.txt"
+        text.write_text(words(), encoding="utf-8")
+        if options.what == "rehearse":
+            found: dict[str, Any] = {"rehearsed": {name: rehearsed(job_of(name, text), name) for name in JOBS}}
+        else:
+            found = pickle.loads(options.file.read_bytes())
+            found["machine"] = this_machine(None, "fp32")
+            found["measured"] = {
+                name: {layout: timed(job_of(name, text), layout) for layout in layouts}
+                for name, layouts in found["rehearsed"].items()
+            }
+        options.file.write_bytes(pickle.dumps(found))
+
+
+def words() -> str:
+    """A text of made-up words."""
+    chance = random.Random(0)
+    known = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(2, 8))) for _ in range(800)]
+    return "\n".join(" ".join(chance.choices(known, k=12)) for _ in range(4000))
+
+
+def job_of(name: str, text: Path) -> Job:
+    layers, hidden, tokens, batch, _ = JOBS[name]
+    model = {
+        "type": "llama", "layers": layers, "hidden": hidden, "heads": 4, "key_value_heads": 4,
+        "feed_forward": 3 * hidden, "tied": False,
+    }  # fmt: skip
+    file = text.with_name(f"{hidden}.yaml")
+    data = {"source": str(text), "length": tokens, "vocabulary": 1024}
+    recipe = {"task": "causal-lm", "batch": batch, "steps": 20, "data": data, "model": model}
+    file.write_text(json.dumps({"recipe": recipe}), encoding="utf-8")
+    return jobfile.load(file, []).job
+
+
+def rehearsed(job: Job, name: str) -> dict[str, Any]:
+    found = {}
+    for text in JOBS[name][-1]:
+        layout = Layout.parse(text)
+        try:
+            found[text] = job_with(job, text), layout, rehearse_job(job_with(job, text), layout.size)
+        except UserError as error:
+            print(f"{name}, {text}: {error}")
+    return found
+
+
+def job_with(job: Job, layout: str) -> Job:
+    return replace(job, run=replace(job.run, layout=layout, processes=None))
+
+
+def timed(job: Job, layout: str) -> tuple[float, int]:
+    """Seconds of the slowest rank's median step, and the fullest rank's bytes."""
+    ranks = time_steps_job(job_with(job, layout), steps=STEPS)
+    print(f"{layout}: {max(rank.seconds for rank in ranks):.3f} s", flush=True)
+    return max(rank.seconds for rank in ranks), max(peak_of(rank.usage) for rank in ranks)
+
+
+def rows_of(found: Mapping[str, Any], machine: Machine, names: Sequence[str]) -> list[tuple[str, Measured]]:
+    rows = []
+    for name in names:
+        for text, (job, layout, ranks) in found["rehearsed"][name].items():
+            seconds, peak = found["measured"][name][text]
+            prediction = predict(job, layout, machine, ranks)
+            rows.append((name, Measured(prediction=prediction, seconds=seconds, peak_bytes=peak)))
+    return rows
+
+
+def write(found: Mapping[str, Any]) -> None:
+    others = [name for name in JOBS if name != CALIBRATION]
+    factors = corrections([row for _, row in rows_of(found, found["machine"], [CALIBRATION])])
+    rows = rows_of(found, corrected(found["machine"], factors), others)
+    told = [summary("corrected", rows), summary("measured rates alone", rows_of(found, found["machine"], others))]
+    print("\n".join(told))
+    print({cause: round(factors[cause], 2) for cause in CAUSES})
+    for language, page in PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        before, marker, rest = text.partition("<!-- measured -->\n")
+        if not marker:
+            raise SystemExit(
+                f"{page} has no line <!-- measured --> with <!-- /measured --> after it; write them there"
+            )
+        _, _, after = rest.partition("<!-- /measured -->")
+        page.write_text(
+            f"{before}<!-- measured -->\n{table(rows, HEADS[language])}<!-- /measured -->{after}", "utf-8"
+        )
+
+
+def table(rows: Sequence[tuple[str, Measured]], heads: Sequence[str]) -> str:
+    lines = [heads, ["---", "---", *["--:"] * (len(heads) - 2)]]
+    for name, row in rows:
+        lines.append(
+            [
+                name, f"`{row.prediction.layout}`", f"{row.prediction.seconds:.3f}", f"{row.seconds:.3f}",
+                f"{row.error:+.0%}", f"{row.prediction.peak_bytes / 1e6:.1f}", f"{row.peak_bytes / 1e6:.1f}",
+            ]
+        )  # fmt: skip
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def summary(title: str, rows: Sequence[tuple[str, Measured]]) -> str:
+    errors = [abs(row.error) for _, row in rows if row.error is not None]
+    told = [f"{title}: {len(rows)} rows, median error {median(errors):.1%}, largest {max(errors):.0%}"]
+    for name in dict.fromkeys(name for name, _ in rows):
+        mine = [row for each, row in rows if each == name]
+        tau = kendall_tau([row.prediction.seconds for row in mine], [row.seconds or 0.0 for row in mine])
+        best = min(mine, key=lambda row: row.prediction.seconds).seconds or 0.0
+        fastest = min(row.seconds or 0.0 for row in mine)
+        told.append(f"  {name}: tau {tau:.2f}, the best by plan takes {best / fastest:.2f} times the best measured")
+    memory = [abs(row.prediction.peak_bytes / row.peak_bytes - 1) for _, row in rows]
+    return "\n".join([*told, f"  memory: largest error {max(memory):.2%}"])
+
+
+if __name__ == "__main__":
+    main()
