@@ -5,7 +5,7 @@
 
 A table for each number of hosts and processes, a column for each job and precision, a row for each way. The starts of
 files that measured one way of one column are put together. `--docs` writes them into docs/compare.md and
-docs/zh/compare.md.
+docs/zh/compare.md, and the ways that most people know into the README.
 """
 
 import argparse
@@ -24,6 +24,19 @@ from benchmarks.ways import WAYS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"en": ROOT / "docs" / "compare.md", "zh": ROOT / "docs" / "zh" / "compare.md"}
+SHORT_PAGES = {"en": ROOT / "README.md", "zh": ROOT / "README.zh-CN.md"}
+SHORT = (
+    "alone",
+    "ddp",
+    "ddp-compiled",
+    "accelerate",
+    "fabric",
+    "trainer",
+    "deepspeed",
+    "samestep",
+    "shared",
+    "shared-compiled",
+)
 MARKS = re.compile(r"(<!-- benchmarks/turns_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
 CHINESE = {
     "hand-written, no messages": "手写，不通信",
@@ -51,13 +64,19 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     options = parser.parse_args()
     measured = joined([row for file in options.files for row in json.loads(file.read_text(encoding="utf-8"))])
-    for language, page in PAGES.items():
+    known = [[row for row in rows if row["way"] in SHORT] for rows in measured]
+    for language in PAGES:
         text = tables(measured, language)
         if options.docs:
-            before = page.read_text(encoding="utf-8")
-            page.write_text(MARKS.sub(lambda marks, text=text: f"{marks[1]}\n{text}\n\n{marks[2]}", before), "utf-8")
+            write_between_marks(PAGES[language], text)
+            write_between_marks(SHORT_PAGES[language], tables(known, language))
         elif language == "en":
             print(text)
+
+
+def write_between_marks(page: Path, text: str) -> None:
+    before = page.read_text(encoding="utf-8")
+    page.write_text(MARKS.sub(lambda marks: f"{marks[1]}\n{text}\n\n{marks[2]}", before), "utf-8")
 
 
 def joined(rows: Sequence[Row]) -> list[list[Row]]:
