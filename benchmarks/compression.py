@@ -36,7 +36,7 @@ METHODS: Mapping[str, Callable[[int], dict[str, Any] | None]] = {
     "none": lambda steps: None,
     "bf16": lambda steps: {"kind": "bf16"},
     "powersgd": lambda steps: {"kind": "powersgd", "rank": 2, "start": max(1, steps // 20)},
-    "one-bit-adam": lambda steps: {"kind": "one-bit-adam", "warmup": max(1, steps // 8)},
+    "one-bit-adam": lambda steps: {"kind": "one-bit-adam", "warmup": max(1, steps // 6)},
     "zero-one-adam": lambda steps: {
         "kind": "zero-one-adam",
         "variance_scaler": 8,

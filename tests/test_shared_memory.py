@@ -180,6 +180,15 @@ def test_a_compiler_that_is_missing_or_fails_is_told(tmp_path: Path) -> None:
     assert list((tmp_path / "samestep").iterdir()) == []
 
 
+def test_a_compiler_may_have_arguments(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "CXX"}
+    built = build.library({**environ, "CXX": "c++ -O1", "XDG_CACHE_HOME": str(tmp_path)})
+    assert built.is_file()
+    assert build.library({**environ, "CXX": "c++ -O2", "XDG_CACHE_HOME": str(tmp_path)}) != built
+    with pytest.raises(build.NoKernelError, match=r"there is no C\+\+ compiler \(no-such-compiler -O2\)"):
+        build.library({**environ, "CXX": "no-such-compiler -O2", "XDG_CACHE_HOME": str(tmp_path)})
+
+
 def test_a_transport_that_an_engine_can_not_have_is_refused() -> None:
     with pytest.raises(samestep.UserError, match='engine "accelerate" has transports of its own; use engine native'):
         samestep.train(

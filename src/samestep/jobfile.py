@@ -15,7 +15,7 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.recipe import NamedOptimizer
-from samestep.validation import explain, shown
+from samestep.validation import complaint, explain, shown
 
 Keys = tuple[str, ...]
 
@@ -106,7 +106,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
         raise UserError(f"{file}:{line}: not YAML: character {error.character:#x} can't stand in it") from None
     except yaml.MarkedYAMLError as error:
         at = f":{error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise UserError(f"{file}{at}: not YAML: {_complaint(error)}") from None
+        raise UserError(f"{file}{at}: not YAML: {complaint(error)}") from None
     except RecursionError:
         raise UserError(f"{file}: not a job file; its sections are nested without end") from None
     if node is None or values is None:
@@ -114,13 +114,6 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[Keys, str]]:
     if not isinstance(values, dict):
         raise UserError(f"{file}:{node.start_mark.line + 1}: not a job file; it must have a recipe: section")
     return values, sources
-
-
-def _complaint(error: yaml.MarkedYAMLError) -> str:
-    problem = error.problem or str(error)
-    if problem.startswith("but "):
-        return f"{error.context}, {problem}"
-    return problem + ("; indent with spaces" if "'\\t'" in problem else "")
 
 
 class _Reader(yaml.SafeLoader):

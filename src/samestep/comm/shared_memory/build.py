@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -24,12 +25,14 @@ class NoKernelError(Exception):
 def library(environ: Mapping[str, str]) -> Path:
     """The compiled kernel's file, built where it isn't there yet. Raises NoKernelError.
 
-    `$CXX` names the compiler. Files are kept in `$XDG_CACHE_HOME/samestep`, or `~/.cache/samestep`, one for each
-    source, compiler and processor. Several processes may build at once: each writes a file of its own and renames it.
+    `$CXX` names the compiler, with arguments if it has some (`ccache g++`). Files are kept in
+    `$XDG_CACHE_HOME/samestep`, or `~/.cache/samestep`, one for each source, compiler and processor. Several processes
+    may build at once: each writes a file of its own and renames it.
     """
     compiler = _compiler(environ)
     folder = cache_folder(environ)
-    key = hashlib.sha256(SOURCE.read_bytes() + "\n".join((compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
+    made_of = SOURCE.read_bytes() + "\n".join((*compiler, *_FLAGS, _processor())).encode()
+    key = hashlib.sha256(made_of).hexdigest()[:16]
     built = folder / f"kernel-{key}.so"
     if built.is_file():
         return built
@@ -41,22 +44,24 @@ def library(environ: Mapping[str, str]) -> Path:
     os.close(handle)
     try:
         # Not every compiler knows this machine's processor.
-        if (said := _compile((compiler, *_FLAGS, "-march=native"), name)) is not None:
-            said = _compile((compiler, *_FLAGS), name)
+        if (said := _compile((*compiler, *_FLAGS, "-march=native"), name)) is not None:
+            said = _compile((*compiler, *_FLAGS), name)
         if said is not None:
-            raise NoKernelError(f"{compiler} fails: {said}")
+            raise NoKernelError(f"{shlex.join(compiler)} fails: {said}")
         Path(name).replace(built)
     finally:
         Path(name).unlink(missing_ok=True)
     return built
 
 
-def _compiler(environ: Mapping[str, str]) -> str:
+def _compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The compiler's program and its arguments."""
     named = environ.get("CXX")
-    found = next((path for each in ((named,) if named else _COMPILERS) if (path := shutil.which(each))), None)
-    if found is None:
-        raise NoKernelError(f"there is no C++ compiler ({named or ', '.join(_COMPILERS)})")
-    return found
+    commands = [shlex.split(named)] if named else [[name] for name in _COMPILERS]
+    for program, *arguments in commands:
+        if (path := shutil.which(program)) is not None:
+            return (path, *arguments)
+    raise NoKernelError(f"there is no C++ compiler ({named or ', '.join(_COMPILERS)})")
 
 
 def _compile(command: Sequence[str], target: str) -> str | None:
