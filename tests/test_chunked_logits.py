@@ -10,6 +10,7 @@ from small_tasks import Points
 from tiny_models import DECODER, VOCABULARY
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from samestep.errors import LayoutError, UserError
@@ -109,7 +110,7 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
     """Of [tokens, classes]: in forward, in backward, and as a gradient."""
     largest: list[int] = []
 
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+    class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             found = func(*args, **(kwargs or {}))
             largest.extend(each.numel() for each in [found] if isinstance(each, Tensor))
