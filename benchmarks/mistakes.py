@@ -24,6 +24,7 @@ import samestep
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.setup import TrainerSetup
 
 BATCH = 33  # 17 samples for one rank and 16 for the other
 STEPS = 5
@@ -94,8 +95,8 @@ class PaddedTrainer(NativeTrainer):
 
 
 class OtherWeightsTrainer(NativeTrainer):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, setup: TrainerSetup) -> None:
+        super().__init__(setup)
         if dist.get_rank() == 1:
             with torch.no_grad():
                 next(self.model.parameters())[0].add_(1e-6)

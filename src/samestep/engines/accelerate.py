@@ -18,6 +18,7 @@ from samestep import environment
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
+from samestep.engines.setup import TrainerSetup, spread_by_engine
 from samestep.errors import LayoutError, UserError, closest
 from samestep.launch.device import accelerators
 from samestep.layout import DEFAULT_ORDER, Layout
@@ -26,8 +27,6 @@ from samestep.parallel.exact.batch_norm import global_batch_norm
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.offload.memory import HostMemory
-from samestep.parallel.parallel_model import WholeModel
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.unused_parameters import Used, UsedAlone, UsedByReplicas, UsedByShards
 
@@ -254,26 +253,19 @@ class Accelerate(Engine):
             used = UsedByShards(model, how.mesh.data_group, may_differ=False)
         elif how.layout.data_ranks > 1:
             used = UsedByReplicas(model, how.mesh.data_group)
-        return NativeTrainer(
+        accumulating = partial(accelerator.no_sync, module)
+        setup = TrainerSetup(
+            how=how,
             model=model,
-            spread_model=WholeModel(
-                module=module,
-                accumulating=partial(accelerator.no_sync, module),
-                used=used,
-                model=model,
-                parts=parts,
-                now=now,
-                autocast=in_precision.autocast,
-                host=HostMemory(how.device),
+            spread_model=spread_by_engine(
+                model, how, in_precision, now, module=module, used=used, accumulating=accumulating, parts=parts
             ),
             optimizer=prepared,
             # Not prepared: Accelerate would step it once a process, and so n times too often.
             schedule=how.schedule_of(optimizer),
             precision=in_precision,
-            clip=how.clip,
-            mesh=how.mesh,
-            device=how.device,
         )
+        return NativeTrainer(setup)
 
 
 class _Precision(Precision):

@@ -1,7 +1,6 @@
 """PyTorch's DataParallel: one process whose threads share a batch over the accelerators of this machine."""
 
 import sys
-from contextlib import nullcontext
 from typing import ClassVar
 
 from torch import nn
@@ -9,14 +8,12 @@ from torch import nn
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
+from samestep.engines.setup import TrainerSetup, spread_by_engine
 from samestep.errors import UserError
 from samestep.launch.device import accelerators
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.offload.memory import HostMemory
-from samestep.parallel.parallel_model import WholeModel
-from samestep.parallel.sharding import ShardTable
 from samestep.parallel.unused_parameters import UsedAlone
 
 
@@ -52,27 +49,16 @@ class DataParallel(Engine):
             module = nn.DataParallel(model)
         in_precision = Precision(how.precision, how.device)
         optimizer = how.optimizer_of(model.named_parameters())
-        return NativeTrainer(
+        setup = TrainerSetup(
+            how=how,
             model=model,
-            spread_model=WholeModel(
-                module=module,
-                accumulating=nullcontext,
-                used=UsedAlone(),
-                model=model,
-                parts=ShardTable.of(model, how.layout, how.mesh),
-                now=now,
-                autocast=in_precision.autocast,
-                host=HostMemory(how.device),
-            ),
+            spread_model=spread_by_engine(model, how, in_precision, now, module=module, used=UsedAlone()),
             optimizer=optimizer,
             schedule=how.schedule_of(optimizer),
             precision=in_precision,
-            clip=how.clip,
-            mesh=how.mesh,
-            device=how.device,
-            average=how.average,
             answers_draws=devices < 2,  # each device's thread draws for its own part of the batch
         )
+        return NativeTrainer(setup)
 
 
 def _check_batch_norm(model: nn.Module, devices: int) -> None:

@@ -21,6 +21,7 @@ from samestep.data.loader import StepBatch
 from samestep.engines.base import Abilities, Engine, Loss, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
+from samestep.engines.setup import TrainerSetup, spread_by_engine
 from samestep.errors import UserError
 from samestep.launch.network import LOOPBACK, agreed_in_group, interface_of, own_name_leads_nowhere
 from samestep.launch.script_env.horovod import slots_of, variables_of
@@ -30,9 +31,6 @@ from samestep.parallel.exact.batch_norm import global_batch_norm
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.offload.memory import HostMemory
-from samestep.parallel.parallel_model import WholeModel
-from samestep.parallel.sharding import ShardTable
 from samestep.parallel.unused_parameters import UsedByReplicas
 from samestep.recipe import STRICT
 from samestep.validation import checked_file
@@ -160,26 +158,16 @@ class Horovod(Engine):
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = distributed(how.optimizer_of(model.named_parameters()), model, settings)
         in_precision = Precision(how.precision, how.device)
-        return HorovodTrainer(
+        used = _UsedOnceSynchronized(model, how.mesh.data_group, optimizer)
+        setup = TrainerSetup(
+            how=how,
             model=model,
-            spread_model=WholeModel(
-                module=model,
-                accumulating=nullcontext,
-                used=_UsedOnceSynchronized(model, how.mesh.data_group, optimizer),
-                model=model,
-                parts=ShardTable.of(model, how.layout, how.mesh),
-                now=now,
-                autocast=in_precision.autocast,
-                host=HostMemory(how.device),
-            ),
+            spread_model=spread_by_engine(model, how, in_precision, now, module=model, used=used),
             optimizer=optimizer,
             schedule=how.schedule_of(optimizer),
             precision=in_precision,
-            clip=how.clip,
-            mesh=how.mesh,
-            device=how.device,
-            settings=settings,
         )
+        return HorovodTrainer(setup, settings=settings)
 
 
 def distributed(optimizer: Optimizer, model: nn.Module, settings: Settings) -> Any:
@@ -205,9 +193,9 @@ def distributed(optimizer: Optimizer, model: nn.Module, settings: Settings) -> A
 class HorovodTrainer(NativeTrainer):
     """Takes NativeTrainer's steps with an optimizer of Horovod's."""
 
-    def __init__(self, *, optimizer: Any, settings: Settings, **common: Any) -> None:
-        super().__init__(optimizer=optimizer, **common)
-        self._horovod: Any = optimizer
+    def __init__(self, setup: TrainerSetup, *, settings: Settings) -> None:
+        super().__init__(setup)
+        self._horovod: Any = setup.optimizer
         self._settings = settings
 
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:

@@ -23,8 +23,8 @@ from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation, StepReport
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
+from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError
-from samestep.parallel.apply import spread
 from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.holdings import Holdings
 from samestep.parallel.layout_failure import LayoutFailures
@@ -45,37 +45,26 @@ def prepare(
     in_precision = Precision(how.precision, how.device)
     wire = Wire(how.mesh.data_group)
     hook = method_class.hook(options)
-    spread_model = spread(
-        model,
-        how.layout,
-        how.mesh,
-        how.device,
-        precision=how.precision,
-        autocast=in_precision.autocast,
-        details=how.details,
-        exchange=GradientExchange(
-            hook=None if hook is None else (wire, hook),
-            used=(lambda _: UsedAlone()) if method_class.own_mean else partial(_UsedByAny, wire=wire),
-        ),
+    exchange = GradientExchange(
+        hook=None if hook is None else (wire, hook),
+        used=(lambda _: UsedAlone()) if method_class.own_mean else partial(_UsedByAny, wire=wire),
     )
+    spread_model = spread_as(model, how, in_precision, exchange=exchange)
     optimizer = spread_optimizer(
         how.optimizer_of(model.named_parameters()), how.layout, how.mesh, how.device, spread_model=spread_model
     )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return LessCommunicationTrainer(
-        method=method_class(options, Replica(parameters=trained, optimizer=optimizer, wire=wire)),
-        wire=wire,
-        hooked=hook is not None,
+    method = method_class(options, Replica(parameters=trained, optimizer=optimizer, wire=wire))
+    setup = TrainerSetup(
+        how=how,
         model=model,
         spread_model=spread_model,
         optimizer=optimizer,
         schedule=how.schedule_of(optimizer),
         precision=in_precision,
-        clip=how.clip,
-        mesh=how.mesh,
-        device=how.device,
         failures=failures,
     )
+    return LessCommunicationTrainer(setup, method=method, wire=wire, hooked=hook is not None)
 
 
 def _method_class(kind: str) -> type[Method]:
@@ -100,9 +89,9 @@ def _check_model(model: nn.Module, method_class: type[Method], kind: str) -> Non
 class LessCommunicationTrainer(NativeTrainer):
     """Steps whose gradients, momenta or parameters are exchanged by a method."""
 
-    def __init__(self, *, method: Method, wire: Wire, hooked: bool, **native: Any) -> None:
+    def __init__(self, setup: TrainerSetup, *, method: Method, wire: Wire, hooked: bool) -> None:
         """`hooked`: DistributedDataParallel exchanges the gradients, by the method's hook."""
-        super().__init__(**native)
+        super().__init__(setup)
         # With it goes a flag of 8 bytes for each parameter that is trained: whether any rank used it.
         flags = 8 * len(method.replica.parameters) if hooked else 0
         self._flags_sent = 2 * flags * (wire.ranks - 1) / wire.ranks

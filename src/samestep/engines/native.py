@@ -10,22 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport, TurnTaking
 from samestep.engines.precision import Precision, parameter_dtype
+from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError
 from samestep.layout import Layout, Offload
-from samestep.parallel.apply import spread
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.joined_optimizer import Joined
 from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.master_weights import MasterWeights
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
-from samestep.parallel.parallel_model import ParallelModel
 from samestep.parallel.sharding import Entry, ShardTable, local
 from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.parallel.state_shards import (
@@ -40,7 +37,6 @@ from samestep.parallel.step_loss import joint, step_loss
 from samestep.parallel.valueless import has_values
 from samestep.parallel.weight_average import WeightAverage
 from samestep.profiling.clock import Phase, StepClock, told_of_gradients
-from samestep.recipe import Average
 from samestep.tasks.base import InTurn
 from samestep.tasks.out_of_range import in_one_sentence
 from samestep.tasks.several_losses import SeveralLosses
@@ -57,38 +53,21 @@ def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
 class NativeTrainer(Checkpointed, Skipping, TurnTaking):
     """Takes steps whose gradient is the sum over the global batch / the global count, however it is cut."""
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        spread_model: ParallelModel,
-        optimizer: Optimizer,
-        schedule: LRScheduler | None,
-        precision: Precision,
-        clip: float | None,
-        mesh: Mesh,
-        device: torch.device,
-        failures: LayoutFailures | None = None,
-        answers_draws: bool = True,
-        average: Average | None = None,
-    ) -> None:
-        """`failures` tells what goes wrong in the first step and the first forward without gradients.
-
-        `answers_draws`: all random numbers of a forward are drawn by sample number, so no generator may move.
-        """
-        self.model = model
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self._spread = spread_model
-        self.timeline = spread_model.timeline
-        self._precision = precision
-        self._clip = clip
-        self._mesh = mesh
-        self._device = device
-        self._draws_checked = not answers_draws
-        self._failures_of_step = self._failures_of_forward = failures
-        self._casts = not all(type(each) in _CASTS_NOTHING for each in _stepping(optimizer))
-        self._average = None if average is None else WeightAverage(model, average)
+    def __init__(self, setup: TrainerSetup) -> None:
+        how = setup.how
+        self.model = setup.model
+        self.optimizer = setup.optimizer
+        self.schedule = setup.schedule
+        self._spread = setup.spread_model
+        self.timeline = setup.spread_model.timeline
+        self._precision = setup.precision
+        self._clip = how.clip
+        self._mesh = how.mesh
+        self._device = how.device
+        self._draws_checked = not setup.answers_draws
+        self._failures_of_step = self._failures_of_forward = setup.failures
+        self._casts = not all(type(each) in _CASTS_NOTHING for each in _stepping(setup.optimizer))
+        self._average = None if how.average is None else WeightAverage(setup.model, how.average)
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
@@ -476,15 +455,7 @@ class Native(Engine):
 
             return prepare_shared(model, how, failures)
         in_precision = Precision(how.precision, how.device)
-        spread_model = spread(
-            model,
-            how.layout,
-            how.mesh,
-            how.device,
-            precision=how.precision,
-            autocast=in_precision.autocast,
-            details=how.details,
-        )
+        spread_model = spread_as(model, how, in_precision)
         optimizer = spread_optimizer(
             how.optimizer_of(model.named_parameters()),
             how.layout,
@@ -494,15 +465,13 @@ class Native(Engine):
             offload_folder=how.details.offload_folder,
             master_dtype=parameter_dtype(how.precision) if how.master_weights else None,
         )
-        return self.trainer_class(
+        setup = TrainerSetup(
+            how=how,
             model=model,
             spread_model=spread_model,
             optimizer=optimizer,
             schedule=how.schedule_of(optimizer),
             precision=in_precision,
-            clip=how.clip,
-            mesh=how.mesh,
-            device=how.device,
             failures=failures,
-            average=how.average,
         )
+        return self.trainer_class(setup)

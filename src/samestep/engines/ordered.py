@@ -10,8 +10,8 @@ from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Loss, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
+from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError
-from samestep.parallel.apply import spread
 from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.ordered import OrderedModel, total_of_halves
@@ -36,40 +36,29 @@ def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "Or
     assert how.details.virtual_ranks is not None
     check_model(model)
     in_precision = Precision(how.precision, how.device)
-    whole = spread(
-        model,
-        how.layout,
-        how.mesh,
-        how.device,
-        precision=how.precision,
-        autocast=in_precision.autocast,
-        details=how.details,
-        exchange=GradientExchange(),
-    )
+    whole = spread_as(model, how, in_precision, exchange=GradientExchange())
     assert isinstance(whole, WholeModel)  # of the layouts that were not refused
     ordered = OrderedModel(whole, how.details.virtual_ranks)
     optimizer = spread_optimizer(
         how.optimizer_of(model.named_parameters()), how.layout, how.mesh, how.device, spread_model=ordered
     )
-    return OrderedTrainer(
-        ordered=ordered,
+    setup = TrainerSetup(
+        how=how,
         model=model,
         spread_model=ordered,
         optimizer=optimizer,
         schedule=how.schedule_of(optimizer),
         precision=in_precision,
-        clip=how.clip,
-        mesh=how.mesh,
-        device=how.device,
         failures=failures,
     )
+    return OrderedTrainer(setup, ordered=ordered)
 
 
 class OrderedTrainer(NativeTrainer):
     """Steps whose losses, gradients and norms are sums over virtual ranks, in an order that no layout changes."""
 
-    def __init__(self, *, ordered: OrderedModel, **native: Any) -> None:
-        super().__init__(**native)
+    def __init__(self, setup: TrainerSetup, *, ordered: OrderedModel) -> None:
+        super().__init__(setup)
         self._ordered = ordered
 
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:

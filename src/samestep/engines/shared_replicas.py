@@ -9,8 +9,8 @@ from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
+from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError
-from samestep.parallel.apply import spread
 from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.holdings import Holdings, state_tensors
 from samestep.parallel.layout_failure import LayoutFailures
@@ -30,38 +30,27 @@ def prepare(model: nn.Module, how: Preparation, failures: LayoutFailures) -> "Sh
         if parameter.is_complex():
             raise UserError(f"run.share_replicas is true, and the parameter {name} is complex; leave it out")
     in_precision = Precision(how.precision, how.device)
-    spread_model = spread(
-        model,
-        how.layout,
-        how.mesh,
-        how.device,
-        precision=how.precision,
-        autocast=in_precision.autocast,
-        details=how.details,
-        exchange=GradientExchange(),
-    )
+    spread_model = spread_as(model, how, in_precision, exchange=GradientExchange())
     shared = SharedReplicas(model, how.layout, spread_model.parts, how.mesh.data_group)
     optimizer = how.optimizer_of(shared.held.named_parameters())
     check_by_number(optimizer, how.layout, "run.share_replicas is true, with which ranks step rows of a parameter")
-    return SharedReplicasTrainer(
-        shared=shared,
+    setup = TrainerSetup(
+        how=how,
         model=model,
         spread_model=spread_model,
         optimizer=optimizer,
         schedule=how.schedule_of(optimizer),
         precision=in_precision,
-        clip=how.clip,
-        mesh=how.mesh,
-        device=how.device,
         failures=failures,
     )
+    return SharedReplicasTrainer(setup, shared=shared)
 
 
 class SharedReplicasTrainer(NativeTrainer):
     """Steps in which each rank sums and updates its part of the parameters that all ranks read."""
 
-    def __init__(self, *, shared: SharedReplicas, **native: Any) -> None:
-        super().__init__(**native)
+    def __init__(self, setup: TrainerSetup, *, shared: SharedReplicas) -> None:
+        super().__init__(setup)
         self._shared = shared
 
     def backward(self, batch: StepBatch, loss: Loss) -> Tensor:

@@ -2,27 +2,29 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from samestep.comm.mesh import new_group
 from samestep.data.order import Place
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.parameter_server import settings as reading
+from samestep.engines.parameter_server.member import Shared
 from samestep.engines.parameter_server.messages import Wire
 from samestep.engines.parameter_server.server import AsynchronousServer, SynchronousServer
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import FlatParameters, bounds_of, spans_of
 from samestep.engines.parameter_server.worker import Worker
 from samestep.engines.precision import Precision
+from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.parallel.apply import spread
 from samestep.tasks.base import Task
 
 
@@ -73,39 +75,29 @@ class ParameterServer(Engine):
         # Batch norm and buffers filled from samples join the workers alone.
         mesh = replace(how.mesh, data_group=worker_group, loss_group=worker_group, data_place=roles.place(rank))
         precision = Precision(how.precision, how.device)
-        spread_model = spread(
-            model,
-            replace(how.layout, replicate=1),
-            mesh,
-            how.device,
-            precision=how.precision,
-            autocast=precision.autocast,
-            details=how.details,
-        )
+        how = replace(how, mesh=mesh)
+        spread_model = spread_as(model, replace(how, layout=replace(how.layout, replicate=1)), precision)
         flat = FlatParameters(model, settings.servers)
-        common: dict[str, Any] = {
-            "model": model,
-            "spread_model": spread_model,
-            "precision": precision,
-            "clip": how.clip,
-            "mesh": mesh,
-            "device": how.device,
-            "flat": flat,
-            "roles": roles,
-            "settings": settings,
-            "wire": wire,
-        }
+        shared = Shared(flat=flat, roles=roles, settings=settings, wire=wire)
+
+        def setup(optimizer: Optimizer) -> TrainerSetup:
+            return TrainerSetup(
+                how=how,
+                model=model,
+                spread_model=spread_model,
+                optimizer=optimizer,
+                schedule=how.schedule_of(optimizer),
+                precision=precision,
+            )
+
         if rank in roles.workers:
-            optimizer = how.optimizer_of(model.named_parameters())
-            return Worker(optimizer=optimizer, schedule=how.schedule_of(optimizer), **common)
+            return Worker(setup(how.optimizer_of(model.named_parameters())), shared)
         shard = flat.shard(rank)
         chunks = {nn.Parameter(shard[chunk.at].view(chunk.shape)): chunk for chunk in flat.chunks[rank]}
         optimizer = how.optimizer_of((chunk.span.name, parameter) for parameter, chunk in chunks.items())
-        common |= {"number": rank, "chunks": chunks, "optimizer": optimizer}
-        common |= {"schedule": how.schedule_of(optimizer)}
         if settings.synchronous:
-            return SynchronousServer(server_group=server_group, **common)
-        return AsynchronousServer(**common)
+            return SynchronousServer(setup(optimizer), shared, chunks, number=rank, server_group=server_group)
+        return AsynchronousServer(setup(optimizer), shared, chunks, number=rank)
 
 
 def check_model(model: nn.Module, settings: Settings, *, batch_buffers: bool) -> None:

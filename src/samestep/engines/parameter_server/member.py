@@ -1,6 +1,7 @@
 """Member: what servers and workers have in common, namely a copy of the model to evaluate with, and checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,22 +13,33 @@ from samestep.engines.native import NativeTrainer
 from samestep.engines.parameter_server.messages import Wire
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters
+from samestep.engines.setup import TrainerSetup
 from samestep.errors import UserError
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import MODEL, OPTIMIZER, Piece, innermost, model_pieces, whole_piece
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What every rank knows of the servers and workers."""
+
+    flat: FlatParameters  # a copy of the model's parameters in one tensor, of which each server has a part
+    roles: Roles
+    settings: Settings
+    wire: Wire
+
+
 class Member(NativeTrainer):
     """A rank of a parameter server. All ranks evaluate, with the parameters that the servers then hold."""
 
-    def __init__(self, *, flat: FlatParameters, roles: Roles, settings: Settings, wire: Wire, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(self, setup: TrainerSetup, shared: Shared) -> None:
+        super().__init__(setup)
         check_optimizer(self.optimizer)
-        self.flat = flat
-        self.roles = roles
-        self.settings = settings
-        self.wire = wire
-        self.free_running = not settings.synchronous
+        self.flat = shared.flat
+        self.roles = shared.roles
+        self.settings = shared.settings
+        self.wire = shared.wire
+        self.free_running = not shared.settings.synchronous
         self._changed = False  # since the parameters were the same on all ranks
 
     def refresh(self) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
-from samestep.engines.parameter_server.member import Member, piece_of_state
+from samestep.engines.parameter_server.member import Member, Shared, piece_of_state
 from samestep.engines.parameter_server.messages import Answer, Pushed, Told
 from samestep.engines.parameter_server.shards import Chunk
+from samestep.engines.setup import TrainerSetup
 from samestep.parallel.holdings import Holdings, state_tensors
 from samestep.parallel.sharding import Entry
 from samestep.parallel.state_shards import MODEL, OPTIMIZER, Piece
@@ -48,9 +49,11 @@ class _Totals:
 class Server(Member):
     """What both kinds of servers have: the shard as chunks of parameters, and a gradient of the same length."""
 
-    def __init__(self, *, number: int, chunks: Mapping[nn.Parameter, Chunk], **common: Any) -> None:
+    def __init__(
+        self, setup: TrainerSetup, shared: Shared, chunks: Mapping[nn.Parameter, Chunk], *, number: int
+    ) -> None:
         """`number` is the server's among the servers; `chunks` are what its optimizer steps."""
-        super().__init__(**common)
+        super().__init__(setup, shared)
         self._number = number
         self._chunks = chunks
         self._in_order = list(chunks.values())
@@ -103,8 +106,16 @@ class Server(Member):
 class SynchronousServer(Server):
     """Sums the gradients of all workers, in the order of their ranks, and takes the step of one process."""
 
-    def __init__(self, *, server_group: dist.ProcessGroup, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(
+        self,
+        setup: TrainerSetup,
+        shared: Shared,
+        chunks: Mapping[nn.Parameter, Chunk],
+        *,
+        number: int,
+        server_group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(setup, shared, chunks, number=number)
         self._server_group = server_group
 
     def serve(self, batch: StepBatch) -> tuple[float, float]:
@@ -145,8 +156,10 @@ class AsynchronousServer(Server):
     times the worker's share of the batch, so that the gradients of one step together have the step's learning rate.
     """
 
-    def __init__(self, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(
+        self, setup: TrainerSetup, shared: Shared, chunks: Mapping[nn.Parameter, Chunk], *, number: int
+    ) -> None:
+        super().__init__(setup, shared, chunks, number=number)
         count = len(self.roles.workers)
         self._clock = [0] * count  # steps that each worker has pushed
         self._seen = [0] * count  # updates that were made before each worker's parameters were sent

@@ -1,0 +1,76 @@
+"""What engines with a native step hand to their trainer, and the two ways in which they come by its model."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.engines.base import Preparation
+from samestep.engines.precision import Precision
+from samestep.parallel.apply import spread
+from samestep.parallel.ddp import GradientExchange
+from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.layout_failure import LayoutFailures
+from samestep.parallel.offload.memory import HostMemory
+from samestep.parallel.parallel_model import Context, ParallelModel, WholeModel
+from samestep.parallel.sharding import ShardTable
+from samestep.parallel.unused_parameters import Used
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSetup:
+    """What a NativeTrainer steps with on this rank."""
+
+    how: Preparation  # layout, mesh, device, clipping and average
+    model: nn.Module  # with the parameters that this rank holds
+    spread_model: ParallelModel  # runs forward and backward of it
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    precision: Precision
+    failures: LayoutFailures | None = None  # explains errors of the first step and of the first prediction
+    answers_draws: bool = True  # all random numbers of a forward are drawn by sample number: no generator may move
+
+
+def spread_as(
+    model: nn.Module, how: Preparation, precision: Precision, *, exchange: GradientExchange | None = None
+) -> ParallelModel:
+    """A model spread by samestep's own parts; `exchange` as for `parallel.apply.spread`."""
+    return spread(
+        model,
+        how.layout,
+        how.mesh,
+        how.device,
+        precision=how.precision,
+        autocast=precision.autocast,
+        details=how.details,
+        exchange=exchange,
+    )
+
+
+def spread_by_engine(
+    model: nn.Module,
+    how: Preparation,
+    precision: Precision,
+    now: ForwardContext,
+    *,
+    module: nn.Module,
+    used: Used,
+    accumulating: Context = nullcontext,
+    parts: ShardTable | None = None,
+) -> WholeModel:
+    """A model that another package has spread, which made `module` of it; `used` finds unused parameters.
+
+    `parts`: what the ranks hold of it, where the package has replaced its parameters since.
+    """
+    return WholeModel(
+        module=module,
+        accumulating=accumulating,
+        used=used,
+        model=model,
+        parts=ShardTable.of(model, how.layout, how.mesh) if parts is None else parts,
+        now=now,
+        autocast=precision.autocast,
+        host=HostMemory(how.device),
+    )
