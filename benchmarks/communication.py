@@ -9,13 +9,16 @@ them into docs/communication.md and docs/zh/communication.md.
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from page_parts import markdown_table, write_parts
 
 from samestep.comm.correctness import DTYPES, short
 from samestep.comm_bench.request import size_in_words
@@ -71,7 +74,7 @@ def main() -> None:
         times = [f"{RANKS[number].format(each['ranks'])}\n\n{times_table(each, number)}" for each in measured]
         parts = [support_table(found, number), "\n\n".join(times), fits_table(measured[0], number)]
         if options.docs:
-            write_between_markers(page, *parts)
+            write_parts(page, {f"part {place}": part for place, part in enumerate(parts, 1)})
         elif language == "en":
             print("\n\n".join(parts))
 
@@ -94,7 +97,9 @@ def support_table(found: Mapping[str, Any], language: int) -> str:
         if each["collective"] != GROUP:
             key = (f"{each['transport']}, {each['device']}", each["collective"])
             cells.setdefault(key, {})[each["dtype"]] = WORKS[each["verdict"]][language]
-    return table(titles, [[*key, *(row.get(name, "") for name in names)] for key, row in cells.items()], left=2)
+    return markdown_table(
+        titles, [[*key, *(row.get(name, "") for name in names)] for key, row in cells.items()], left=2
+    )
 
 
 def times_table(measured: Mapping[str, Any], language: int) -> str:
@@ -116,7 +121,7 @@ def times_table(measured: Mapping[str, Any], language: int) -> str:
             line += [spread(row) if row else "", faster]
         best = min(by_transport.values(), key=lambda row: row["seconds_median"])
         lines.append([*line, rate_in_words(best["bus_bandwidth"]), rate_in_words(base["limit"])])
-    return table([*titles, BUS[language], COPY[language]], lines, left=1)
+    return markdown_table([*titles, BUS[language], COPY[language]], lines)
 
 
 def spread(row: Mapping[str, Any]) -> str:
@@ -135,21 +140,7 @@ def fits_table(measured: Mapping[str, Any], language: int) -> str:
         ]
         for fit in measured["fits"]
     ]
-    return table([title[language] for title in FITS], rows, left=2)
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Markdown, the first columns to the left."""
-    lines = [titles, [*["---"] * left, *["---:"] * (len(titles) - left)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write_between_markers(page: Path, *parts: str) -> None:
-    text = page.read_text(encoding="utf-8")
-    for number, part in enumerate(parts, 1):
-        place = re.compile(rf"(<!-- part {number} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = place.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
-    page.write_text(text, encoding="utf-8")
+    return markdown_table([title[language] for title in FITS], rows, left=2)
 
 
 if __name__ == "__main__":

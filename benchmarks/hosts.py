@@ -11,7 +11,6 @@ fault to that step. With `--docs` the table is written into docs/elastic.md and 
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tools"))
 
 from notes import Process, noted  # noqa: E402
+from page_parts import markdown_table, write_parts  # noqa: E402
 from testbed import Host, Running, Testbed, why_not  # noqa: E402
 
 STEPS = 100_000  # more than any run takes
@@ -41,7 +41,6 @@ GROUP_LIMIT = 10  # seconds; of the process group, in torchrun's best configurat
 PYTHON = [sys.executable, "-W", "ignore"]
 
 DOCS = (HERE.parent / "docs" / "elastic.md", HERE.parent / "docs" / "zh" / "elastic.md")
-MARK = re.compile(r"(<!-- benchmarks/hosts.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,12 +252,8 @@ def cell(runs: Sequence[Run]) -> str:
 
 def table(found: dict[str, dict[str, list[Run]]]) -> str:
     ways = list(found)
-    lines = ["| fault | " + " | ".join(ways) + " |", "| --- |" + " --- |" * len(ways)]
-    for fault in FAULTS:
-        cells = [cell(found[way].get(fault, [])) for way in ways]
-        if any(cells):
-            lines.append(f"| {fault} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows = [[fault, *(cell(found[way].get(fault, [])) for way in ways)] for fault in FAULTS]
+    return markdown_table(["fault", *ways], [row for row in rows if any(row[1:])], left=len(ways) + 1)
 
 
 def main() -> None:
@@ -297,8 +292,7 @@ def main() -> None:
                         options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     print(table(found))
     for file in DOCS if options.docs else ():
-        text = file.read_text(encoding="utf-8")
-        file.write_text(MARK.sub(lambda marks: f"{marks[1]}{table(found)}\n{marks[2]}", text), encoding="utf-8")
+        write_parts(file, {"benchmarks/hosts.py": table(found)})
 
 
 if __name__ == "__main__":

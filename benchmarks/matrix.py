@@ -11,9 +11,13 @@ docs/zh/matrix.md.
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from page_parts import markdown_table, write_parts
 from rich.console import Console
 from rich.progress import Progress
 
@@ -72,18 +76,19 @@ def main() -> None:
             for first, names in ((1, (*SHIPPED, *UNTUNED)), (3, MIXTURES)):
                 own = [row for row in rows if row.job in names]
                 if {row.job for row in own} == set(names):
-                    write_between_markers(page, first, table(own, REFUSED[language]), reasons(own))
+                    parts = (table(own, REFUSED[language]), reasons(own))
+                    write_parts(page, {f"part {number}": part for number, part in enumerate(parts, first)})
 
 
 def table(rows: Sequence[Row], refused: str) -> str:
     """A line a layout, a column a job: the largest relative difference of all that is compared."""
     names = list(dict.fromkeys(row.job for row in rows))
     numbers = {reason: number for number, reason in enumerate(_reasons(rows), 1)}
-    lines = [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
+    lines: list[list[str]] = []
     for layout in dict.fromkeys(row.layout for row in rows):
         cells = {row.job: _cell(row, numbers, refused) for row in rows if row.layout == layout}
-        lines.append(f"| `{layout}` | {' | '.join(cells[name] for name in names)} |")
-    return "\n".join(lines)
+        lines.append([f"`{layout}`", *(cells[name] for name in names)])
+    return markdown_table(["", *names], lines)
 
 
 def _cell(row: Row, numbers: dict[str, int], refused: str) -> str:
@@ -104,15 +109,6 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
 def _reason(row: Row) -> str:
     """Why a layout was refused, without the layout's own name, which differs from line to line."""
     return re.sub(r'^layout "[^"]*": ', "", row.reason or "")
-
-
-def write_between_markers(page: Path, first: int, *parts: str) -> None:
-    """Write parts, of which the first has this number, between the page's markers."""
-    text = page.read_text(encoding="utf-8")
-    for number, part in enumerate(parts, first):
-        place = re.compile(rf"(<!-- part {number} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = place.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
-    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

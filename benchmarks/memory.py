@@ -10,12 +10,15 @@ docs/memory.md and docs/zh/memory.md.
 
 import argparse
 import json
-import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
 import torch
+from page_parts import markdown_table, write_parts
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -160,7 +163,8 @@ def main() -> None:
         if language == "en":
             Console().print(tables, markup=False, soft_wrap=True)
         if options.docs:
-            write_between_markers(PAGES[language], tables)
+            parts = tables.split("\n\n")
+            write_parts(PAGES[language], {f"table {number}": part for number, part in enumerate(parts, 1)})
     if options.json is not None:
         rows = [{"layout": name, "precision": p, "ranks": n, **row} for (name, p, n), row in figures.items()]
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -253,23 +257,11 @@ def all_tables(figures: Mapping[tuple[str, str, int], Measured], ranks: Sequence
 def table(titles: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
     """A Markdown table. Numbers have two digits after the point."""
     names = set(LAYOUTS)
-    lines = [titles, ["---"] * len(titles)]
-    for row in rows:
-        lines.append(
-            [f"`{cell}`" if cell in names else cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row]
-        )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def write_between_markers(page: Path, tables: str) -> None:
-    """Put each table in its place: between `<!-- table 1 -->` and `<!-- end -->`, and so on."""
-    text = page.read_text(encoding="utf-8")
-    for number, one in enumerate(tables.split("\n\n"), start=1):
-        place = re.compile(rf"(<!-- table {number} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not place.search(text):
-            raise SystemExit(f"{page} has no place for table {number}")
-        text = place.sub(lambda found, one=one: f"{found[1]}{one}\n{found[2]}", text)
-    page.write_text(text, encoding="utf-8")
+    lines = [
+        [f"`{cell}`" if cell in names else cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row]
+        for row in rows
+    ]
+    return markdown_table(titles, lines, left=len(titles))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import chromium
 import planner
 import pytest
 import torch
+from page_parts import markdown_table
 from torch import nn
 
 from samestep.cli.main import main
@@ -60,7 +61,7 @@ def test_the_tables_of_the_documentation_are_fresh(predicted: Sequence[Predicted
     for language, page in planner.PAGES.items():
         text = page.read_text(encoding="utf-8")
         for name, lines in tables.items():
-            table = planner.markdown(planner.HEADS[name][language], lines)
+            table = markdown_table(planner.HEADS[name][language], lines)
             assert table in text, f"{page}: run python tools/planner.py"
     for model, how, published, found, _ in tables["recomputation"]:  # of which nothing was set
         assert abs(float(found) / float(published) - 1) < 0.15, (model, how)

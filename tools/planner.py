@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from page_parts import markdown_table, write_parts
+
 from samestep.layout import Layout
 from samestep.planning.accuracy import cross_validated, table
 from samestep.planning.hardware import cluster_of
@@ -67,10 +69,7 @@ def main() -> None:
     if options.cross_validation:
         tables["halves"] = halves()
     for language, page in PAGES.items():
-        text = page.read_text(encoding="utf-8")
-        for name, lines in tables.items():
-            text = replaced(text, name, markdown(HEADS[name][language], lines))
-        page.write_text(text, encoding="utf-8")
+        write_parts(page, {name: markdown_table(HEADS[name][language], lines) for name, lines in tables.items()})
 
 
 def published_rows() -> list[PublishedRow]:
@@ -153,19 +152,6 @@ def plans() -> Lines:
                 )
             )
     return lines
-
-
-def markdown(head: Sequence[str], lines: Lines) -> str:
-    rows = [head, ["---", *["--:"] * (len(head) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def replaced(text: str, name: str, new: str) -> str:
-    """The text with what stands between a table's marks replaced."""
-    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, _, rest = text.partition(opening)
-    _, _, after = rest.partition(closing)
-    return f"{before}{opening}\n{new}\n{closing}{after}"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from page_parts import markdown_table, write_parts
+
 ROOT = Path(__file__).resolve().parent.parent
-MARKS = ("<!-- tested -->", "<!-- /tested -->")
 PAGES = {"en": ROOT / "docs" / "tested.md", "zh": ROOT / "docs" / "zh" / "tested.md"}
 HEADS = {
     "en": (
@@ -152,12 +153,12 @@ def chinese(text: str) -> str:
 def table(rows: Sequence[Mapping[str, Any]], language: str) -> str:
     """One line for each way that was tried; within a place, what was broken comes last."""
     say = chinese if language == "zh" else str
-    lines = [_line(*HEADS[language]), "|" + " --- |" * len(HEADS[language])]
+    lines: list[list[str]] = []
     for row in sorted(rows, key=_order):
         first, next_ = (_seconds(row[name]) for name in ("first_step_seconds", "recovery_seconds"))
         words = [say(row[name]) for name in ("tried", "seen")]
-        lines.append(_line(say(row["place"]), f"`{row['command']}`", *words, first, next_, say(row["limits"])))
-    return "\n".join(lines)
+        lines.append([say(row["place"]), f"`{row['command']}`", *words, first, next_, say(row["limits"])])
+    return markdown_table(HEADS[language], lines, left=len(HEADS[language]))
 
 
 def _order(row: Mapping[str, Any]) -> Any:
@@ -168,24 +169,11 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def write(page: Path, text: str) -> None:
-    """Put text between the marks of a page."""
-    before, first, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    _, last, after = rest.partition(MARKS[1])
-    if not first or not last:
-        raise SystemExit(f"{page} has not the marks {' and '.join(MARKS)}")
-    page.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}", encoding="utf-8")
-
-
 def main() -> None:
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "cluster.json"
     rows = list(json.loads(file.read_text(encoding="utf-8")).values())
     for language, page in PAGES.items():
-        write(page, table(rows, language))
+        write_parts(page, {"tested": table(rows, language)})
     print(f"{len(rows)} rows written to {' and '.join(str(page.relative_to(ROOT)) for page in PAGES.values())}")
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from page_parts import write_parts
+
 if TYPE_CHECKING:
     from zoo import Seen
 
@@ -64,23 +66,9 @@ _YES = (("yes", "no"), ("是", "否"))
 
 def write(root: Path, seen: Sequence["Seen"]) -> None:
     """Write the summary into both READMEs, and every fault into the page of the docs."""
-    pages = (
-        (root / "README.md", root / "docs/is-my-training-right.md"),
-        (
-            root / "README.zh-CN.md",
-            root / "docs/zh/is-my-training-right.md",
-        ),
-    )
-    for language, files in enumerate(pages):
-        tables = {"": summary(seen, language), "-faults": faults(seen, language)}
-        for file in files:
-            text = file.read_text(encoding="utf-8")
-            for part, table in tables.items():
-                before, mark, rest = text.partition(f"<!-- zoo{part} -->\n")
-                if mark:
-                    _, end, after = rest.partition("<!-- /zoo -->")
-                    text = f"{before}{mark}\n{table}\n{end}{after}"
-            file.write_text(text, encoding="utf-8")
+    for language, (readme, docs) in enumerate((("README.md", "docs"), ("README.zh-CN.md", "docs/zh"))):
+        write_parts(root / readme, {"zoo": summary(seen, language)})
+        write_parts(root / docs / "is-my-training-right.md", {"zoo-faults": faults(seen, language)})
 
 
 def summary(seen: Sequence["Seen"], language: int) -> str:
@@ -105,7 +93,7 @@ def summary(seen: Sequence["Seen"], language: int) -> str:
     right = [each for each in seen if each.animal.right]
     alarms = sum(each.found or each.refused is not None for each in right)
     lines.append(_row((_RIGHT[language], str(len(right)), str(alarms), "", "", "")))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def faults(seen: Sequence["Seen"], language: int) -> str:
@@ -119,7 +107,7 @@ def faults(seen: Sequence["Seen"], language: int) -> str:
         name = each.animal.name.removeprefix("fault_")
         module = f"`{each.module}`" if each.module else ""
         lines.append(_row((f"`{name}`", each.animal.title, each.animal.report or "", found, module, loss)))
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
 """The pages docs/models.md and docs/zh/models.md, and what is printed at the end of a run."""
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from page_parts import write_parts
 
 from model_table import result
 from model_table.result import Result, Verdict
@@ -39,12 +40,8 @@ def summary(results: Sequence[Result]) -> str:
 def write(results: Sequence[Result]) -> None:
     """Put the tables between the markers of both pages."""
     for language, file in PAGES.items():
-        parts = (_rate(results, language), table(results, language), misses(results, language))
-        text = file.read_text(encoding="utf-8")
-        for number, part in enumerate((*parts, impossible(results, language)), 1):
-            place = re.compile(rf"(<!-- part {number} -->\n).*?(<!-- end -->)", re.DOTALL)
-            text = place.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
-        file.write_text(text, encoding="utf-8")
+        parts = (make(results, language) for make in (_rate, table, misses, impossible))
+        write_parts(file, {f"part {number}": part for number, part in enumerate(parts, 1)})
 
 
 def _rate(results: Sequence[Result], language: str) -> str:
