@@ -2,9 +2,12 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from samestep.fault_tolerance.status import Progress
 
 FILE = "faults.jsonl"  # in the run's folder
 
@@ -40,6 +43,48 @@ class Fault:
         lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
         other = f" with layout {self.next_layout}" if self.next_layout not in (None, self.layout) else ""
         return f"{line}; goes on at step {self.goes_on_at}{other}, {lost}, {self.seconds:.1f} s to the next step"
+
+
+class PendingFault:
+    """A fault of the last round, which is told as soon as it is known what it cost."""
+
+    def __init__(self, tell: Callable[[Fault], None]) -> None:
+        self._tell = tell
+        self._kept: tuple[Fault, float, int] | None = None
+
+    def keep(self, fault: Fault, moment: float, done: int) -> None:
+        """`moment`: of the fault, in seconds; `done`: steps that the training had taken by then."""
+        self._kept = fault, moment, done
+
+    def goes_on(self, ranks: Sequence[Progress], *, offset: float = 0.0, next_layout: str | None = None) -> bool:
+        """Tell the fault with its cost, since `ranks` take steps again; whether there was one.
+
+        `offset`: from the clock of `ranks` to that of the fault's moment, in seconds.
+        """
+        if self._kept is None:
+            return False
+        (fault, moment, done), self._kept = self._kept, None
+        first = first_step(ranks)
+        fault = replace(
+            fault,
+            goes_on_at=first,
+            steps_lost=max(0, done - first),
+            seconds=offset + max(each.first_done_at for each in ranks) - moment,
+            next_layout=next_layout or fault.next_layout,
+        )
+        self._tell(fault)
+        return True
+
+    def ends(self) -> None:
+        """Tell the fault without its cost: the round after it has ended before its first step."""
+        if self._kept is not None:
+            (fault, _, _), self._kept = self._kept, None
+            self._tell(fault)
+
+
+def first_step(ranks: Sequence[Progress]) -> int:
+    """The first step that ranks have taken in their round; one of them has."""
+    return min(each.first_step for each in ranks if each.first_step >= 0)
 
 
 def tell(fault: Fault, folder: Path, *, aloud: bool = True) -> None:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from samestep.errors import InterruptedJobError, RankFailedError
-from samestep.fault_tolerance.fault import Fault, cause_of, tell
+from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, tell
 from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.rank import Round
 from samestep.fault_tolerance.scratch import folder_in_memory, scratch
@@ -79,18 +80,19 @@ class _Rounds:
         self._memory = memory
         self._number = 0
         self._left = job.run.max_restarts
-        self._untold: tuple[Fault, float, int] | None = None  # a fault, its moment, and the steps that were done
+        self._pending = PendingFault(partial(tell, folder=folder))
 
     def run(self) -> Any:
         while True:
             with scratch("samestep-round-") as place:
                 ranks = range(self._layout.size)
-                watch = Watchdog(place, ranks, limit=self._job.run.hang_limit, goes_on=self._tell_what_it_cost)
+                watch = Watchdog(place, ranks, limit=self._job.run.hang_limit, goes_on=self._goes_on)
                 try:
                     return self._round(place, watch)
                 except RankFailedError as error:
                     hang = watch.hang
-                    self._go_on(RankFailedError(hang.rank, hang.reason) if hang is not None else error, watch.last)
+                    cause = error if hang is None else RankFailedError(hang.rank, hang.reason)
+                    self._begin_another(cause, watch.last)
 
     def _round(self, place: Path, watch: Watchdog) -> Any:
         signals = self._signals
@@ -98,9 +100,9 @@ class _Rounds:
         with watch, signals.of(place, watch) if signals is not None else nullcontext():
             return self._start(self._job, self._layout, round_)
 
-    def _go_on(self, error: RankFailedError, ranks: Sequence[Progress]) -> None:
+    def _begin_another(self, error: RankFailedError, ranks: Sequence[Progress]) -> None:
         """Prepare the next round, or raise where there is to be none."""
-        self._tell_without_cost()
+        self._pending.ends()
         mine = next((each for each in ranks if each.rank == error.rank), None)
         fault = Fault(
             round=self._number,
@@ -120,9 +122,9 @@ class _Rounds:
                 raise InterruptedJobError(interrupted) from None
             raise error from None
         fault = replace(fault, next_layout=str(self._layout))
-        # The failed rank's last sign of life: at most a step before the fault, and never after it.
+        # When the failed rank last moved on: at most a step before the fault, and never after it.
         moment = mine.moved_at if mine is not None else time.monotonic()
-        self._untold = fault, moment, max((each.done for each in ranks), default=0)
+        self._pending.keep(fault, moment, max((each.done for each in ranks), default=0))
         self._number += 1
         self._job = again(self._job)
 
@@ -137,17 +139,6 @@ class _Rounds:
         self._left -= 1
         return self._left >= 0
 
-    def _tell_what_it_cost(self, ranks: Sequence[Progress]) -> None:
+    def _goes_on(self, ranks: Sequence[Progress]) -> None:
         """The training takes steps again."""
-        if self._untold is None:
-            return
-        (fault, moment, done), self._untold = self._untold, None
-        first = min(each.first_step for each in ranks if each.first_step >= 0)
-        seconds = max(each.first_done_at for each in ranks) - moment
-        tell(replace(fault, goes_on_at=first, steps_lost=max(0, done - first), seconds=seconds), self._folder)
-
-    def _tell_without_cost(self) -> None:
-        """The round after a fault has ended before its first step."""
-        if self._untold is not None:
-            (fault, _, _), self._untold = self._untold, None
-            tell(fault, self._folder)
+        self._pending.goes_on(ranks)

@@ -20,7 +20,7 @@ from samestep.launch.environments.base import Found
 from samestep.launch.failure import Outcome
 from samestep.launch.forwarded_env import Variables
 from samestep.launch.node_spec import Limits, NodeSpec, Output
-from samestep.launch.starter import Starter
+from samestep.launch.starter import LaunchOptions, Starter
 from samestep.run_folder import RunPlace
 from samestep.visible_devices import DeviceChoice
 
@@ -216,10 +216,6 @@ def _from_here(found: Found, wanted: LaunchRequest, variables: Variables) -> Out
         from samestep.launch import store_address
         from samestep.launch.controller import Controller
         from samestep.launch.network import address_towards, store_at
-    from samestep.launch.starter import LaunchOptions
-
-    pass  # REGROUP sibling import
-
     cluster = found.cluster
     fewest, most = _nodes(wanted, len(cluster.hosts))
     job = _job_of(found, wanted)

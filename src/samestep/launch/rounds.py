@@ -16,7 +16,7 @@ from typing import Any
 from samestep import environment
 from samestep.environment import ToldRound
 from samestep.fault_tolerance import job_info
-from samestep.fault_tolerance.fault import Fault, cause_of, tell
+from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, first_step, tell
 from samestep.fault_tolerance.job_info import JobInfo
 from samestep.fault_tolerance.status import Progress
 from samestep.fault_tolerance.watchdog import Elsewhere, Hang, Watchdog
@@ -61,7 +61,7 @@ class NodeRounds:
         # move on says the same again and again.
         self._began = time.time() - time.monotonic()
         self._came: Sequence[str] = ()  # hosts that were not in the round before
-        self._untold: tuple[Fault, float, int] | None = None  # a fault, its moment, and the steps that were done
+        self._pending = PendingFault(self._tell)
         self.hang: Hang | None = None  # of a rank here, in the last round that has ended
 
     @property
@@ -102,11 +102,10 @@ class NodeRounds:
         )
         self._about = None
         if round_.first and round_.number > 0:
-            self._untold = self._root_cause(round_)
+            if (cause := self._root_cause(round_)) is not None:
+                self._pending.keep(*cause)
             self._came = self._new(round_)
-        self._watch = Watchdog(
-            self._folder, ranks, limit=None, goes_on=self._tell_what_it_cost, elsewhere=self._elsewhere
-        )
+        self._watch = Watchdog(self._folder, ranks, limit=None, goes_on=self._goes_on, elsewhere=self._elsewhere)
         self._watch.__enter__()
         self._hosts.post(f"ranks/{round_.number}/{self._hosts.node}", {"ranks": list(ranks)})
         self._hosts.alive.enter(round_.number, self._hosts.peers(), self._word)
@@ -133,9 +132,9 @@ class NodeRounds:
         self.hang = watch.hang
         if watch.hang is not None:
             why = Ended(rank=watch.hang.rank, reason=watch.hang.reason, at=time.time())
-        self._tell_without_cost()
+        self._pending.ends()
         mine = next((each for each in watch.last if why is not None and each.rank == why.rank), None)
-        # The rank's last sign of life: at most a step before the fault, and never after it.
+        # When the rank last moved on: at most a step before the fault, and never after it.
         moment = None if mine is None else self._began + mine.moved_at
         left = {
             "why": asdict(why) if why is not None else None,
@@ -148,7 +147,7 @@ class NodeRounds:
 
     def close(self, *, failed: bool) -> None:
         """No further round; with `failed` the last one's fault is written down, which is told as the job's end."""
-        self._tell_without_cost()
+        self._pending.ends()
         round_ = self._round
         if failed and round_ is not None and round_.first and self._folder_of_run() is not None:
             until = time.monotonic() + _OTHERS
@@ -237,30 +236,14 @@ class NodeRounds:
             "layout": None,
         }
 
-    def _tell_what_it_cost(self, ranks: Sequence[Progress]) -> None:
+    def _goes_on(self, ranks: Sequence[Progress]) -> None:
         """The training takes steps again."""
-        first = min(each.first_step for each in ranks if each.first_step >= 0)
-        if self._untold is None:
-            if self._came and (said := self._said()) is not None:
-                names = ", ".join(self._came)
-                say(f"{names} joins; goes on at step {first} with layout {said.layout}")
-            return
-        (fault, moment, done), self._untold = self._untold, None
         said = self._said()
-        fault = replace(
-            fault,
-            goes_on_at=first,
-            steps_lost=max(0, done - first),
-            seconds=self._began + max(each.first_done_at for each in ranks) - moment,
-            next_layout=said.layout if said is not None else None,
-        )
-        self._tell(fault)
-
-    def _tell_without_cost(self) -> None:
-        """The round after a fault has ended before its first step."""
-        if self._untold is not None:
-            (fault, _, _), self._untold = self._untold, None
-            self._tell(fault)
+        layout = said.layout if said is not None else None
+        if self._pending.goes_on(ranks, offset=self._began, next_layout=layout) or not self._came:
+            return
+        if said is not None:
+            say(f"{', '.join(self._came)} joins; goes on at step {first_step(ranks)} with layout {layout}")
 
     def _tell(self, fault: Fault, *, aloud: bool = True) -> None:
         tell(fault, self._folder_of_run() or self._place / "no-run", aloud=aloud)

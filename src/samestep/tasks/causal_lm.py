@@ -286,8 +286,6 @@ class CausalLM(Task):
 
     def metrics(self) -> "Mapping[str, Metric]":
         """Perplexity, and the mean loss of a token in nats."""
-        pass  # REGROUP sibling import
-
         return language_metrics()
 
     def scores(self, output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":

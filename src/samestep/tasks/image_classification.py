@@ -138,8 +138,6 @@ class ImageModel:
 
 def build(model: ImageModel, *, channels: int, size: tuple[int, int], classes: int) -> "nn.Module":
     """Build the network with random weights under torch's seed, for images [channels, *size]."""
-    pass  # REGROUP sibling import
-
     shared: dict[str, Any] = {
         "channels": channels,
         "classes": classes,
