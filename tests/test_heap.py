@@ -9,7 +9,7 @@ import pytest
 # Page faults while three blocks of 8 MB are written and freed 40 times, after the allocator has settled.
 FREES = """
 import os, resource, sys
-from samestep.launch.heap import give_back_freed_memory, keep_freed_memory
+from samestep.launch.memory import give_back_freed_memory, keep_freed_memory
 
 kept = keep_freed_memory(os.environ) if sys.argv[1] == "keep" else None
 

@@ -20,7 +20,6 @@ HOUSE = (
     ("errors",),
     ("ranks", "visible_devices"),
     ("environment",),
-    ("cache_folder", "imports"),
     ("layout",),
     ("field_types",),
     ("communication",),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -250,6 +251,16 @@ def cache_megabytes(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 _CACHE_MEGABYTES = "SAMESTEP_CACHE_MB"
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where samestep keeps files that it can make again: `$XDG_CACHE_HOME/samestep`, or `~/.cache/samestep`.
+
+    It may not be there yet.
+    """
+    if home := environ.get("XDG_CACHE_HOME"):
+        return Path(home) / "samestep"
+    return Path(environ.get("HOME", tempfile.gettempdir())) / ".cache" / "samestep"
 
 
 def slurm_node(environ: Mapping[str, str] = os.environ) -> str:

@@ -154,7 +154,7 @@ def _dry_run(job: "Job", file: Path | None) -> int:
 
 def _rehearse(job: "Job", world_size: int, file: Path | None) -> int:
     from samestep.api import rehearse_job
-    from samestep.display.rehearsal import print_rehearsals
+    from samestep.display.tables import print_rehearsals
 
     ranks = rehearse_job(job, world_size)
     told = {"world_size": world_size, "layout": job.run.layout, "ranks": [each.to_json() for each in ranks]}

@@ -14,7 +14,7 @@ from samestep.errors import UserError, closest
 from samestep.launch.affinity import cores
 from samestep.launch.device import accelerators, check_devices
 from samestep.launch.environments.registry import check_not_alone
-from samestep.launch.main_memory import available_memory
+from samestep.launch.memory import available_memory
 from samestep.visible_devices import DeviceChoice
 
 # 1 KB to 256 MB by powers of 4.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.launch.main_memory import available_memory
+from samestep.launch.memory import available_memory
 
 # A model with its gradients, once in float32 and once in float64, and the activations of a few samples.
 _PART = 4

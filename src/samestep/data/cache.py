@@ -17,10 +17,10 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer
 
 from samestep import __version__, environment
-from samestep.cache_folder import cache_folder
 from samestep.data import byte_pairs, tokenizer
 from samestep.data.byte_pairs import StreamTokenizer
 from samestep.data.tokenizer import TextTokenizer
+from samestep.environment import cache_folder
 from samestep.errors import UserError
 
 Arrays = Mapping[str, NDArray[np.generic]]

@@ -189,7 +189,7 @@ def _shown(value: Any) -> str:
 # Called without arguments.
 SOURCES = {
     "reviews": "samestep.data.reviews:read",
-    "debian-packages": "samestep.data.packages:read",
+    "debian-packages": "samestep.data.debian_packages:read",
 }
 
 # Called with the path.

@@ -1,8 +1,8 @@
-"""Tables in the terminal: the result of a training, and a proof."""
+"""Tables in the terminal: the result of a training, a proof, and a rehearsal of a job's ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +15,9 @@ from samestep.proof import Proof
 from samestep.training.evaluation import scalars
 from samestep.training.result import TrainResult, is_curve
 from samestep.training.usage import Usage
+
+if TYPE_CHECKING:
+    from samestep.training.rehearsal import Rehearsal
 
 # How a table says what result.speeds holds.
 _SPEEDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -197,6 +200,23 @@ def _console() -> Console:
 
 def _is_per_class(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(number, (int, float)) for number in value.values())
+
+
+def print_rehearsals(ranks: "Sequence[Rehearsal]", console: Console | None = None) -> None:
+    """What the ranks held and sent, then the messages of the rank that sends most, by kind and axis."""
+    console = console or Console(markup=False, emoji=False)
+    print_usage([each.usage for each in ranks], console, numbers=[each.rank for each in ranks])
+    most = max(ranks, key=lambda each: each.usage.sent_in_all)
+    if not most.collectives:
+        return
+    table = Table(title=f"messages of rank {most.rank} in one step")
+    table.add_column("collective")
+    table.add_column("axis")
+    for title in ("ranks", "count", "sent"):
+        table.add_column(title, justify="right")
+    for each in most.collectives:
+        table.add_row(each.kind, each.axis, str(each.ranks), f"{each.count:,}", bytes_shown(each.sent))
+    console.print(table)
 
 
 def _class_table(metrics: Mapping[str, Mapping[str, float]]) -> Table:

@@ -23,7 +23,7 @@ from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
 from samestep.launch.affinity import cores as usable_cores
 from samestep.launch.device import accelerator_names, build
-from samestep.launch.main_memory import cgroup_limit, meminfo
+from samestep.launch.memory import cgroup_limit, meminfo
 
 _CGROUPS = Path("/sys/fs/cgroup")
 

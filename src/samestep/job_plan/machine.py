@@ -12,7 +12,7 @@ from torch import nn
 
 from samestep.errors import UserError
 from samestep.launch.affinity import cores
-from samestep.launch.main_memory import available_memory
+from samestep.launch.memory import available_memory
 from samestep.planning.hardware import Cluster
 from samestep.training.step_work import CountedWork
 

@@ -9,6 +9,6 @@ In the order of reading:
 - `agent`, `elastic_agent`, `worker`, `rank_entry`: one host's ranks, by PyTorch's elastic agent.
 - `handshake`, `consistency`, `clock_skew`: what hosts agree on before they begin. `rendezvous`, `rounds`: each round.
 - `node_heartbeat`: notices hosts that died. `failure`: which rank failed first, and why.
-- `affinity`, `network`, `forwarded_env`, `logs`, `heap`, `main_memory`: cores, addresses, variables, output, memory.
+- `affinity`, `network`, `forwarded_env`, `logs`, `memory`: cores, addresses, variables, output, memory.
 - `script_env`: what scripts of other engines expect.
 """

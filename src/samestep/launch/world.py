@@ -18,7 +18,7 @@ from samestep.errors import UserError
 from samestep.launch import rank_rendezvous
 from samestep.launch.affinity import threads_of
 from samestep.launch.device import DeviceChoice, backend_of, check_devices, device_of
-from samestep.launch.heap import give_back_freed_memory, keep_freed_memory
+from samestep.launch.memory import give_back_freed_memory, keep_freed_memory
 from samestep.launch.network import (
     LOOPBACK,
     address_towards,

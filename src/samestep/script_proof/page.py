@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from samestep.comparison.bilingual import LANGUAGES, Words
 from samestep.comparison.page.page import Cell, both, document, paragraph, plot, section, table
-from samestep.comparison.page.plots import json_in_html
+from samestep.comparison.page.plots import GRID, json_in_html, layout
 from samestep.script_proof.compare import StepNumbers, Verdict
 
 _HEADING = Words("{script}: {processes} processes beside one", "{script}：{processes} 个进程与单进程对比")
@@ -107,7 +107,7 @@ _LINES = (
 
 
 def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
-    figure = go.Figure(layout=_layout(420))
+    figure = go.Figure(layout=layout(420))
     for name, title, color, dash in _LINES:
         figure.add_scatter(
             x=[each.step for each in curve],
@@ -116,14 +116,14 @@ def _curve(curve: Sequence[StepNumbers], language: int) -> go.Figure:
             mode="lines+markers",
             line={"color": color, "dash": dash, "width": 1.8},
         )
-    figure.update_xaxes(title_text=Words("step", "步")[language], gridcolor="#e3e8ed", dtick=1)
-    figure.update_yaxes(type="log", exponentformat="power", gridcolor="#e3e8ed")
+    figure.update_xaxes(title_text=Words("step", "步")[language], gridcolor=GRID, dtick=1)
+    figure.update_yaxes(type="log", exponentformat="power", gridcolor=GRID)
     return figure
 
 
 def _modules(curve: Sequence[StepNumbers], language: int) -> go.Figure:
     names = list(dict.fromkeys(name for each in curve for name in each.modules))
-    figure = go.Figure(layout=_layout(160 + 22 * len(names)))
+    figure = go.Figure(layout=layout(160 + 22 * len(names)))
     figure.add_heatmap(
         x=[each.step for each in curve],
         y=[name or "(model)" for name in names],
@@ -134,18 +134,6 @@ def _modules(curve: Sequence[StepNumbers], language: int) -> go.Figure:
     figure.update_xaxes(title_text=Words("step", "步")[language], dtick=1)
     figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
     return figure
-
-
-def _layout(height: int) -> dict[str, Any]:
-    return {
-        "template": "none",
-        "height": height,
-        "autosize": True,
-        "margin": {"l": 80, "r": 20, "t": 16, "b": 60},
-        "font": {"size": 13, "color": "#1f2328"},
-        "paper_bgcolor": "#ffffff",
-        "plot_bgcolor": "#ffffff",
-    }
 
 
 _FIGURES = {"curve": _curve, "modules": _modules}

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from samestep.cache_folder import cache_folder
+from samestep.environment import cache_folder
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")

@@ -22,7 +22,7 @@ _COLORS = {
 _ONE_PROCESS, _OTHER = "#5c6670", "#7a6a00"
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _FONT = 'system-ui, "Segoe UI", "Helvetica Neue", "Noto Sans", "Noto Sans CJK SC", sans-serif'
-_GRID = "#e3e8ed"
+GRID = "#e3e8ed"
 
 Draw = Callable[[Comparison, Sequence[Row], int], go.Figure]
 
@@ -154,22 +154,23 @@ def _dashed(rows: Sequence[Row]) -> list[tuple[Row, str]]:
 
 
 def _bars(traces: Sequence[Any], rows: Sequence[Row], title: str) -> go.Figure:
-    figure = go.Figure(traces, layout=_layout(height=96 + 27 * len(rows)))
+    figure = go.Figure(traces, layout=layout(height=96 + 27 * len(rows)))
     figure.update_layout(showlegend=False, bargap=0.32, margin_l=10)
-    figure.update_xaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, zerolinecolor="#8c959f")
+    figure.update_xaxes(title_text=title, rangemode="tozero", gridcolor=GRID, zerolinecolor="#8c959f")
     figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
     return figure
 
 
 def _lines(figure: go.Figure, across: str, up: str) -> go.Figure:
-    figure.update_layout(_layout(height=460))
+    figure.update_layout(layout(height=460))
     figure.update_layout(showlegend=True, legend={"font_size": 12, "tracegroupgap": 0})
-    figure.update_xaxes(title_text=across, gridcolor=_GRID, zeroline=False, linecolor="#8c959f")
-    figure.update_yaxes(title_text=up, gridcolor=_GRID, zeroline=False, linecolor="#8c959f")
+    figure.update_xaxes(title_text=across, gridcolor=GRID, zeroline=False, linecolor="#8c959f")
+    figure.update_yaxes(title_text=up, gridcolor=GRID, zeroline=False, linecolor="#8c959f")
     return figure
 
 
-def _layout(height: int) -> dict[str, Any]:
+def layout(height: int) -> dict[str, Any]:
+    """What all figures of a page have in common; `height` in pixels."""
     return {
         "template": "none",
         "height": height,

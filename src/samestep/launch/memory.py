@@ -1,12 +1,14 @@
-"""The C library's heap: a rank that computes on a CPU keeps freed memory for its next step.
+"""Main memory of this host: what is there and free, and what the C library's heap keeps of it.
 
 Each step frees what the next one allocates again. glibc gives freed memory back to the system as soon as more than a
-few blocks lie at the top of its heap, and a page that comes again is cleared by the kernel and costs a page fault.
+few blocks lie at the top of its heap, and a page that comes again is cleared by the kernel and costs a page fault. So
+a rank that computes on a CPU keeps freed memory for its next step.
 """
 
 import ctypes
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 _KEEP = 2**31 - 1  # bytes: the most that mallopt takes
@@ -14,6 +16,36 @@ _MAPPED_FROM = 2**30  # bytes of one allocation that is mapped by itself and giv
 _GROW_BY = 64 * 2**20  # bytes more than asked for, where the heap grows
 
 _USERS_CHOICE = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
+
+def available_memory() -> int | None:
+    """Bytes that a process can still have here; None where the system doesn't say."""
+    free, limit = meminfo().get("MemAvailable"), cgroup_limit()
+    return min((each for each in (free, limit) if each is not None), default=None)
+
+
+def meminfo(file: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """Bytes by the names of /proc/meminfo; nothing where the system has no such file."""
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    sizes = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            sizes[name] = int(value.split()[0]) * 1024
+    return sizes
+
+
+def cgroup_limit(groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process's cgroup may hold, version 2 or 1; None where there is no limit."""
+    for file in (groups / "memory.max", groups / "memory/memory.limit_in_bytes"):
+        try:
+            return int(file.read_text(encoding="ascii"))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return None
 
 
 def keep_freed_memory(variables: Mapping[str, str]) -> bool:
