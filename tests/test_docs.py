@@ -13,7 +13,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from samestep import layout
-from samestep.cli.main import _parser
+from samestep.cli.main import COMMANDS, _parser
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
 from samestep.job import Checkpointing, Profiling, Run
 from samestep.recipe import SGD, AdamW, Average, EarlyStop, Evaluation, Group, LoRA, NamedOptimizer, Recipe, Schedule
@@ -257,3 +257,9 @@ def test_the_readmes_show_the_same_overhead() -> None:
     english, chinese = (row.findall(read(page)) for page in PAIRS[0])
     assert len(english) == 2
     assert english == chinese
+
+
+@pytest.mark.parametrize("page", PAIRS[0], ids=name_of)
+def test_the_readmes_name_every_command(page: Path) -> None:
+    row = next(line for line in read(page).splitlines() if line.startswith(("| commands |", "| 命令 |")))
+    assert re.findall(r"`(\w+)`", row) == [command.__name__.rpartition(".")[2] for command in COMMANDS]
