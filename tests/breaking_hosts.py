@@ -14,7 +14,7 @@ _LIMITS = Limits()
 _GATHER = f"hosts gather for {_LIMITS.last_call:g} s"
 
 # What governs how soon a job goes on after a host has crashed, and after one has fallen silent.
-WHEN_CLOSED = f"3 signs of life missing, {_LIMITS.keep_alive} s apart; {_GATHER}"
+WHEN_CLOSED = f"3 heartbeats missing, {_LIMITS.keep_alive} s apart; {_GATHER}"
 WHEN_SILENT = f"--silence-limit {_LIMITS.silence:g} s; {_GATHER}"
 # And how long it takes nobody for lost, and how soon it ends where the store is silent.
 SILENCE = f"--silence-limit {_LIMITS.silence:g} s"

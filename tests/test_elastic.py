@@ -95,7 +95,7 @@ def test_a_host_that_says_nothing_is_lost_and_joins_again(tmp_path: Path) -> Non
         here, there = agents.start(0), agents.start(1)
         agents.wait_for(lambda: steps_in(tmp_path / "run") > 3)
         there.send(signal.SIGSTOP, to_all=True)  # its connections stand, and nothing comes
-        agents.wait_for(lambda: "has given no sign of life for" in here.text, limit=10)
+        agents.wait_for(lambda: "has sent no heartbeat for" in here.text, limit=10)
         agents.wait_for(lambda: faults_in(tmp_path / "run"), limit=20)
         there.kill()
         before = steps_in(tmp_path / "run")
@@ -181,7 +181,7 @@ def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: P
 def test_a_silence_limit_that_ends_every_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "--no-ssh", "--node-rank", "0", "--num-nodes", "2", "--silence-limit", "1s"]
     assert main([*words, "--", "true"]) == 2
-    assert "hosts give a sign of life every 0.5 s; use 2 s or more" in capsys.readouterr().err
+    assert "hosts send a heartbeat every 0.5 s; use 2 s or more" in capsys.readouterr().err
 
 
 def test_whether_anything_listens_on_a_port() -> None:

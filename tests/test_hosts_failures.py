@@ -198,7 +198,7 @@ def test_a_slow_link_is_taken_for_no_fault(tmp_path: Path, cable: Cable, named: 
     assert time.monotonic() - began > ENOUGH
     assert losses_in(run) == pytest.approx(losses_alone(steps=steps), rel=1e-12)
     assert faults_in(run) == []
-    assert "sign of life" not in told
+    assert "heartbeat" not in told
     assert {place.name for place in tmp_path.glob("runs/launch-*/*/round-*")} == {"round-0"}
     record(SSH, COMMAND, f"2 hosts with {named} between them", f"{SAME}, and no host is lost", first, limits=SILENCE)
 

@@ -1,4 +1,4 @@
-"""The process behind which a host's far end stands: what comes from it, and nothing of it that stays open."""
+"""The connection to a remote agent: what comes from it, and that nothing of it stays open."""
 
 import json
 import sys

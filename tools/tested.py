@@ -134,7 +134,7 @@ CHINESE = [
     (r"(--\S+) (\S+) s; (--\S+) (\S+) s", r"\1 \2 秒；\3 \4 秒"),
     (r"(--\S+) (\S+) s; hosts gather for (\S+) s", r"\1 \2 秒；主机集合 \3 秒"),
     (
-        r"3 signs of life missing, (\S+) s apart; hosts gather for (\S+) s",
+        r"3 heartbeats missing, (\S+) s apart; hosts gather for (\S+) s",
         r"连缺 3 次心跳，每次间隔 \1 秒；主机集合 \2 秒",
     ),
 ]

@@ -94,7 +94,7 @@ def train_job(job: Job) -> TrainResult:
     if round_ is None or round_.number == 0:
         _check_contract(job, task)
     found = _trained(job, layout, round_)
-    if isinstance(found, Exception):  # on all ranks alike, which have ended in good order
+    if isinstance(found, Exception):  # the same on all ranks, which have ended in good order
         raise found
     return found
 
@@ -364,7 +364,7 @@ def _verify_rank_many(
             result: Proof | str
             try:
                 result = hold_against(job, task, world, layout, steps, mine)
-            except UserError as error:  # of the layout and the model, which all ranks look at alike
+            except UserError as error:  # of the layout and the model, which is the same on all ranks
                 if isinstance(error, LayoutError) and not error.alike:
                     raise  # the layouts are tried again, each in a start of its own
                 result = str(error)

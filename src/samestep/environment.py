@@ -109,8 +109,9 @@ def quiet_profiler() -> Iterator[None]:
 def asked_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     """Threads a process that the user asked for by OMP_NUM_THREADS.
 
-    torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is nobody's wish, unless samestep has
-    shared out the cores of the host. A task of srun has been asked for with so many cores (--cpus-per-task).
+    torchrun sets OMP_NUM_THREADS=1 where the user set nothing; under it a 1 is not the user's choice, unless
+    samestep has shared out the cores of the host. A task of srun has as many cores as were asked for
+    (--cpus-per-task).
     """
     if "OMP_NUM_THREADS" not in environ:
         found = ranks(environ) if "SLURM_CPUS_PER_TASK" in environ else None
@@ -370,7 +371,7 @@ def become(variables: Mapping[str, str]) -> None:
 
 @contextmanager
 def given(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for a package that takes its settings from them. Afterwards all are as before, whoever wrote them."""
+    """Variables for a package that takes its settings from them. Afterwards all are as before, whatever it set."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

@@ -131,7 +131,7 @@ def shown(file: Path) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """What would do instead of an unknown word: the closest one first, then all."""
+    """What to use instead of an unknown word: the closest one first, then all."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1)
     hint = f'did you mean "{near[0]}"? ' if near else ""

@@ -89,7 +89,7 @@ class Layout:
     recompute: Recompute = "none"
     offload: str = "none"  # an Offload, or several that go together: activations+optimizer
     sequence: SequenceOption = "whole"  # split: between its slices tensor parallel also splits the tokens
-    balance: Balance = "speed"  # what pipeline stages have alike: the time they take, or the memory they fill
+    balance: Balance = "speed"  # what is equal for pipeline stages: the time they take, or the memory they fill
     order: str = DEFAULT_ORDER  # of the mesh dimensions over the ranks, outermost first; or a name in PLACEMENTS
 
     def __post_init__(self) -> None:
@@ -239,7 +239,7 @@ class Layout:
             )
 
     def _check_divides(self, dimension: str, total: int | None, what: str, divisible: int | None) -> None:
-        """Refuse a dimension that doesn't divide `total`; parts that divide `divisible` would do."""
+        """Refuse a dimension that doesn't divide `total`; the error names parts that divide `divisible`."""
         parts, letters = getattr(self, dimension), _SHORT[dimension]
         if total is None or divisible is None or total % parts == 0:
             return
@@ -339,7 +339,7 @@ def _read_option(text: str, name: str, value: str) -> int | str:
 
 
 def _wrong_choice(name: str, value: str) -> str | None:
-    """What would do instead of an option's value; None where it is right."""
+    """What to use instead of an option's value; None where it is right."""
     if name == "offload" and "+" in value:
         parts = value.split("+")
         if sorted(parts) in _OFFLOADS_TOGETHER:

@@ -144,7 +144,7 @@ def save(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 class Float32Runs:
-    """The steps of one process in float32, several times, beside those in float64 that it is told of."""
+    """The steps of one process in float32, several times, beside given ones in float64."""
 
     def __init__(self, job: Job, task: Task, folder: Path) -> None:
         self._job = job

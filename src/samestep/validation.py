@@ -1,4 +1,4 @@
-"""From pydantic's errors to one line a mistake: where it is, what was given, what would do."""
+"""From pydantic's errors to one line a mistake: where it is, what was given, what to use instead."""
 
 import pathlib
 import typing
@@ -16,7 +16,7 @@ from samestep.errors import UserError, closest
 Path = tuple[str, ...]
 
 
-# What would do, by pydantic's name of the mistake, in the words of somebody who writes YAML.
+# What to use instead, by pydantic's name of the mistake, in the words of somebody who writes YAML.
 _WANTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",

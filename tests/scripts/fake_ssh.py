@@ -1,4 +1,4 @@
-"""Stands in for OpenSSH in tests: the far end is this machine. It writes its words down, as `ps` would show them."""
+"""Stands in for OpenSSH in tests: the remote host is this one. It writes its words down, as `ps` would show them."""
 
 import json
 import os

@@ -32,7 +32,7 @@ def differences(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str
 def changes(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
     """What a job changes of the recipe that a checkpoint was saved under: a line a key.
 
-    Raises CheckpointError where it would be another training. A recipe that was not saved is nobody's.
+    Raises CheckpointError where it would be another training. A recipe that was not saved is not compared.
     """
     if not saved:
         return []

@@ -33,7 +33,7 @@ class Info:
     """Where a training stood, and what wrote it down."""
 
     step: int  # optimizer steps taken; the next step has this number, counted from 0
-    epoch: int | None  # None where nobody counts them
+    epoch: int | None  # None where epochs are not counted
     layout: str
     processes: int
     engine: str
@@ -173,7 +173,7 @@ def make_complete(unfinished: Path) -> Path:
 
 
 def best_of(found: Sequence[Found], metric: str, *, lowest: bool) -> Found | None:
-    """The checkpoint with the best value of a metric; the earlier one where two are alike."""
+    """The checkpoint with the best value of a metric; the earlier one of two that are equal."""
     scored = [each for each in found if metric in each.info.metrics]
     if not scored:
         return None

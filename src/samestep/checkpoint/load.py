@@ -23,7 +23,7 @@ from samestep.run_folder import candidates
 
 
 class Loader:
-    """A checkpoint that is to be read; every rank has one and calls it alike, with a group of all on the CPU."""
+    """A checkpoint to read; every rank has one and makes the same calls, with a group of all ranks on the CPU."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
         self.folder = folder
@@ -98,7 +98,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def open_newest(place: Path, group: dist.ProcessGroup, warn: Callable[[str], None]) -> Loader | None:
-    """The newest checkpoint of a place that is whole; `warn` is told of each that isn't. None where there is none.
+    """The newest checkpoint of a place that is whole; `warn` is called for each that isn't. None where there is none.
 
     Every rank must ask. Raises CheckpointError where there are checkpoints and all are damaged.
     """
@@ -133,6 +133,6 @@ def _opened(path: Path, group: dist.ProcessGroup) -> tuple[Loader | None, str]:
         try:
             loader.verify()
             return loader, ""
-        except CheckpointError as error:  # on all ranks alike
+        except CheckpointError as error:  # the same on all ranks
             faults = [str(error)]
     return None, next(each for each in faults if each is not None)

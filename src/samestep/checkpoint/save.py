@@ -36,7 +36,7 @@ Saved = Callable[[Path, Info], None]
 
 
 class Saver:
-    """Writes checkpoints of one training into a folder; every rank has one, and calls it alike.
+    """Writes checkpoints of one training into a folder; every rank has one, and makes the same calls.
 
     `asynchronous`: the caller waits for the copy alone, and for the checkpoint before where that is still written.
     `group` is of all ranks, on the CPU, and for this alone: its messages must not mix with the training's.
@@ -196,7 +196,7 @@ def _beside(write: Callable[[], None]) -> Future[None]:
     def call() -> None:
         try:
             write()
-        except BaseException as error:  # whoever waits for the result gets it
+        except BaseException as error:  # it is raised where the result is waited for
             result.set_exception(error)
         else:
             result.set_result(None)

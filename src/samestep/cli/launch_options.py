@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
         type=_seconds,
         default=Limits.silence,
         metavar="TIME",
-        help=f"without a sign of life for so long, a host is lost (default: {Limits.silence:g}s)",
+        help=f"without a heartbeat for so long, a host is lost (default: {Limits.silence:g}s)",
     )
     add(
         "--return-limit",

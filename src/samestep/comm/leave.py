@@ -33,7 +33,7 @@ def leave_process_group() -> None:
         if isinstance(group, KernelGroup):
             group.close()
     dist.destroy_process_group()
-    del last  # after the groups, whose threads are gone by now where nobody else holds them
+    del last  # after the groups, whose threads are gone by now where there is no other reference
 
 
 def _gloo_of(group: Any) -> Any | None:

@@ -2,7 +2,7 @@
 
 A sample is a few calls one after the other between two barriers, and its time that of the slowest rank, divided by
 the calls (nccl-tests times its iterations so). The transports take turns sample by sample, so what else the machine
-does falls on all of them alike. How many calls and samples there are follows from a first call, within a budget of
+does falls on all of them equally. How many calls and samples there are follows from a first call, within a budget of
 seconds; all ranks agree on it.
 """
 

@@ -1,7 +1,7 @@
 """Which collectives a transport really has, with tensors of which device and dtype: each tried, none believed.
 
-Run by ranks. They write down each attempt before they make it, so that whoever started them knows which one ended
-them or did not return, and can start others that go on behind it.
+Run by ranks. They write down each attempt before they make it, so that the process that started them knows which one
+ended them or did not return, and can start others that go on behind it.
 """
 
 import json

@@ -32,7 +32,7 @@ class Traffic(TorchDispatchMode):
     With n ranks, a rank sends 2(n-1)/n of an all-reduce's message, (n-1)/n of the whole of an all-gather, a
     reduce-scatter or an all-to-all, and all of a point-to-point message (Thakur et al. 2005, section 4). Where
     one rank gives or takes (broadcast, reduce, gather, scatter), all that is sent is shared out over the ranks
-    alike. What a back end puts on the wire may be more: headers, and other algorithms for short messages.
+    evenly. What a back end puts on the wire may be more: headers, and other algorithms for short messages.
 
     Every message of PyTorch passes its dispatcher, also those that DistributedDataParallel sends from C++ while
     backward runs; there this mode sees them. Nothing is counted in other threads than the caller's and autograd's.

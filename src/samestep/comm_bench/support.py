@@ -58,7 +58,7 @@ class Support:
 def supported(device: DeviceChoice, ranks: int, *, limit: float) -> Support | None:
     """Try everything; `limit` seconds are for one attempt. None on every rank but the first.
 
-    In ranks that a launcher has started there is nobody who could start them again: there a crash ends the job.
+    In ranks that a launcher has started no process could start them again: there a crash ends the job.
     """
     if environment.ranks() is not None:
         lines = on_ranks(_try_as_launched, ranks, device)

@@ -294,7 +294,7 @@ def _size(job: Job) -> int:
 
 
 def _turns(planned: Sequence[Entry], repeats: int) -> Iterator[tuple[int, Entry]]:
-    """Take 0 of every method, then each repeat of all; whoever comes first in one comes last in the next."""
+    """Take 0 of every method, then each repeat of all; the method that comes first in one comes last in the next."""
     order = deque(planned)
     for take in range(repeats + 1):
         for entry in order:

@@ -142,7 +142,7 @@ class Trial:
 
     @cached_property
     def without_graph(self) -> Callable[[], AbstractContextManager[Any]]:
-        """The context of a forward whose gradients nobody wants: no_grad(), unless the forward itself takes some."""
+        """The context of a forward without backward: no_grad(), unless the forward itself takes some."""
         try:
             with torch.no_grad():
                 self.output(0, len(self.sampled))
@@ -238,7 +238,7 @@ def _build(job: Job, task: Task, device: torch.device) -> nn.Module:
 
 
 def _differs(first: nn.Module, second: nn.Module) -> str | None:
-    """The first parameter or buffer whose values two models don't share; None where they are alike."""
+    """The first parameter or buffer whose values two models don't share; None where all are equal."""
     others = dict([*second.named_parameters(), *second.named_buffers()])
     for name, tensor in (*first.named_parameters(), *first.named_buffers()):
         if name not in others or not equal(tensor.detach(), others[name].detach()):

@@ -110,7 +110,7 @@ def _checksum(arrays: Arrays) -> str:
 
 
 def digest(*parts: str | bytes | int | Iterable[str]) -> str:
-    """A hash of values, each with its length before it, so that no two lists of values look alike."""
+    """A hash of values, each with its length before it, so that no two lists of values give the same bytes."""
     found = hashlib.sha256()
     for part in parts:
         if isinstance(part, (str, bytes, int)):

@@ -31,7 +31,7 @@ class Share:
     """One micro-batch of one rank: samples of the data set.
 
     A rank with nothing to do still takes part in every forward and backward, since its peers wait for it.
-    It is lent a sample then, with `lent` set; its loss and its count are multiplied by zero.
+    It computes a sample of another rank then, with `lent` set; its loss and its count are multiplied by zero.
     """
 
     samples: Indices
@@ -116,7 +116,8 @@ def virtual_shares(batch: Indices, place: Place, virtual_ranks: int) -> list[Sha
 def dealt_by_length(batch: Indices, lengths: Indices, ranks: int) -> Indices:
     """A global batch in the order in which `cut` gives every rank samples of all lengths, its longest ones first.
 
-    Sorted by length and dealt out in turn, ranks have about as much to do; a rank's consecutive samples are alike.
+    Sorted by length and dealt out in turn, ranks have about as much to do, and a rank's consecutive samples have
+    similar lengths.
     """
     longest_first = batch[np.argsort(-lengths, kind="stable")]
     return np.concatenate([longest_first[rank::ranks] for rank in range(ranks)])

@@ -121,7 +121,7 @@ COLLECTIVES: Mapping[str, Attempt] = {
     "all-to-all": _all_to_all,
     "barrier": _barrier,
 }
-ALONE = frozenset(COLLECTIVES) - {"send and recv"}  # what a single rank can try: nobody sends to itself
+ALONE = frozenset(COLLECTIVES) - {"send and recv"}  # what a single rank can try: none sends to itself
 
 
 def dtypes_of(collective: str) -> Sequence[torch.dtype]:

@@ -96,7 +96,7 @@ def numa(asked: Asked) -> Iterator[Finding]:
 
 
 SHARED = Path("/dev/shm")
-_CONTAINER_DEFAULT = 64 * 2**20  # what a container gets where nobody asked for more
+_CONTAINER_DEFAULT = 64 * 2**20  # what a container gets by default
 _LITTLE = 2**30
 
 
@@ -141,7 +141,7 @@ def shared_memory(asked: Asked) -> Iterator[Finding]:
     values: dict[str, Any] = {"total_bytes": total, "free_bytes": free}
     text = f"{in_gib(free)} of {in_gib(total)} are free in {SHARED}"
     if free < _CONTAINER_DEFAULT // 4:
-        remedy = f"remove files that nobody uses from {SHARED}, or give the container more: docker run --shm-size=8g"
+        remedy = f"remove unused files from {SHARED}, or give the container more: docker run --shm-size=8g"
         yield problem("shared memory", text, remedy, **values)
     elif total <= _CONTAINER_DEFAULT:
         yield warning(
@@ -151,7 +151,7 @@ def shared_memory(asked: Asked) -> Iterator[Finding]:
             **values,
         )
     elif free < _LITTLE:
-        remedy = f"remove files that nobody uses from {SHARED}; docker run --shm-size=8g in a container"
+        remedy = f"remove unused files from {SHARED}; docker run --shm-size=8g in a container"
         yield warning("shared memory", text, remedy, **values)
     else:
         yield ok("shared memory", text, **values)

@@ -157,7 +157,7 @@ def port(asked: Asked) -> Iterator[Finding]:
 
 
 def _taken(number: int) -> int | None:
-    """Why nobody can listen on a port at every address of this host, as an error number; None where one can."""
+    """Why no process can listen on a port at every address of this host, as an error number; None where one can."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -279,7 +279,7 @@ def slow_ranks(run: RunFiles) -> Iterator[Finding]:
     usual = statistics.median(times)
     if named:
         text = f"{', '.join(named[:5])} a step without waiting for others; the median of all is {usual:.3g} s"
-        remedy = "look at what else runs on its host: samestep doctor there; cores and memory should be alike"
+        remedy = "look at what else runs on its host: samestep doctor there; all want the same cores and memory"
         yield warning("slow ranks", text, remedy, **values)
     else:
         yield ok("slow ranks", f"none; the median is {usual:.3g} s a step", **values)

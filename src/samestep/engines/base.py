@@ -86,7 +86,7 @@ class Trainer(ABC):
 
     timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
     free_running: bool = False  # ranks don't wait for each other in every step
-    clock: StepClock | None = None  # what is told of a step's phases, where steps are profiled
+    clock: StepClock | None = None  # to which the phases of a step are reported, where steps are profiled
 
     @abstractmethod
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:

@@ -7,5 +7,6 @@ In the order of reading:
   `collective_counts` tell who is at fault.
 - `restarts`: rounds from the last checkpoint; `policy`: what a job asks for; `fault`: how it is told.
 - `preemption` (signals with notice), `nonfinite` (losses that are NaN), `injection` (faults on purpose, for drills).
-- `scratch`: folders that don't outlive their process. `job_info`: what a starter is told of the job in its ranks.
+- `scratch`: folders that don't outlive their process. `job_info`: what ranks tell the process that
+  started them about their job.
 """

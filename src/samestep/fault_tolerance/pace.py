@@ -1,6 +1,6 @@
 """Pace: how long a rank's steps take it by itself, without the time in which it waits for others.
 
-Outside the engine's step a rank waits for nobody: its data, its records, what slows it down on purpose. Inside, it
+Outside the engine's step a rank waits for no other: its data, its records, what slows it down on purpose. Inside, it
 waits in messages, and a thread that waits uses no processor; so there the processor's time counts. On an accelerator
 that is the host's part of the step alone.
 """

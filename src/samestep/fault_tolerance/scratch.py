@@ -38,7 +38,7 @@ def scratch(prefix: str, where: Path | None = None) -> Iterator[Path]:
 
 
 def _made(prefix: str, where: Path) -> tuple[Path, int | None]:
-    """A folder and its lock; None where the file system has no locks, so that nobody else gets one either."""
+    """A folder and its lock; None where the file system has no locks."""
     while True:
         folder = Path(mkdtemp(prefix=prefix, dir=where))
         file = folder / _HELD
@@ -54,7 +54,7 @@ def _made(prefix: str, where: Path) -> tuple[Path, int | None]:
 
 
 def _remove_unless_held(folder: Path) -> None:
-    """Remove this user's folder where nobody holds its lock. One without such a file is somebody else's, or new."""
+    """Remove this user's folder where no process holds its lock. One without a lock is another user's, or new."""
     if folder.lstat().st_uid != os.getuid():
         return
     lock = os.open(folder / _HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

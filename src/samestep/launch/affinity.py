@@ -92,7 +92,7 @@ def _device_nodes(root: Path, visible: VisibleDevices | None) -> tuple[int, ...]
 
 
 def _numbers(file: Path) -> tuple[int, ...]:
-    """The numbers in a file such as "0-3,8"; none where it can't be read, or says -1 for nobody knows."""
+    """The numbers in a file such as "0-3,8"; none where it can't be read, or says -1, which means unknown."""
     try:
         return tuple(numbers_of(file.read_text(encoding="ascii")))
     except (OSError, ValueError):

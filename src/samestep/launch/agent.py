@@ -68,7 +68,7 @@ class _Agent:
         part = self._part
         try:
             program = _program(part)  # a script that isn't there is found before anybody waits
-            if part.address is None:  # it meets nobody, in a store that no other host reaches
+            if part.address is None:  # it meets no other host, in a store that no other host reaches
                 self._store = store_at(LOOPBACK)
                 part = replace(part, address=LOOPBACK, port=self._store.port)
             self._roll_call = Handshake(part)
@@ -196,7 +196,7 @@ class _Ranks:
         chosen = self._part.chosen
         if self._part.device == "cpu":
             return environment.no_devices()
-        # Without accelerators, what was chosen are slots, which are all alike.
+        # Without accelerators, what was chosen are slots, which are all the same.
         return environment.devices(chosen) if chosen is not None and accelerators() else {}
 
     def _failed(self, find: Callable[[], Failure]) -> Outcome:

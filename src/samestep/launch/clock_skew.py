@@ -63,7 +63,7 @@ class Clocks:
         self._store = store
 
     def ask(self) -> None:
-        """Ask, before this host is seen to be there: whoever waits for it answers before he waits no longer."""
+        """Ask, before this host is seen to be there: a host that waits for it answers before it stops waiting."""
         self._until = time.monotonic() + _PATIENCE
         self._asked_at = self._clock()
         self._mine = self._store.add(_ASKED, 1)
@@ -96,5 +96,5 @@ class Clocks:
 
     @property
     def difference(self) -> Difference | None:
-        """By how much the clocks differ; None where nobody answered."""
+        """By how much the clocks differ; None where no host answered."""
         return self._heard

@@ -45,7 +45,7 @@ _BEFORE = 12  # of them, before the first that differs
 
 
 def told(part: NodeSpec) -> dict[str, Any]:
-    """What this host has of all that must be alike, in the order in which it is compared; for JSON."""
+    """What must be the same on every host, as this one has it, in the order in which it is compared; for JSON."""
     found: dict[str, Any] = {
         "job": part.job,
         "number of hosts": part.size,

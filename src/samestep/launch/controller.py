@@ -32,7 +32,7 @@ _LATE = 1.0  # seconds for what was printed to arrive when its process has ended
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line that somebody at the far end printed."""
+    """A line that a process on the remote host printed."""
 
     link: "AgentConnection"
     number: int  # of the stream: 1 or 2
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentMessage:
-    """What a far end says itself."""
+    """A message of a remote agent."""
 
     link: "AgentConnection"
     values: Mapping[str, Any]
@@ -126,12 +126,12 @@ class AgentConnection:
         return [(number, [text]) for number, text in held]
 
     def order(self, text: str) -> None:
-        """Tell the far end what to do."""
+        """Send the remote agent a message."""
         if self._process is not None:
             self._send(text.encode() + b"\n")
 
     def kill(self) -> None:
-        """End the process; its far end sees that it is gone."""
+        """End the process; the remote agent sees that its connection is gone."""
         if self._process is not None:
             self._process.kill()
 

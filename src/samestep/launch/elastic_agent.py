@@ -196,7 +196,7 @@ class NodeElasticAgent(_ElasticAgent):
         while not self._hosts.alive.all_done:
             lost = self._hosts.lost()
             if lost is not None and lost.what == "store":
-                break  # nothing is left to be done here, and nobody can be asked
+                break  # nothing is left to be done here, and there is no store to ask
             if lost is not None:
                 self._leave_for(lost)
                 return RunResult(state=WorkerState.HEALTHY)

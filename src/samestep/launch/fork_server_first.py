@@ -1,6 +1,6 @@
-"""Imported first by the server that ranks are forked from, and by nobody else: when it is done, it ends at once.
+"""Imported first by the server that ranks are forked from, and by no other process: when it is done, it ends at once.
 
-Otherwise the interpreter takes all of PyTorch apart first, and whoever reads a job's output to its end waits for it.
+Otherwise the interpreter takes all of PyTorch apart first, and a program that reads a job's output to its end waits.
 """
 
 import atexit

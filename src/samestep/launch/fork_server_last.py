@@ -1,4 +1,4 @@
-"""Imported last by the server that ranks are forked from, and by nobody else: what it has imported is to stay."""
+"""Imported last by the server that ranks are forked from, and by no other process: its imports are to stay."""
 
 import gc
 import signal

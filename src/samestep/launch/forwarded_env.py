@@ -15,7 +15,7 @@ _OWN = re.compile(
     r"TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES|SAMESTEP_(?:ENV_FILE|SHARED_OUT|MEMORY_FOLDER|(?:RUN|ROUND)(?:_FOLDER)?)"
 )
 
-# Parts of names whose values nobody else is to see. KEY counts as a whole word: NCCL_IB_PKEY is none.
+# Parts of names whose values stay on this host. KEY counts as a whole word: NCCL_IB_PKEY is none.
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|APIKEY|(?:^|_)(?:KEYS?|AUTH|COOKIES?|PRIVATE|PASS)(?:_|$)|^AWS_",
     re.IGNORECASE,

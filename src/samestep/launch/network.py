@@ -84,7 +84,7 @@ def held_port() -> socket.socket:
 _PROC = Path("/proc")
 _LISTENING = "0A"
 
-# By whom a port is taken on which nobody listens, as far as can be seen.
+# What holds a port on which no process listens, as far as can be seen.
 NOBODY_LISTENS = "a socket that does not listen, such as an outgoing connection or one that was closed a moment ago"
 
 
@@ -105,7 +105,7 @@ class Holder:
 
 
 def why_not(port: int, error: OSError) -> str | None:
-    """Why nobody could listen on a port, after its number; None where the error is not about the port."""
+    """Why no process could listen on a port, after its number; None where the error is not about the port."""
     if error.errno == errno.EACCES:
         return "is one that only root may listen on"
     if error.errno != errno.EADDRINUSE:
@@ -220,8 +220,8 @@ def for_messages(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
 def store_at(address: str, port: int = 0) -> "dist.TCPStore":
     """A store that serves on one address: on a port, or on a free one; `.port` says which. Raises OSError.
 
-    PyTorch would listen on every address of the host. It gives its store no password, so whoever reaches the port
-    reads and writes.
+    PyTorch would listen on every address of the host. It gives its store no password, so any process that reaches
+    the port reads and writes.
     """
     import torch.distributed as dist
 

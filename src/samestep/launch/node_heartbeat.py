@@ -1,6 +1,6 @@
 """Publishes this node's heartbeat through the hosts' store, and detects nodes whose heartbeat has stopped.
 
-A thread with a connection of its own gives the signs of life, so that a long call of the elastic agent stops none of
+A thread with a connection of its own sends the heartbeats, so that a long call of the elastic agent stops none of
 them. `lost` judges by a clock that stands still while this process does, so that an agent that was paused for a
 while doesn't take the others for dead.
 """
@@ -45,14 +45,14 @@ class Lost:
 
     def __str__(self) -> str:
         if self.what == "host":
-            return f"{self.host} has given no sign of life for {self.seconds:.1f} s"
+            return f"{self.host} has sent no heartbeat for {self.seconds:.1f} s"
         if self.what == "store":
             return f"the store of the job at {self.host} has not answered for {self.seconds:.1f} s"
         return f"{self.host} has left the round"
 
 
 class NodeHeartbeat:
-    """This host's signs of life, and its eye on the others'."""
+    """Sends this host's heartbeats, and watches those of the others."""
 
     def __init__(
         self, address: str, port: int, *, job: str, node: int, limits: Limits, identity: bytes | None = None
@@ -136,7 +136,7 @@ class NodeHeartbeat:
         return None
 
     def close(self) -> None:
-        """Give a last sign of life, where there is somebody to hear it."""
+        """Send a last heartbeat, where the store still answers."""
         self._over = True
         self._wake.set()
         self._thread.join(_LAST)
@@ -146,7 +146,7 @@ class NodeHeartbeat:
         while not over:
             self._wake.wait(self._limits.beat)
             self._wake.clear()
-            over = self._over  # seen before the last sign of life, which then has the state in which it ended
+            over = self._over  # read before the last heartbeat, which then has the state in which it ended
             try:
                 if self._store is None:
                     self._store = self._connected()
@@ -202,7 +202,7 @@ class _Mind:
         since, self._looked_at = now - self._looked_at, now
         if answers != self._answers:
             self._answers, self._answered_at = answers, now
-        # What the store didn't tell in the meantime is nobody's silence.
+        # While the store didn't answer, no host counts as silent.
         hears = now - self._answered_at <= 2 * self._beat
         for node, word in said.items():
             count = word["agent"], word["count"]

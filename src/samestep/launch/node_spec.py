@@ -12,7 +12,7 @@ from samestep.launch.affinity import BindChoice
 from samestep.run_folder import RunPlace
 from samestep.visible_devices import DeviceChoice
 
-_SIGNS = 4  # of life that must be missing before a host is silent
+_SIGNS = 4  # heartbeats that must be missing before a host is silent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class Limits:
     """Times in seconds."""
 
     silence: float = 8.0  # of a host, or of the store where hosts meet, until it counts as lost
-    beat: float = 0.5  # between two signs of life
-    keep_alive: int = 1  # between two of those that PyTorch's rendezvous takes note of; three missing: not there
+    beat: float = 0.5  # between two heartbeats
+    keep_alive: int = 1  # between two heartbeats of PyTorch's rendezvous; three missing: not there
     first_call: float = 30.0  # that a job which has the fewest hosts it needs waits for more, when it starts
     last_call: float = 2.0  # the same, when it starts again
     meet: float = 600.0  # that hosts wait until there are enough
@@ -33,7 +33,7 @@ class Limits:
         least = _SIGNS * self.beat
         if self.silence < least:
             raise UserError(
-                f"--silence-limit is {self.silence:g} s, and hosts give a sign of life every {self.beat:g} s; use "
+                f"--silence-limit is {self.silence:g} s, and hosts send a heartbeat every {self.beat:g} s; use "
                 f"{least:g} s or more"
             )
 
@@ -68,7 +68,7 @@ class NodeSpec:
     max_restarts: int = 0
     start_timeout: float = 300.0  # seconds that hosts wait for each other
     notice: float = 30.0  # seconds that the ranks have to end when they are told to
-    silence_limit: float = Limits.silence  # seconds without a sign of life, after which a host is lost
+    silence_limit: float = Limits.silence  # seconds without a heartbeat, after which a host is lost
     return_limit: float = Limits.come_back  # seconds in which a host that is cut off may come back
     gather: float = Limits.first_call  # seconds that a job waits for more hosts than it needs, when it starts
     controlled: bool = False  # whether a controller tells the user how the job ended

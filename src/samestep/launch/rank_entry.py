@@ -1,7 +1,7 @@
 """A rank's first moments: it takes its cores, its threads and its engine's variables, and becomes the user's script.
 
 `python -m samestep.launch.rank_entry [--engine NAME] [--bind CHOICE] [--threads N] -- script.py ...`, started
-for each rank by a launcher. It keeps its process number, so that whoever started it still watches the right one.
+for each rank by a launcher. It keeps its process number, so that its starter still watches the right one.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def ports_of(job: str) -> list[int]:
 
 @contextmanager
 def lit(address: str, job: str, world_size: int, port: int) -> Iterator[None]:
-    """Tell whoever asks at this address on which port the job's store is. Raises UserError where no port is free."""
+    """Answer, at this address, on which port the job's store is. Raises UserError where no port is free."""
     with _listen(address, ports_of(job)) as listening:
         told = {**_identity(job, world_size), "host": socket.gethostname(), "port": port}
         answer = json.dumps(told).encode() + b"\n"
@@ -138,7 +138,7 @@ _TELL_US = "tell all ranks where to meet by MASTER_ADDR (rank 0's host) and MAST
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """What the ranks of a job know alike."""
+    """What every rank of a job knows."""
 
     job: str  # names the job, and no other at the same time
     addresses: tuple[str, ...]  # rank 0's host is reached under one of them

@@ -1,4 +1,4 @@
-"""The far end of a start from elsewhere, brought up by ssh, srun or Ray: the agent of its host.
+"""The agent of a host that ssh, srun or Ray has brought up from another one.
 
 All that the user said comes as two lines of JSON on standard input, so that nothing of it stands in a command line:
 the variables, which the first moments of Python set, and what this host does. The input stays open. A line
@@ -34,12 +34,12 @@ _FIRST = (
 
 
 def far_end(python: Sequence[str]) -> list[str]:
-    """The command of a far end, the same for every job."""
+    """The command of a remote agent, the same for every job."""
     return [*python, "-c", _FIRST]
 
 
 def request(parts: Sequence[NodeSpec], folder: str, variables: Mapping[str, str]) -> bytes:
-    """What a far end is told. Of several parts it takes its own host's."""
+    """What a remote agent is sent. Of several parts it takes its own host's."""
     asked = {"version": __version__, "parts": [part.to_json() for part in parts], "folder": folder}
     lines = dict(variables), asked
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)

@@ -142,7 +142,7 @@ class SeveralHosts(RendezvousHandler):
         self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """As seen a moment ago: a store that does not answer keeps nobody waiting here."""
+        """As seen a moment ago: this doesn't wait for a store that does not answer."""
         return max(self._waiting.number if self._waiting is not None else 0, self._asked)
 
     def ask_for_round(self) -> None:
@@ -252,7 +252,7 @@ class SeveralHosts(RendezvousHandler):
         if met.rank == 0:
             store = store_at(self._address)
             # PyTorch's own limit is five minutes, and a host that paused while all met may have been left out of the
-            # round since: whoever waits for it meets once more, as all others of the round then do.
+            # round since: a host that waits for it meets once more, as all others of the round then do.
             store.set_timeout(timedelta(seconds=_PART))
             number = self._store.add(self._key("rounds"), 1) - 1
             place = {"address": self._address, "port": store.port, "number": number}

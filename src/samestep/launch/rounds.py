@@ -161,7 +161,7 @@ class NodeRounds:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _word(self) -> Mapping[str, Any]:
-        """What the other hosts are to know of these ranks, as often as the host gives signs of life."""
+        """What the other hosts are to know of these ranks; each heartbeat carries it."""
         watch = self._watch
         if watch is None:
             return {}
@@ -196,7 +196,7 @@ class NodeRounds:
                 continue
             done = max(done, left["done"])
             if (why := left["why"]) is not None:
-                # A host that is lost takes its ranks with it; whoever lost a connection has lost it to them.
+                # A host that is lost takes its ranks with it; a rank that lost a connection has lost it to them.
                 lefts.append(((bool(why["follows"]), not left.get("lost", False), why["at"]), member["name"], left))
         if not lefts:
             return None

@@ -1,4 +1,4 @@
-"""The elastic agent's rendezvous for a job of one host: a store on the loopback, and nobody to wait for.
+"""The elastic agent's rendezvous for a job of one host: a store on the loopback, and no other host to wait for.
 
 PyTorch's own c10d rendezvous listens on every address of the host. It also keeps one store for all rounds, so that
 ranks of a later round can read what ranks of an earlier one left there; here every round has a store of its own.

@@ -14,16 +14,16 @@ class LaunchOptions:
     remote_python: tuple[str, ...]  # Python on the hosts
     ray: str | None = None  # the address of a Ray cluster
     this: int | None = None  # which of the hosts is this machine
-    silence: float = Limits.silence  # seconds without a sign of life, after which a host is lost
+    silence: float = Limits.silence  # seconds without a heartbeat, after which a host is lost
     kept_back: tuple[str, ...] = ()  # variables that no other host is to get
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentCommand:
-    """A process here behind which the far ends of some hosts stand: its streams are theirs."""
+    """A local process (ssh, srun or ray) whose streams are those of the agents on some hosts."""
 
     command: tuple[str, ...]
-    parts: tuple[NodeSpec, ...]  # of several, each far end takes its own host's
+    parts: tuple[NodeSpec, ...]  # of several, each agent takes its own host's
     without: tuple[str, ...] = ()  # variables that this process doesn't get
 
     @property

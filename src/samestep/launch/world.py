@@ -173,7 +173,7 @@ def _join_process_group(
     # NCCL then knows it before the first message; gloo can't split a group that is bound.
     bound = world.device if world.device.type != "cpu" and not share_devices else None
     if world.world_size == 1:
-        alone = dist.HashStore()  # no port, nobody to meet
+        alone = dist.HashStore()  # no port, no other rank to meet
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=bound)
     elif (run := environment.horovodrun()) is not None:
         join_process_group(run, ranks, backend, device_id=bound)

@@ -1,4 +1,4 @@
-"""Forwards that ask for values: where ranks with parts of a model or of its tokens decide alike, and where not."""
+"""Forwards that ask for values: where ranks with parts of a model or of its tokens decide the same, and where not."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def check_asking(model: nn.Module, layout: Layout, seen: Trace) -> None:
 
 
 def _mixtures(model: nn.Module) -> list[str]:
-    """The modules that call modules alike in a list, or hold stacks of matrices."""
+    """The modules that call equal modules of a list, or hold stacks of matrices."""
     alike = partial(is_list_of_like, of_any_size=True)
     lists = [caller_of(model, name) for name, module in model.named_modules() if alike(module)]
     stacks = [

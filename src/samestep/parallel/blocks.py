@@ -48,7 +48,7 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 
 
 def with_forward(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks, and in place of lists of modules that nobody can call the modules in them."""
+    """The blocks, and in place of lists, which can't be called, the modules in them."""
     found: list[nn.Module] = []
     for block in blocks:
         found += [block] if has_forward(block) else with_forward(list(block.children()))

@@ -95,7 +95,7 @@ class _Finder:
         """The module where it can be a unit, or else the largest parts of it that can."""
         if self._fits(module):
             yield module
-        elif self._followed or not has_forward(module):  # else nobody knows whether every rank calls its parts
+        elif self._followed or not has_forward(module):  # else it is not known whether every rank calls its parts
             for child in module.children():
                 yield from self.within(child)
 

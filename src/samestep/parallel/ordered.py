@@ -8,7 +8,7 @@ leaves of a binary tree over 0 ... V-1 that no layout changes:
 A rank holds consecutive leaves and adds what of the tree lies within them. The sums that are left, at most two for
 each level, go to the ranks that complete the tree: each for its part of the numbers, as in a reduce-scatter. A leaf
 without samples, or whose samples do not use a parameter, is zeros. EasyScale (Li et al. 2022, arXiv 2208.14228) keeps
-the ranks of elastic jobs alike by the same idea.
+the ranks of elastic jobs the same by that idea.
 """
 
 from collections.abc import Callable, Sequence
@@ -216,7 +216,7 @@ class OrderedSums:
         return total(sorted(found, key=lambda each: each[0]), self.virtual_ranks)
 
     def squares(self) -> Tensor:
-        """The sum of the squares of all gradients in float64, added in one order whoever holds which rows."""
+        """The sum of the squares of all gradients in float64, added in one order, whichever rank holds which rows."""
         used = [number for number, parameter in enumerate(self._trained) if parameter.grad is not None]
         lengths = [_row_count(self._trained[number]) for number in used]
         device = local(self._trained[0].detach()).device

@@ -76,7 +76,7 @@ class ParallelModel(ABC):
     """A model spread over ranks."""
 
     timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
-    clock: StepClock | None = None  # what is told of a step's phases, where steps are profiled
+    clock: StepClock | None = None  # to which the phases of a step are reported, where steps are profiled
 
     def __init__(
         self,

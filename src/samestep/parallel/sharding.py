@@ -170,7 +170,7 @@ class ShardTable:
             self.owners.learn(shared, stepped, sums)
 
     def not_of_experts(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that all ranks of the expert axis hold alike, or shards of them."""
+        """The parameters of which all ranks of the expert axis hold the same values, or shards of them."""
         return [p for name, p in model.named_parameters() if not self.part(name).of_experts]
 
     def _sums(self, model: nn.Module) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
@@ -276,7 +276,7 @@ class _Message:
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """Consecutive rows (or columns, ...) that lie together in the whole and in memory alike."""
+    """Consecutive rows (or columns, ...) that lie together in the whole tensor and in memory."""
 
     whole: int  # the first one's index in the whole
     memory: int  # and in this rank's memory

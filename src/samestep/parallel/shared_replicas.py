@@ -15,7 +15,7 @@ A step, and where each rank waits for all others:
     update                  write the own part of the parameters
     --- a barrier
 
-Nobody writes a parameter before all have ended backward, nor reads one before all have written; and nobody writes
+No rank writes a parameter before all have ended backward, nor reads one before all have written; and none writes
 its gradients again before all have read them.
 """
 

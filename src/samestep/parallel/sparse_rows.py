@@ -2,8 +2,8 @@
 
 A batch looks up some rows of an embedding, and the gradient of all others is zero. DistributedDataParallel sends the
 zeros as well. Here the tables are taken out of it, and after backward their gradients are summed in one of three
-ways, which the ranks choose alike for each table in each step, by the bytes that a rank sends in a ring of n ranks
-(Thakur et al. 2005, section 4) for rows of b bytes:
+ways, of which all ranks choose the same for each table in each step, by the bytes that a rank sends in a ring of n
+ranks (Thakur et al. 2005, section 4) for rows of b bytes:
 
     all rows           all-reduce of the whole gradient, V rows        2 (n-1)/n V b
     own rows           all-gather of each rank's rows, at most m       (n-1) m (b + 4)

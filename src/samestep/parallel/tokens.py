@@ -26,7 +26,7 @@ def split(tokens: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def gather(tokens: Tensor, group: Group, total: int, dim: int = 1) -> Tensor:
-    """All `total` tokens, for what every rank computes alike; backward takes this rank's part of the gradient."""
+    """All `total` tokens, for replicated computation; backward takes this rank's part of the gradient."""
     return _Gather.apply(tokens, group, total, dim)  # pyright: ignore[reportReturnType]
 
 

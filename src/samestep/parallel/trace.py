@@ -117,7 +117,7 @@ def _follow(model: nn.Module, inputs: Any, valued: Literal["nothing", "inputs", 
 
 
 def _complete_lists(model: nn.Module) -> Iterator[Any]:
-    """Hooks by which of modules alike in a list either none is called by its caller, or all are."""
+    """Hooks by which of equal modules in a list either none is called by its caller, or all are."""
     modules = dict(model.named_modules())
     for name, container in modules.items():
         if is_list_of_like(container):

@@ -20,7 +20,7 @@ from samestep.parallel.sharding import local
 
 
 class Used(ABC):
-    """Notes which parameters get a gradient on this rank, and takes the zeros away that nobody asked for."""
+    """Notes which parameters get a gradient on this rank, and restores `grad=None` for those that no rank used."""
 
     @abstractmethod
     def reach(self, loss: Tensor) -> Tensor:

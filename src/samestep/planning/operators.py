@@ -48,7 +48,7 @@ _OTHER_ATTENTION = (0.35, 0.28)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """One kernel, or a group of alike ones: what it computes, reads and writes on one device."""
+    """One kernel, or a group of equal ones: what it computes, reads and writes on one device."""
 
     name: str
     matmul: tuple[int, int, int, int] | None = None  # rows, columns, inner dimension, and how many such products
@@ -106,7 +106,7 @@ def layer_recomputation(model: Transformer, piece: Piece, software: Software, ho
     """What recomputation runs again before a layer's backward.
 
     PyTorch's checkpoint stops once every saved tensor is there again (`set_checkpoint_early_stop`), before the last
-    product, whose result nobody saves. Selective recomputation computes unfused attention again (arXiv 2205.05198,
+    product, whose result is not saved. Selective recomputation computes unfused attention again (arXiv 2205.05198,
     section 5); where attention is one kernel, all that is neither product nor attention.
     """
     forward = layer_forward(model, piece, software)

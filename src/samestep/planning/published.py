@@ -132,7 +132,7 @@ def _from_vtrain(record: Mapping[str, str], file: Path, gpu: str, line: int) -> 
 
 
 def _sliced_vocab(slices: int) -> int:
-    """GPT-2's words, padded where slices must be alike.
+    """GPT-2's words, padded where slices must be equal.
 
     The table does not give them. Without slices its steps spend twice the time on the head that they spend with two
     or more slices, as products do whose sides are no multiples of 8.

@@ -1,6 +1,6 @@
 """StepClock: divides the time of a rank's own thread among the phases of its steps.
 
-It is told of the backward of a step, of waits for messages, and of collectives that run beside the thread.
+The trainer reports the backward of a step to it, waits for messages, and collectives that run beside the thread.
 """
 
 import threading
@@ -123,7 +123,7 @@ class StepClock:
     def gradients_there(self) -> None:
         """A backward has computed every gradient: until its phase ends it may only wait for messages.
 
-        DistributedDataParallel waits there for its buckets, in C++, where nobody else is told of it. A thread that
+        DistributedDataParallel waits there for its buckets, in C++, which no hook sees. A thread that
         waits uses no processor; what it copies meanwhile does.
         """
         if self._mine():

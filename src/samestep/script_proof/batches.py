@@ -1,7 +1,7 @@
 """Which samples of a data set a DataLoader's batches are made of: noted, or those that another run has noted.
 
 An iteration over a DataLoader has a number: the first one that gives a batch has 0. Ranks that run one script, and
-the script alone, count alike, so that the run alone can be given the batches of the ranks, one after the other.
+the script alone, count the same, so that the run alone can be given the batches of the ranks, one after the other.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -174,7 +174,7 @@ def _fragments(optimizer: Any, parameter: Any) -> Iterator[tuple[Tensor, int, in
 
 
 def still_to_be_reduced(tensor: Tensor) -> dict[str, str]:
-    """Of a DTensor that is a sum or a mean over ranks which nobody has asked for yet: which of the two."""
+    """Of a DTensor whose sum or mean over ranks is still to be taken: which of the two."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     partial = [each for each in placements if isinstance(each, Partial)]
     return {"partial": partial[0].reduce_op} if partial else {}

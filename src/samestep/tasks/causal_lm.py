@@ -380,7 +380,7 @@ class CausalLM(Task):
     def _padding(self) -> int:
         """The padding token's id; where a tokenizer has none, a new one, or in a model of its own the end's.
 
-        Any id would do: what stands at padding is never looked back at, and its targets are ignored.
+        Any id is right here: what stands at padding is never looked back at, and its targets are ignored.
         """
         loaded = self._loaded_tokenizer
         if loaded is None:

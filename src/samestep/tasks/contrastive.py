@@ -195,7 +195,7 @@ def _embeddings(output: Mapping[str, Any]) -> list[str]:
         for name, value in output.items()
         if isinstance(value, Tensor) and value.ndim == 2 and value.is_floating_point()
     }
-    # The logits of the samples against each other have these two sizes alike; embeddings are so only by chance.
+    # The logits of the samples against each other have two equal sizes; embeddings are so only by chance.
     named = [name for name in tables if "logits" not in name]
     shapes = [tables[name].shape for name in named]
     return [name for name, shape in zip(named, shapes, strict=True) if shapes.count(shape) > 1]

@@ -16,7 +16,7 @@ _ELEMENTS = 4096  # of a tensor that are looked at
 
 
 def check_alike(samples: Samples, model: nn.Module) -> None:
-    """Raise UserError, on all ranks alike, where one has other samples or other initial weights than rank 0.
+    """Raise UserError, on every rank, where one has other samples or other initial weights than rank 0.
 
     The first sample and the last are compared, and those parameters and buffers that a rank holds whole. What is
     drawn from a generator without a seed, or read from a set of strings, differs in every process. Every rank must

@@ -71,7 +71,7 @@ class MemoryCopies:
     def _unless_full(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except CheckpointError as error:  # on all ranks alike
+        except CheckpointError as error:  # the same on all ranks
             self._every = None
             self._session.warn(f"{error}; the training goes on without copies in memory")
 
@@ -85,7 +85,7 @@ class MemoryCopies:
             if not self._neighbours.gather(self._place, partial(self._saver.together, where=self._place)):
                 return on_disk
             found = open_newest(self._place, group, lambda _: None)
-        except CheckpointError as error:  # on all ranks alike
+        except CheckpointError as error:  # the same on all ranks
             self._session.warn(f"{error}; the last checkpoint is taken")
             return on_disk
         if found is None or (on_disk is not None and on_disk.info.step >= found.info.step):

@@ -69,7 +69,7 @@ def switch_off(model: nn.Module) -> None:
 
 
 def _zero_floats(holder: Any) -> None:
-    """Set what is called dropout in an object or a dictionary; also where its class lets nobody set anything."""
+    """Set what is called dropout in an object or a dictionary; also where the class refuses to set attributes."""
     values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
     for name, value in values.items():
         if "drop" in str(name) and isinstance(value, float):

@@ -271,7 +271,7 @@ def fit(
 ) -> TrainResult:
     """Train to the end on this rank; every rank returns the same result. `from_start`: the run was not begun before.
 
-    Raises, on every rank alike, InterruptedJobError after the step at which a signal stops the training, and
+    Raises, on every rank, InterruptedJobError after the step at which a signal stops the training, and
     NonFiniteError for a loss or a gradient norm that isn't finite, where the job doesn't skip the step.
     """
     training = Training(job, task, world, layout)
@@ -309,7 +309,7 @@ def fit(
             try:
                 with nullcontext() if profiler is None else profiler:
                     stopped = take_all_steps(training, log, checkpoints, supervision)
-            except (InterruptedJobError, NonFiniteError) as error:  # on all ranks alike: they leave in good order
+            except (InterruptedJobError, NonFiniteError) as error:  # the same on all ranks: they leave in good order
                 ended = error
             supervision.ends()
             done = training.total_steps if stopped is None else stopped.step
@@ -421,7 +421,7 @@ def fit_with_rollbacks(
 ) -> TrainResult:
     """`fit`, again from the last checkpoint (from the start where there is none) as often as the job asks for it.
 
-    Raises NonFiniteError, on every rank alike, where it doesn't, or there is no end to it.
+    Raises NonFiniteError, on every rank, where it doesn't, or there is no end to it.
     """
     from_start = not supervision.goes_on(job)
     for _ in range(_MOST):

@@ -78,7 +78,7 @@ def first_metric(layout: str, step: int, mine: Any, theirs: Any, path: str = "")
 
 
 def of_sides(theirs: NonFiniteValue | None, mine: NonFiniteValue | None) -> tuple[NonFiniteValue, ...]:
-    """What one process met and what a layout met: one finding where they are alike."""
+    """What one process met and what a layout met: one finding where they are equal."""
     if theirs is not None and mine is not None and (theirs.what, theirs.step) == (mine.what, mine.step):
         return (replace(theirs, side=BOTH),)
     return tuple(each for each in (theirs, mine) if each is not None)
@@ -88,7 +88,7 @@ def of_sides(theirs: NonFiniteValue | None, mine: NonFiniteValue | None) -> tupl
 def watched(model: nn.Module | None) -> Iterator[list[str]]:
     """The parameters of which backward computes a gradient that is not finite, in the order of backward.
 
-    The first is the nearest to the loss. Sharded parameters are not watched: nobody tells of their gradients.
+    The first is the nearest to the loss. Sharded parameters are not watched: there is no hook on their gradients.
     """
     found: list[str] = []
 

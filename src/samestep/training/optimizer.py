@@ -216,7 +216,7 @@ class OptimizerPlan:
 
     @property
     def rate(self) -> float:
-        """The rate that is told of a step: that of the recipe's optimizer."""
+        """The learning rate that a step reports: that of the recipe's optimizer."""
         if self._lr is not None:
             return self._lr
         (part, *_) = self._parts

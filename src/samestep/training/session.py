@@ -1,4 +1,4 @@
-"""Session: one rank's part in a training, for `samestep.train` and for loops of one's own alike."""
+"""Session: one rank's part in a training, for `samestep.train` and for loops of one's own."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -108,7 +108,7 @@ class Draft:
         return here
 
     def remark(self, source: str, value: Any, why: str) -> None:
-        """Something of the source that has no counterpart: where it stands, what it says, what would do."""
+        """Something of the source that has no counterpart: where it stands, what it says, what to use instead."""
         self.remarks.append(f"{source}: {why}" if value is None else f"{source} = {shown(value)}: {why}")
 
     def values(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Keys:
             self._draft.remark(self.place(key), self._values[key], why)
 
     def leave(self, reasons: Mapping[str, str], otherwise: str) -> None:
-        """A remark for each key that nobody has taken."""
+        """A remark for each key that was not read."""
         for key in list(self._left):
             self.remark(key, reasons.get(key, otherwise))
 

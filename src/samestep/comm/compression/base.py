@@ -48,7 +48,7 @@ class Range:
 
 
 class Method(ABC):
-    """One way to send less. Made on every rank alike, from the options of `samestep.communication`."""
+    """One way to send less. Made on every rank, from the options of `samestep.communication`."""
 
     # Whether ranks' parameters and optimizer state may differ after a step.
     diverges: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class Method(ABC):
         return True
 
     def averaged(self) -> dict[str, Tensor]:
-        """The parameters that all ranks together stand for, where they are not alike; every rank must ask."""
+        """The parameters that all ranks together stand for, where they are not the same; every rank must ask."""
         return {}
 
     # Of a checkpoint: tensors that are filled in place when a training goes on.

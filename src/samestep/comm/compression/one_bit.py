@@ -2,8 +2,8 @@
 
 Tang et al. 2021, "1-bit Adam: Communication efficient large-scale training with Adam's convergence speed", figure 3:
 a vector is cut into as many chunks as there are ranks. Each rank sends every chunk's signs to the rank that sums it,
-and that one sends the sum's signs to all. What signs and scales leave out is added to the next vector, by whoever
-left it out: on the rank for its own vector, on the chunk's rank for the sum.
+and that one sends the sum's signs to all. What signs and scales leave out is added to the next vector by
+the rank that left it out: each rank for its own vector, the chunk's rank for the sum.
 
 A scale is the mean of |x| over a segment, the numbers of one tensor in one chunk: with it the compression shrinks the
 error whatever the vector (Lu et al. 2022, section 3), which the root mean square does not.

@@ -40,7 +40,7 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
     """A group of ranks: shared memory within each host, gloo between hosts.
 
     `options` are PyTorch's `_DistributedBackendOptions`; `host`: what tells this host from others, None: found.
-    Every rank of the group calls this, and all choose alike.
+    Every rank of the group calls this, and all choose the same.
     """
     store, rank, ranks = options.store, options.group_rank, options.group_size
     gloo = _gloo(options, "gloo", rank, ranks)
@@ -91,7 +91,7 @@ def _first_problem(store: Store, rank: int, ranks: int, problem: str) -> str:
 
 
 def _kernel(store: Store, place: Place, environ: Mapping[str, str], *, tells: bool) -> HostKernel:
-    """The fastest kernel that every rank of a group has, in a region of theirs. Raises NoRegionError on all alike."""
+    """The fastest kernel that all ranks of a group have, in their region. Raises NoRegionError on every rank."""
     functions: Any = None
     own: Choice = "interpreted" if interpreted.is_sound() else "none"
     try:

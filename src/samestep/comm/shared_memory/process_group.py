@@ -43,7 +43,7 @@ class KernelGroup(dist.ProcessGroup):
     """Takes over all-reduce, broadcast and barrier of dense CPU tensors, for ranks on one host or several.
 
     What else is asked of it, point-to-point messages among them, goes to gloo. Which of the two runs a collective
-    depends on its arguments alone, so all ranks choose alike.
+    depends on its arguments alone, so all ranks choose the same.
 
     Every method that PyTorch looks up in Python (`PyProcessGroup.hpp`) is defined here or in `SharedMemoryGroup`,
     and what gloo does is asked of `fallback`, never of `super()`: PyTorch's way from a Python group to the base
@@ -61,7 +61,7 @@ class KernelGroup(dist.ProcessGroup):
         self._done = Done()
         self._open = True
         self._entered = 0
-        self.counters: list[Counter] = []  # told of each collective that doesn't pass PyTorch's dispatcher
+        self.counters: list[Counter] = []  # called for each collective that doesn't pass PyTorch's dispatcher
         self.watcher: Watcher | None = None
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:

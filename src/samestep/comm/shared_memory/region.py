@@ -66,7 +66,7 @@ def remove(path: str) -> None:
 def share(store: Store, rank: int, ranks: int, size: int, make: Callable[[int], tuple[int, str]] = create) -> Region:
     """The region of a group; rank 0 makes it and the others open it. Every rank of the group must call this.
 
-    Raises NoRegionError, on every rank alike, where one of them can't have it.
+    Raises NoRegionError, on every rank, where one of them can't have it.
     """
     file, path, problem = -1, "", ""
     if rank == 0:

@@ -64,7 +64,7 @@ class WorkQueue:
     """Runs collectives in order: in the thread that waits for one, or in a thread of its own meanwhile.
 
     A caller that waits at once runs its collective by itself, which saves two changes of threads. The queue's own
-    thread runs those for which nobody waits yet, so that backward goes on (DistributedDataParallel's buckets).
+    thread runs those for which no caller waits yet, so that backward goes on (DistributedDataParallel's buckets).
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class _Called(Work):
 
 
 class Done(Work):
-    """A collective that has run already, of which nobody asks for its tensors: one object for all of a group."""
+    """A collective that has run already, whose tensors are never asked for: one object for all of a group."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

@@ -76,7 +76,7 @@ def clip_of(config: Mapping[str, Any]) -> float | None:
 
 
 def has_auto(section: Any) -> bool:
-    """Whether something in a section is left to whoever starts DeepSpeed."""
+    """Whether something in a section is left to the program that starts DeepSpeed."""
     if isinstance(section, Mapping):
         return any(has_auto(value) for value in section.values())
     return section == "auto"

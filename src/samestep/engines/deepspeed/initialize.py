@@ -1,4 +1,4 @@
-"""DeepSpeed imported and initialised: without noise, and without compiling an extension that nobody asked for."""
+"""DeepSpeed imported and initialised: without noise, and without compiling an extension that the job doesn't need."""
 
 import importlib
 import logging

@@ -282,7 +282,7 @@ class PipelineTrainer(DeepSpeedTrainer):
 
     @contextmanager
     def _without_monitor(self) -> Iterator[None]:
-        """While predictions are made: it would write down a loss that nobody has computed."""
+        """While predictions are made: it would log a loss that was not computed."""
         monitor = self.engine.monitor
         enabled, monitor.enabled = monitor.enabled, False
         try:
@@ -295,7 +295,7 @@ class PipelineTrainer(DeepSpeedTrainer):
             yield name, self._from_its_stage(name, parameter)
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-        yield from ()  # each stage has its own, and nobody asks for another's
+        yield from ()  # each stage reads its own parameters alone
 
     def state(self) -> dict[str, Tensor]:
         values = self.model.state_dict(keep_vars=True)

@@ -99,7 +99,7 @@ class ClusterEnvironment(Protocol):
         ...
 
     def find(self, given: Given) -> Found:
-        """The hosts that it offers. Raises UserError with the variable or line, its value and what would do."""
+        """The hosts that it offers. Raises UserError with the variable or line, its value and what to use instead."""
         ...
 
 
@@ -159,7 +159,7 @@ class Variables:
 
 
 def unnamed(nodes: int, this: int | None, own: str) -> list[str]:
-    """This machine's own name, and for each other host its number in brackets, which nobody takes for a name."""
+    """This machine's own name, and for each other host its number in brackets, which can't be taken for a name."""
     return [own if index == this else f"(host {index})" for index in range(nodes)]
 
 

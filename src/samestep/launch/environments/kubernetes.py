@@ -139,7 +139,7 @@ def manifest(wish: Wish) -> str:
     ranks = str(wish.num_procs or "auto")
     spec: dict[str, Any] = {"nprocPerNode": ranks, "runPolicy": {"cleanPodPolicy": "Running"}}
     if elastic:
-        # Without a master all pods are alike: any but the first may come and go.
+        # Without a master all pods have the same role: any but the first may come and go.
         spec["elasticPolicy"] = {"minReplicas": wish.fewest, "maxReplicas": wish.most, "rdzvBackend": "c10d"}
         spec["pytorchReplicaSpecs"] = {"Worker": _replicas(wish, wish.most, "OnFailure")}
     else:

@@ -77,7 +77,7 @@ def _mpirun_addresses(read: Variables) -> list[str]:
 
 
 def _no_address(addresses: list[str]) -> str:
-    """Of several addresses nobody knows by which the others reach it; Open MPI 5 names none."""
+    """Of several addresses it is not known by which the others reach it; Open MPI 5 names none."""
     return (
         f"Open MPI names {' and '.join(addresses) or 'no address'} for mpirun's host, and on several hosts samestep "
         "launch wants one; use --master-addr ADDRESS, the address of the first host, or --mca "

@@ -69,7 +69,7 @@ class Ray:
 
 
 def _check_answers(source: str, address: str) -> None:
-    """Raise UserError where nobody listens; Ray itself would go on trying for minutes."""
+    """Raise UserError where no process listens; Ray itself would go on trying for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
         return  # auto, or what else Ray knows
@@ -99,7 +99,7 @@ def _nodes(source: str, address: str) -> list[dict[str, Any]]:
 
 
 def _order(node: dict[str, Any]) -> tuple[bool, str]:
-    """The head node first, then by address, so that every look at the cluster numbers its hosts alike."""
+    """The head node first, then by address, so that every look at the cluster gives its hosts the same numbers."""
     return "node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"]
 
 
@@ -128,7 +128,7 @@ def _bring(parts: Sequence[NodeSpec], ways: LaunchOptions) -> list[AgentCommand]
 
 
 class FarEnd:
-    """On a node: the far end's process, its input, and what it prints."""
+    """On a node: the remote agent's process, its input, and what it prints."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -168,7 +168,7 @@ class FarEnd:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Stand for the far end on a node: pass its input and its output on."""
+    """On a node: pass the remote agent's input and output on."""
     ray: Any = import_module("ray")  # only some have it
     scheduling: Any = import_module("ray.util.scheduling_strategies")
     address, host = arguments

@@ -62,5 +62,5 @@ def _names(hosts: Any, source: str) -> list[str]:
         raise UserError(f"{source} is {hosts!r}; {_HOSTS} is wanted")
     if len(set(hosts)) < len(hosts):
         raise UserError(f"{source} names a host twice: {', '.join(hosts)}")
-    # Every container must number the hosts alike, and the order is not promised: algo-2 stands before algo-10.
+    # All containers must number the hosts in one way, and the order is not promised: algo-2 stands before algo-10.
     return sorted(hosts, key=lambda name: (len(name), name))

@@ -31,7 +31,7 @@ def _handler() -> type:
 
     Ranks tell when they have found each other, and when all of a group have, their addresses are forgotten. Horovod
     0.28 forgets then too who of other groups has told. Their addresses stay, and where Horovod starts once more, a
-    rank may be given one of the first start, at which nobody listens.
+    rank may be given one of the first start, at which no process listens.
     """
     from horovod.runner.http.http_server import RendezvousHandler  # pyright: ignore[reportMissingImports]
 

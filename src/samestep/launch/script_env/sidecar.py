@@ -23,7 +23,7 @@ def start_beside(module: str, *arguments: str) -> int:
     )
     assert helper.stdin is not None
     assert helper.stdout is not None
-    # The helper reads until nobody holds this end any more. It is open in the script too, and in nothing that
+    # The helper reads until no process holds this end any more. It is open in the script too, and in nothing that
     # Python's subprocess starts from there.
     os.set_inheritable(helper.stdin.fileno(), True)
     line = helper.stdout.readline()
@@ -76,7 +76,7 @@ def main(address: str) -> None:
 
 
 def _accept(server: socket.socket) -> None:
-    kept = []  # a connection that nobody holds is closed
+    kept = []  # a connection without a reference is closed
     while True:
         kept.append(server.accept()[0])
 

@@ -9,7 +9,7 @@ def _expected(rank: Rank) -> Expected:
 
 
 def variables(rank: Rank) -> dict[str, str]:
-    """The ranks under PyTorch's names. Raises UserError where nobody said where ranks meet."""
+    """The ranks under PyTorch's names. Raises UserError where no variable says where ranks meet."""
     ranks, environ = rank.ranks, rank.environ
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing and ranks.world_size > 1:

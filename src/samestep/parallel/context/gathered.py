@@ -52,7 +52,7 @@ class Messages:
     """How a layout puts tokens together and shares them out, in the block that runs."""
 
     own: Callable[[], int]  # how many tokens this rank has
-    gather: Callable[[Tensor, int], Tensor]  # all tokens along a dimension, for what every rank computes alike
+    gather: Callable[[Tensor, int], Tensor]  # all tokens along a dimension, for replicated computation
     split: Callable[[Tensor, int], Tensor]  # this rank's
     # Of what else has a gradient and every rank has whole: where gradients are summed over the ranks afterwards, each
     # gives its share of one. True: an earlier block made it.

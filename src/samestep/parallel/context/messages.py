@@ -32,7 +32,7 @@ def split(whole: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
 
 
 def gather(part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int = 1) -> Tensor:
-    """All `tokens` from the ranks' parts. Backward takes each rank's part of a gradient that all have alike."""
+    """All `tokens` from the ranks' parts. Backward takes each rank's part of a gradient that is the same on all."""
     return _Gather.apply(part, group, tokens, dim)  # pyright: ignore[reportReturnType]
 
 
@@ -59,7 +59,7 @@ def gradient_summed(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gradient_shared(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor, for what every rank computes alike where gradients are summed over the ranks afterwards.
+    """The same tensor, for replicated computation where gradients are summed over the ranks afterwards.
 
     Backward gives an equal share of the gradient to each rank.
     """

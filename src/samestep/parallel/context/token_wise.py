@@ -40,7 +40,7 @@ class TokenWise:
     handed: frozenset[int] = frozenset()  # those that the module before it in a run gives, in parts already
 
 
-Run = Sequence[TokenWise]  # modules that hand on their tokens from one to the next and to nobody else
+Run = Sequence[TokenWise]  # modules that pass their tokens from one to the next and to no other
 
 
 def find_token_wise(
@@ -180,7 +180,7 @@ def runs_of(found: Sequence[TokenWise], trace: Trace) -> list[Run]:
 
 
 def _handed(before: TokenWise, each: TokenWise, trace: Trace) -> frozenset[int]:
-    """Which leaves of a module's arguments are all that the one before it gave, and that nobody else takes."""
+    """Which leaves of a module's arguments are all that the one before it gave, and that no other module takes."""
     (given,), (call,) = trace.of(before.name), trace.of(each.name)
     outputs = {seen.identity for seen in given.outputs()}
     inputs = _leaves((call.arguments, dict(call.keywords)))

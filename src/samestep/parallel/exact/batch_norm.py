@@ -68,7 +68,7 @@ def _forward(
     normed, mean, variance, count = _normed(given, module.weight, module.bias, module.eps, group, moment)
     if module.track_running_stats and not now.recomputing:
         module.num_batches_tracked.add_(1)
-        # A mean over all steps: the number of them stays on the device, which nobody waits for.
+        # A mean over all steps: the number of them stays on the device, so that the host need not wait.
         momentum = module.num_batches_tracked.double().reciprocal() if module.momentum is None else module.momentum
         _track(module.running_mean, module.running_var, mean, variance, count, momentum)
     return normed

@@ -102,7 +102,7 @@ class RepeatedForwards:
                 self._moved.append(name)
 
     def check(self, why: str) -> None:
-        """Raise UserError, on every rank alike, where a buffer has moved. Every rank asks, when a step is done."""
+        """Raise UserError, on every rank, where a buffer has moved. Every rank asks, when a step is done."""
         if self._done:
             return
         self._done = True

@@ -49,7 +49,7 @@ class Stacked:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A list of modules alike, of which `caller` calls some with some of its tokens."""
+    """A list of equal modules, of which `caller` calls some with some of its tokens."""
 
     name: str
     experts: int

@@ -1,4 +1,4 @@
-"""Listed experts: modules alike in an nn.ModuleList, of which their caller's forward calls some with some tokens.
+"""Listed experts: equal modules in an nn.ModuleList, of which their caller's forward calls some with some tokens.
 
 Which tokens go to which expert is known only where the caller's own code has called them, one after the other, while
 an exchange wants all of them at once. So the caller's forward runs twice: a rehearsal notes what each expert is given
@@ -47,7 +47,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What all experts of a list have alike."""
+    """What all experts of a list have in common."""
 
     flat: bool  # whether they work on the last dimension of what they are given, whatever is before it
     features: torch.Size  # the shape of one row that they are given

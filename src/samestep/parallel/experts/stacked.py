@@ -91,7 +91,7 @@ class StackedExperts:
     def _compute(self, rows: Tensor, experts: Tensor, weights: Tensor, given: dict[Key, Any]) -> Tensor:
         """This rank's experts applied to rows of any rank, one expert a row: [rows, features of the output]."""
         count, received = len(rows), [rows, weights]
-        if not count:  # a row whose output nobody takes: it gives the weights their gradient, which is zero
+        if not count:  # a row whose output is not used: it gives the weights their gradient, which is zero
             rows, weights, experts = rows.new_ones(1, rows.shape[1]), weights.new_ones(1), experts.new_zeros(1)
         names = self._arguments
         for key, row in ((names.tokens, rows), (names.experts, experts), (names.weights, weights)):

@@ -63,7 +63,7 @@ class _Away:
         self._copy.copy_(tensor.detach(), non_blocking=self._pinned)
 
     def back(self) -> Tensor:
-        # Always a copy: the memory is lent again while the result may still be used.
+        # Always a copy: the memory is used again while the result may still be used.
         return self._copy.to(self._device, non_blocking=self._pinned, copy=True)
 
 

@@ -170,7 +170,7 @@ def _plain(actions: Sequence[Any]) -> list[Action]:
         kind, stage, micro_batch = action.computation_type.value, action.stage_index, action.microbatch_index
         if stage == 0 and kind in ("I", "W"):
             if kind == "I":
-                continue  # nobody waits for a gradient of the first stage's input
+                continue  # no rank waits for a gradient of the first stage's input
             kind = "B"
         found.append(Action(stage=stage, kind=kind, micro_batch=micro_batch))
     return found

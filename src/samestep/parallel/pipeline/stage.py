@@ -192,7 +192,7 @@ class _Groups:
             for line in pipelines(self._mesh):
                 group = new_group([line[rank] for rank in ranks])
                 if dist.get_rank() in line:
-                    mine = group  # of a rank that is no member, a mark that nobody uses
+                    mine = group  # of a rank that is no member, an unused mark
             assert mine is not None
             self._made[ranks] = mine
         return self._made[ranks]

@@ -92,7 +92,7 @@ class StageRun:
         if given is None or given not in self._received:
             return tensor
         received = self._received[given]
-        return received.clone() if given.changed else received  # autograd lets nobody write to a leaf
+        return received.clone() if given.changed else received  # autograd forbids writes to a leaf
 
     def _capture(self, number: int, output: Any) -> None:
         wanted = self._wanted.get(number, ())

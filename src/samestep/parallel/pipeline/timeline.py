@@ -137,7 +137,7 @@ _UNITS: Mapping[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[list[Span]]:
-    """When each action would run if messages took no time and all stages were alike.
+    """When each action would run if messages took no time and all stages were equally long.
 
     Raises ValueError where ranks would wait for each other for ever.
     """

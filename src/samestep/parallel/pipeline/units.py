@@ -107,7 +107,7 @@ def _has_parameters(module: nn.Module) -> bool:
 def units_of(model: nn.Module, trace: Trace, layers: Sequence[str]) -> dict[str, nn.Module]:
     """By every name of theirs: the layers, and the largest modules with parameters that are called and contain none.
 
-    Modules that nobody calls, and none of whose parts anybody calls, are units as well: other modules may use
+    Modules that are never called, nor any part of them, are units as well: other modules may use
     their parameters.
     """
     called = {call.name for call in trace.calls}

@@ -24,12 +24,12 @@ def copy(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, for what every rank computes alike; backward leaves the gradient as it is."""
+    """The sum over the ranks, for replicated computation; backward leaves the gradient as it is."""
     return _Reduce.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
 def gather(x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
-    """All ranks' parts along a dimension, for what every rank computes alike; backward takes this rank's part."""
+    """All ranks' parts along a dimension, for replicated computation; backward takes this rank's part."""
     return _Gather.apply(x, group, lengths, dim)  # pyright: ignore[reportReturnType]
 
 

@@ -294,7 +294,7 @@ def _gathered(
 
 
 def _tied_alike(model: nn.Module, names: Sequence[str], called: set[str]) -> list[str]:
-    """Those of the modules that are called, and whose weight no other has that is not sliced alike."""
+    """Those of the modules that are called, and whose weight no module has that is sliced otherwise."""
     holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

@@ -28,7 +28,7 @@ def main() -> None:
         rows.writerow(["text", "label"])
         for index in range(SAMPLES):
             label = list(NOUNS)[index % len(NOUNS)]
-            day = draw.randrange(1000)  # texts that are alike would all go to one side of the split
+            day = draw.randrange(1000)  # equal texts would all go to one side of the split
             rows.writerow([f"day {day}: {draw.choice(FRAMES).format(*draw.sample(NOUNS[label], 2))}", label])
 
 
