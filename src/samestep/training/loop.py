@@ -35,6 +35,17 @@ class StepLog:
         self.seconds = 0.0
         self.sent: int | None = None  # bytes that this rank sent in all steps, where they are counted
         self.bar = bar
+        self._kept: tuple[StepBatch, Readout, float] | None = None
+
+    def keep(self, batch: StepBatch, report: Readout, seconds: float) -> None:
+        """Log a step later, by `flush`: its values may be on their way from an accelerator while the next is taken."""
+        self._kept = batch, report, seconds
+
+    def flush(self) -> None:
+        """Log the step that was kept, if there is one. Raises NonFiniteError as `add` does."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self.add(*kept)
 
     def add(self, batch: StepBatch, report: Readout, seconds: float) -> None:
         """Read a step's values, which waits until an accelerator has computed them.
@@ -84,23 +95,22 @@ def take_all_steps(
     stopped = checkpoints.early_stop.stopped()
     if stopped is not None:  # by the run that was saved
         return stopped
-    before: tuple[StepBatch, Readout, float] | None = None
     began = time.perf_counter()
     steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
     for batch, report in steps:
+        # Log the step before, while the device computes this one.
         reading = Readout(report)
-        if before is not None:
-            log.add(*before)
+        log.flush()
         now = time.perf_counter()
-        before = (batch, reading, now - began - batch.data_seconds)
+        log.keep(batch, reading, now - began - batch.data_seconds)
         began = now
         done = batch.step + 1
         if done == training.total_steps:
             break
+        # Evaluate and save, where it is time for it.
         looks, saves = every is not None and done % every == 0, checkpoints.due(done)
         if looks or saves:
-            log.add(*before)
-            before = None
+            log.flush()
             with supervision.phase("evaluation" if looks else "checkpoint"):
                 metrics = training.evaluate(log.bar) if looks else None
                 if metrics is not None:
@@ -112,16 +122,13 @@ def take_all_steps(
                 return stopped
             began = time.perf_counter()
         if checkpoints.copy_due(done):
-            if before is not None:  # what is not finite is not copied
-                log.add(*before)
-                before = None
+            log.flush()  # a step that is not finite raises, and is not copied
             checkpoints.copy(done)
+        # Stop, where a signal has come to any rank.
         if supervision.stop_signal is not None:
-            if before is not None:
-                log.add(*before)
+            log.flush()
             with supervision.phase("checkpoint"):
                 checkpoints.save(done)
             raise InterruptedJobError(supervision.stop_signal)
-    if before is not None:
-        log.add(*before)
+    log.flush()
     return None

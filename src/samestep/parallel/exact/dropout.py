@@ -63,7 +63,7 @@ _SWITCH_OFF = "use recipe.dropout: false"
 def same_dropout(model: nn.Module, now: ForwardContext) -> "Dropout":
     """Make every dropout and draw of a model that is still whole the same for every layout, in training steps.
 
-    Raises UserError for a module whose masks are drawn inside a kernel or a compiled block.
+    Raises UserError for a module whose dropout can't be drawn by sample.
     """
     _check(model)
     dropout = Dropout(now)
