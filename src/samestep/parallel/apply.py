@@ -1,4 +1,10 @@
-"""A layout applied to a module, in this order: slice, split, cut, share, recompute, compile, shard or replicate."""
+"""A layout applied to a model, in ten steps.
+
+1 split tokens, 2 slice tensors, 3 cut pipeline stages, 4 share experts, 5 take logits in chunks, 6 make the forward
+that of the whole batch (random numbers, batch norm, buffers), 7 recompute, 8 offload activations, 9 compile,
+10 shard or replicate. What changes the modules comes first, what wraps their forwards next, and what takes over the
+parameters last.
+"""
 
 from contextlib import nullcontext
 from functools import partial
@@ -26,7 +32,7 @@ from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, find_experts
-from samestep.parallel.experts.share import share_experts
+from samestep.parallel.experts.share import Shared, share_experts
 from samestep.parallel.fsdp import agreed_units, shard, without_messages
 from samestep.parallel.offload.activations import offload_activations
 from samestep.parallel.offload.memory import HostMemory, MappedFile
@@ -34,11 +40,12 @@ from samestep.parallel.offload.parameters import empty_in, move_parameters
 from samestep.parallel.parallel_model import Context, Details, ParallelModel, WholeModel
 from samestep.parallel.pipeline.blanks import without_numbers
 from samestep.parallel.pipeline.runner import Pipeline
-from samestep.parallel.pipeline.stage import cut
+from samestep.parallel.pipeline.stage import Cut, cut
 from samestep.parallel.recompute import recompute
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.sparse_rows import SMALLEST, Choice, RowExchange, Table, find_tables
 from samestep.parallel.tensor.apply import slice_tensors
+from samestep.parallel.tensor.vocab_parallel import Vocabulary
 from samestep.parallel.trace import follow, trace
 from samestep.parallel.unused_parameters import UsedAlone, UsedByReplicas, UsedByShards
 from samestep.parallel.zero1 import Owners
@@ -60,102 +67,209 @@ def spread(
     `exchange`: what plain replicas do with their gradients; None: they average them as they are.
     Raises LayoutError where it could not take the same step then.
     """
-    keep_no_cache(model)
-    check_complex(model, layout, precision)
-    if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1:
-        _check_hooks(model, layout)
-    if layout.cuts_model or layout.zero or layout.expert > 1:
-        _make_contiguous(model)
-    if layout.pipeline > 1:
-        _check_batch_norm(model, layout)
-    joins = find_batch_buffers(model, details.batch_buffers, layout)
-    parts = ShardTable.of(model, layout, mesh)
-    # Under fp16 every rank must see whether a gradient overflowed.
-    if layout.zero == 1 and precision != "fp16" and exchange is None:
-        parts.owners = Owners(mesh)
-    host, now = HostMemory(device), ForwardContext()
-    throughout = partial(in_float64, precision == "fp64")  # also where the model is followed and compared
-    with throughout():
-        seen = _look(model, layout, details.example)  # before anything is changed
-        experts = _experts(model, layout, details)
-    blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in experts])
-    initial = details.initial
-    if seen is not None and layout.context > 1:
-        fill = partial(initial.fill, model, device) if initial is not None else lambda: None
-        split_tokens(model, blocks, seen, mesh, parts, now, example=details.example, fill=fill, precisely=throughout)
-        if not any(parameter.is_meta for parameter in model.parameters()):
-            initial = None
-    unsliced = without_numbers(model) if layout.pipeline > 1 else model
-    vocabulary = None
-    if seen is not None and layout.tensor > 1:
-        with throughout():
-            vocabulary = slice_tensors(
-                model, blocks, seen, parts, mesh, now, example=details.example, given=details.tensor_plan
+    spreading = _Spreading(
+        model, layout, mesh, device, precision=precision, autocast=autocast, details=details, exchange=exchange
+    )
+    spreading.split_tokens()  # 1
+    spreading.slice_tensors()  # 2
+    spreading.cut_stages()  # 3
+    spreading.share_experts()  # 4
+    spreading.chunk_logits()  # 5
+    spreading.make_exact()  # 6
+    spreading.recompute()  # 7
+    spreading.offload_activations()  # 8
+    spreading.compile()  # 9
+    return spreading.sharded() if layout.zero >= 2 else spreading.replicated()  # 10
+
+
+class _Spreading:
+    """A model on its way from one process to a rank of a layout. Each method does what the layout has of it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        precision: str,
+        autocast: Context,
+        details: Details,
+        exchange: GradientExchange | None,
+    ) -> None:
+        """Check the model, and follow its forward before anything is changed."""
+        self.model = model
+        self.layout = layout
+        self.mesh = mesh
+        self.device = device
+        self.precision = precision
+        self.autocast = autocast
+        self.details = details
+        self.exchange = exchange
+        keep_no_cache(model)
+        check_complex(model, layout, precision)
+        if layout.zero >= 2 or layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1:
+            _check_hooks(model, layout)
+        if layout.cuts_model or layout.zero or layout.expert > 1:
+            _make_contiguous(model)
+        if layout.pipeline > 1:
+            _check_batch_norm(model, layout)
+        self.joins = find_batch_buffers(model, details.batch_buffers, layout)
+        self.parts = ShardTable.of(model, layout, mesh)
+        # Under fp16 every rank must see whether a gradient overflowed.
+        if layout.zero == 1 and precision != "fp16" and exchange is None:
+            self.parts.owners = Owners(mesh)
+        self.host, self.now = HostMemory(device), ForwardContext()
+        # Also where the model is followed and compared.
+        self.throughout = partial(in_float64, precision == "fp64")
+        with self.throughout():
+            self.seen = _look(model, layout, details.example)
+            self.experts = _experts(model, layout, details)
+        self.blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in self.experts])
+        self.initial = details.initial  # None: nothing of the model is on the meta device any more
+        self.vocabulary: Vocabulary | None = None  # where the output layer is sliced
+        # What pipeline stages are cut by: the shapes of the whole model.
+        self.unsliced = without_numbers(model) if layout.pipeline > 1 else model
+        self.stages: Cut | None = None  # this rank's pipeline stages
+        self.shared: Shared | None = None  # what is left of the experts here
+
+    def split_tokens(self) -> None:
+        if self.seen is not None and self.layout.context > 1:
+            initial = self.initial
+            fill = partial(initial.fill, self.model, self.device) if initial is not None else lambda: None
+            split_tokens(
+                self.model,
+                self.blocks,
+                self.seen,
+                self.mesh,
+                self.parts,
+                self.now,
+                example=self.details.example,
+                fill=fill,
+                precisely=self.throughout,
             )
-    of_pipeline = None
-    if seen is not None and layout.pipeline > 1:
-        of_pipeline = cut(model, unsliced, layout, mesh, seen, parts, details.cut_at, device, now)
-        blocks = of_pipeline.blocks
-    with throughout():
-        shared = share_experts(model, experts, parts, mesh, now, device)
-    if details.loss_chunk is not None:
-        chunk_logits(model, details.loss_chunk)
-    blocks = with_forward(blocks)
-    if details.compile:
-        check_compile(layout)
-    else:
-        same_dropout(model, now)
-    global_batch_norm(model, mesh.data_group, now)
-    buffers = BatchBuffers(model, joins, mesh.data_group, now)
-    if layout.recompute != "none":
-        recompute(blocks, layout.recompute, now)
-    if layout.offloads("activations"):
-        offload_activations(blocks, host)
-    if details.compile:
-        compile_blocks(blocks)
-    common = {
-        "model": model,
-        "parts": parts,
-        "now": now,
-        "autocast": autocast,
-        "vocabulary": vocabulary,
-        "host": host,
-        "buffers": buffers,
-    }
-    if layout.zero >= 2:
-        root = of_pipeline or model
-        units = agreed_units(model, blocks, seen, mesh.data_group)
-        shard(root, units.modules, layout, mesh, precision, now, experts=shared.units)
-        disk = common["disk"] = MappedFile(details.offload_folder) if layout.offloads("parameters-disk") else None
+            if not any(parameter.is_meta for parameter in self.model.parameters()):
+                self.initial = None
+
+    def slice_tensors(self) -> None:
+        if self.seen is not None and self.layout.tensor > 1:
+            with self.throughout():
+                self.vocabulary = slice_tensors(
+                    self.model,
+                    self.blocks,
+                    self.seen,
+                    self.parts,
+                    self.mesh,
+                    self.now,
+                    example=self.details.example,
+                    given=self.details.tensor_plan,
+                )
+
+    def cut_stages(self) -> None:
+        if self.seen is not None and self.layout.pipeline > 1:
+            self.stages = cut(
+                self.model,
+                self.unsliced,
+                self.layout,
+                self.mesh,
+                self.seen,
+                self.parts,
+                self.details.cut_at,
+                self.device,
+                self.now,
+            )
+            self.blocks = self.stages.blocks
+
+    def share_experts(self) -> None:
+        with self.throughout():
+            self.shared = share_experts(self.model, self.experts, self.parts, self.mesh, self.now, self.device)
+
+    def chunk_logits(self) -> None:
+        if self.details.loss_chunk is not None:
+            chunk_logits(self.model, self.details.loss_chunk)
+        self.blocks = with_forward(self.blocks)
+
+    def make_exact(self) -> None:
+        """What makes a forward of some samples that of the whole batch: random numbers, batch norm, buffers."""
+        if self.details.compile:
+            check_compile(self.layout)
+        else:
+            same_dropout(self.model, self.now)
+        global_batch_norm(self.model, self.mesh.data_group, self.now)
+        self.buffers = BatchBuffers(self.model, self.joins, self.mesh.data_group, self.now)
+
+    def recompute(self) -> None:
+        if self.layout.recompute != "none":
+            recompute(self.blocks, self.layout.recompute, self.now)
+
+    def offload_activations(self) -> None:
+        if self.layout.offloads("activations"):
+            offload_activations(self.blocks, self.host)
+
+    def compile(self) -> None:
+        if self.details.compile:
+            compile_blocks(self.blocks)
+
+    def sharded(self) -> ParallelModel:
+        """ZeRO-2, ZeRO-3 or FSDP: each rank holds a part of every parameter, of its stages where there are some."""
+        layout, model, initial = self.layout, self.model, self.initial
+        assert self.shared is not None
+        root = self.stages or model
+        units = agreed_units(model, self.blocks, self.seen, self.mesh.data_group)
+        shard(root, units.modules, layout, self.mesh, self.precision, self.now, experts=self.shared.units)
+        disk = MappedFile(self.details.offload_folder) if layout.offloads("parameters-disk") else None
         if initial is not None:
-            memory = torch.device("cpu") if layout.offloads_parameters else device
+            memory = torch.device("cpu") if layout.offloads_parameters else self.device
             initial.fill(model, memory, empty_like=partial(empty_in, disk) if disk is not None else None)
         elif disk is not None:
             move_parameters(model, disk)
         assert isinstance(root, FSDPModule)
-        if of_pipeline is None:
-            used = UsedByShards(model, mesh.data_group, may_differ=units.may_differ, names=parts.parameters)
-            accumulating = partial(without_messages, root, keep_gathered=layout.zero == 2)
-            return WholeModel(module=root, accumulating=accumulating, used=used, **common)
-    if of_pipeline is not None:
-        if initial is not None and layout.zero < 2:
-            initial.fill(model, device)
-        return Pipeline(cut=of_pipeline, layout=layout, mesh=mesh, device=device, **common)
-    watched = details.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
-    common["repeatable"] = not watched and not layout.offloads("activations")
-    if exchange is not None and exchange.hook is None:
-        return WholeModel(module=model, accumulating=nullcontext, used=exchange.used(model), **common)
-    if layout.data_ranks > 1:
-        plain = parts.owners is None and exchange is None
-        tables = _tables(model, details.sparse_rows, device) if plain else []
-        rows = RowExchange(tables, mesh.data_group) if tables else None
-        used = UsedByReplicas(model, mesh.data_group, parts.parameters)
-        apart = {*(table.parameter for table in tables), *shared.parameters}
+        if self.stages is not None:
+            return self._pipeline(self.stages, disk)
+        used = UsedByShards(model, self.mesh.data_group, may_differ=units.may_differ, names=self.parts.parameters)
+        accumulating = partial(without_messages, root, keep_gathered=layout.zero == 2)
+        return WholeModel(module=root, accumulating=accumulating, used=used, disk=disk, **self._common())
+
+    def replicated(self) -> ParallelModel:
+        """One rank, or replicas that average their gradients; under ZeRO-1 each steps a part of the parameters."""
+        layout, model, exchange = self.layout, self.model, self.exchange
+        if self.stages is not None:
+            if self.initial is not None:
+                self.initial.fill(model, self.device)
+            return self._pipeline(self.stages, None)
+        watched = self.details.compile or layout.recompute != "none" or layout.cuts_model or layout.expert > 1
+        whole = partial(WholeModel, repeatable=not watched and not layout.offloads("activations"), **self._common())
+        if exchange is not None and exchange.hook is None:
+            return whole(module=model, accumulating=nullcontext, used=exchange.used(model))
+        if layout.data_ranks == 1:
+            return whole(module=model, accumulating=nullcontext, used=UsedAlone())
+        assert self.shared is not None
+        group, owners = self.mesh.data_group, self.parts.owners
+        tables = _tables(model, self.details.sparse_rows, self.device) if owners is None and exchange is None else []
+        rows = RowExchange(tables, group) if tables else None
+        used = UsedByReplicas(model, group, self.parts.parameters)
+        apart = {*(table.parameter for table in tables), *self.shared.parameters}
         if rows is not None and all(p in apart for p in model.parameters() if p.requires_grad):
-            return WholeModel(module=model, accumulating=nullcontext, used=used, rows=rows, **common)
-        replicated = replicate(model, mesh.data_group, device, parts.owners, exchange, apart, details.bucket_mb)
-        return WholeModel(module=replicated, accumulating=replicated.no_sync, used=used, rows=rows, **common)
-    return WholeModel(module=model, accumulating=nullcontext, used=UsedAlone(), **common)
+            return whole(module=model, accumulating=nullcontext, used=used, rows=rows)
+        replicated = replicate(model, group, self.device, owners, exchange, apart, self.details.bucket_mb)
+        return whole(module=replicated, accumulating=replicated.no_sync, used=used, rows=rows)
+
+    def _pipeline(self, stages: Cut, disk: MappedFile | None) -> Pipeline:
+        return Pipeline(
+            cut=stages, layout=self.layout, mesh=self.mesh, device=self.device, disk=disk, **self._common()
+        )
+
+    def _common(self) -> dict[str, Any]:
+        """What every ParallelModel is made of."""
+        return {
+            "model": self.model,
+            "parts": self.parts,
+            "now": self.now,
+            "autocast": self.autocast,
+            "vocabulary": self.vocabulary,
+            "host": self.host,
+            "buffers": self.buffers,
+        }
 
 
 def _tables(model: nn.Module, choice: Choice, device: torch.device) -> list[Table]:

@@ -38,7 +38,7 @@ class StepLog:
         self._kept: tuple[StepBatch, Readout, float] | None = None
 
     def keep(self, batch: StepBatch, report: Readout, seconds: float) -> None:
-        """Log a step later, by `flush`: its values may be on their way from an accelerator while the next is taken."""
+        """Log a step later, by `flush`: an accelerator may compute its values while the next one is taken."""
         self._kept = batch, report, seconds
 
     def flush(self) -> None:
