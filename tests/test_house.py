@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -366,3 +367,20 @@ def test_a_load_that_may_run_code_is_found(text: str) -> None:
 )
 def test_a_load_that_only_reads_is_allowed(text: str) -> None:
     assert unsafe_loads(text) == []
+
+
+PACKAGES = sorted(
+    path.parent
+    for path in SOURCE.rglob("__init__.py")
+    if path.parent != SOURCE and not path.is_relative_to(SOURCE / "templates")
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.relative_to(SOURCE).as_posix())
+def test_the_guide_of_a_package_names_its_modules_and_no_others(package: Path) -> None:
+    text = (package / "__init__.py").read_text(encoding="utf-8")
+    modules = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
+    modules |= {path.parent.name for path in package.glob("*/__init__.py")}
+    assert modules - set(re.findall(r"\w+", text)) == set()
+    guide = ast.get_docstring(ast.parse(text)) or ""
+    assert set(re.findall(r"`([a-z_0-9]+)`", guide)) - modules == set()

@@ -1,5 +1,10 @@
 """The command line: one thin file a command, which parses its options and calls a function of the package.
 
-`main` finds the command and turns errors into one message and an exit code. `job_options`, `cluster_options` and
-`launch_options` declare what several commands have.
+`main` finds the command and turns errors into one message and an exit code. `job_options`, `cluster_options`,
+`launch_options` and `output_files` declare what several commands have; `hyperparameters` are SageMaker's.
+
+- To begin: `init`, `check`. To train: `train`, `launch`, `evaluate`, `predict`, `checkpoint`.
+- To prove and compare: `verify` (`verify_script` for `--script`), `compare`, `drill`.
+- To choose: `layout`, `plan` (`plan_job` for a job file), `tune`, `comm`. To look around: `hosts`, `doctor`,
+  `translate`.
 """

@@ -1,4 +1,12 @@
-"""Who takes the step: one file and one line here each."""
+"""Who takes the step: one file and one line here each.
+
+Read `base` first (what an engine is and declares), then `native` (samestep's own step). `registry` finds an engine
+and checks a job against what it can do, `precision` has dtypes, autocast and loss scaling.
+
+Other steps of the native engine: `ordered` (sums in one order), `shared_replicas`, `less_communication`. `setup` is
+what all native trainers are made of. Engines that take the native step with another package's parts: `data_parallel`,
+`accelerate`, `horovod`, `parameter_server`. With a step of their own: `deepspeed`, `keras`.
+"""
 
 ENGINES = {
     "accelerate": "samestep.engines.accelerate:Accelerate",

@@ -1,15 +1,22 @@
 """How a layout is applied to a model.
 
-Read `apply` first: one function that calls the others in one order. Then, by what it calls:
+Read `apply` first: ten steps in one order. Then, by what it calls:
 
-- `trace`, `recorder`, `calls`, `dataflow`: follow the model's forward, before anything is changed.
+- `trace`, `recorder`, `calls`, `dataflow`: follow the model's forward, before anything is changed; `attributes` takes
+  back what that changed, `nests` are the tensors in arguments and outputs.
 - `context`, `tensor`, `pipeline`, `experts`: split tokens, slice matrices, cut stages, share experts.
 - `exact`: what keeps random numbers, batch statistics and precision those of one process.
 - `recompute`, `compile`, `offload`: what happens to single blocks (`blocks`).
 - `chunked_logits`: the output layer and its cross-entropy, some tokens at a time.
-- `ddp`, `zero1`, `fsdp`, `shared_replicas`, `sparse_rows`: data ranks and their gradients.
-- `sharding`: the table of who holds which part of which parameter; `state_shards`: the same for checkpoints.
-- `joined_optimizer`, `spread_optimizer`, `whole_optimizer`, `optimizer_kinds`: optimizers of parts and of wholes.
+- `ddp`, `zero1`, `fsdp`, `shared_replicas`, `sparse_rows`, `ordered`: data ranks and their gradients;
+  `unused_parameters`: those that a step doesn't reach.
+- `sharding`: the table of who holds which part of which parameter; `state_shards`: the same for checkpoints;
+  `holdings`: what a rank holds from step to step.
+- `joined_optimizer`, `spread_optimizer`, `whole_optimizer`, `optimizer_kinds`: optimizers of parts and of wholes;
+  `master_weights`, `weight_average`: what stands beside the parameters.
 - `step_loss`, `coupled_loss`: the loss of a step. `deferred_init`, `init_recorder`: the initial weights.
+- `complex_parameters`, `low_rank`: kinds of parameters. `tokens`: collectives over tokens that backward knows.
+- `asking`, `layout_failure`: what a layout can't have, in one sentence. `valueless`, `valueless_replicas`:
+  rehearsals.
 - `parallel_model`: what comes out, as engines step it.
 """

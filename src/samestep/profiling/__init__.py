@@ -3,8 +3,6 @@
 In the order of reading:
 
 - `clock`: divides the time of a rank's own thread among the phases of a step and the waits in them.
-- `waits`: tells the clock when that thread waits for messages, and when a collective runs beside it.
-- `profiler`: runs clock and `torch.profiler` over the steps that are asked for.
+- `profiler`: runs clock and `torch.profiler` over the steps that are asked for; a file a rank for Perfetto.
 - `breakdown`: from what a clock noted to categories that add up to the step, and the rank that holds the others up.
-- `trace`: one file a rank for chrome://tracing or Perfetto.
 """

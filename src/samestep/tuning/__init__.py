@@ -1,7 +1,6 @@
 """`samestep tune`: which settings of `run:` make a job's step shorter on the machine at hand, by trying.
 
 - `settings`: what can be tried, and with which values.
-- `rows`: what was tried and what it was worth.
 - `tune`: tries one setting after another, each value in processes of its own, and keeps the best.
-- `table`: the rows in the terminal, and the `run:` section to paste.
+- `results`: what was tried and what it was worth, as a table and as the `run:` section to paste.
 """

@@ -1,7 +1,8 @@
 """Methods that send less than plain data parallelism: one file and one line here each.
 
 Read `base` first: what a method is given, when it is called, what it leaves in a checkpoint. `wire` holds the
-collectives, which count what they send. `engines/less_communication.py` calls the methods in a training's step.
+collectives, which count what they send; `few_bits` and `one_bit` send numbers in fewer bits, and `adam_state` reads
+and writes AdamW's state for methods that take its step. `engines/less_communication.py` calls the methods.
 """
 
 METHODS = {
