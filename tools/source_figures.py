@@ -40,8 +40,8 @@ WORDS = {
 HEADS = {"en": ("", "before", "today"), "zh": ("", "以前", "现在")}
 _BLANK = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
 
-# Prints samestep's files on the stack of the last backward, from the outermost. Earlier ones are those of checks, and of
-# the step whose memory and messages are measured.
+# Prints samestep's files on the stack of the last backward, from the outermost. Earlier ones are those of checks, and
+# of the step whose memory and messages are measured.
 _TRACE = """
 import json, os, sys, torch, samestep
 found, own = [], torch.Tensor.backward

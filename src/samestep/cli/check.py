@@ -39,10 +39,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(found: "Checked") -> None:
     """The parts of the contract, then the layouts that the model can have, and why it can't have the others."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False, emoji=False)
+    from samestep.display.console import plain_console
+
+    console = plain_console()
     table = Table(title=f"the contract of {found.job}")
     table.add_column("part", no_wrap=True)
     table.add_column("", no_wrap=True)

@@ -10,14 +10,14 @@ from samestep.comm.demo import Demonstration
 from samestep.comm_bench.request import size_in_words
 from samestep.comm_bench.results import Check, Limits, Report
 from samestep.comm_bench.support import Support
+from samestep.display.console import plain_console
 
 _WIDTH = 132  # characters, where the output is no terminal
 
 
 def console() -> Console:
     """Standard output, as wide as the tables where it is a file or a pipe."""
-    found = Console(markup=False, emoji=False)
-    return found if found.is_terminal else Console(markup=False, emoji=False, width=_WIDTH)
+    return plain_console(width=_WIDTH)
 
 
 def print_report(report: Report, out: Console | None = None) -> None:

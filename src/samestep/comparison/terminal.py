@@ -5,12 +5,11 @@ from rich.table import Table
 
 from samestep.comparison.methods import SINGLE_CORE
 from samestep.comparison.results import Comparison, Row
-
-WIDTH = 120  # characters that the tables fit into
+from samestep.display.console import WIDTH, plain_console
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
-    console = console or _console()
+    console = console or plain_console(width=WIDTH)
     console.print(_times(found))
     console.print(_costs(found))
     for row in found.rows:
@@ -19,12 +18,6 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     apart = [row.method.name for row in found.rows if not row.passed]
     if apart:
         console.print(f"NOT the same step as one process: {', '.join(apart)}")
-
-
-def _console() -> Console:
-    """Standard output, as wide as the tables where it is a file or a pipe."""
-    console = Console(markup=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, emoji=False, width=WIDTH)
 
 
 def _times(found: Comparison) -> Table:

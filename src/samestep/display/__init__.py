@@ -2,5 +2,5 @@
 
 `tables` (a training's result, a proof), `profile`, `checkpoints`, `hosts`; `layout` finds who holds what, which it
 shows as a table and `layout_svg` as a picture; `plan` and `plan_page` show plans; `schedule_svg` draws a pipeline's
-schedule with the shapes of `svg`, and `curves_svg` curves over axes.
+schedule with the shapes of `svg`, and `curves_svg` curves over axes. `console` is where tables are printed to.
 """

@@ -12,12 +12,13 @@ from samestep.checkpoint.folder import Found, best_of
 from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, Listed
 from samestep.convert.convert import Converted
 from samestep.convert.inspect import Contents
+from samestep.display.console import plain_console
 from samestep.errors import UserError
 
 
 def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, console: Console | None = None) -> None:
     """A line a checkpoint; the one with the best value of a metric is marked. Raises UserError where none has it."""
-    console = console or _console()
+    console = console or plain_console(highlight=False)
     marked = None if best is None else best_in(found, best, lowest=lowest)
     table = Table(title=str(found[0].path.parent), box=None, padding=(0, 2, 0, 0))
     for title in ("step", "epoch", "saved at", "layout", "ranks", "size"):
@@ -65,7 +66,7 @@ def best_in(found: Sequence[Listed], metric: str, *, lowest: bool) -> Listed:
 
 def print_contents(contents: Contents, console: Console | None = None) -> None:
     """What a checkpoint says of itself, every tensor of its model, and bytes of the rest by kind."""
-    console = console or _console()
+    console = console or plain_console(highlight=False)
     console.print(f"{contents.path} ({contents.format})", soft_wrap=True)
     if contents.info is not None:
         _print_info(contents, console)
@@ -113,21 +114,16 @@ def _print_info(contents: Contents, console: Console) -> None:
 
 def print_verified(faults: Mapping[Path, str | None], console: Console | None = None) -> None:
     """A line a checkpoint: whole, or what is wrong with it."""
-    console = console or _console()
+    console = console or plain_console(highlight=False)
     for path, fault in faults.items():
         console.print(f"{path}: {'whole' if fault is None else f'DAMAGED: {fault}'}", soft_wrap=True)
 
 
 def print_converted(converted: Converted, console: Console | None = None) -> None:
-    console = console or _console()
+    console = console or plain_console(highlight=False)
     size = decimal(converted.bytes)
     console.print(
         f"{converted.target}: {converted.to_format}, {converted.tensors:,} tensors, {size}, "
         f"from {converted.from_format} in {converted.source}",
         soft_wrap=True,
     )
-
-
-def _console() -> Console:
-    """Standard output, with names as they are: a tensor called "[red]" is no colour."""
-    return Console(markup=False, emoji=False, highlight=False)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from samestep.display.console import plain_console
 from samestep.display.layout import holdings
 from samestep.errors import LayoutError
 from samestep.launch.cluster import Cluster
@@ -149,7 +150,7 @@ _SLOTS: dict[Slots, str] = {"accelerators": "accelerators", "cores": "cores", "l
 
 
 def print_hosts(shown: HostsShown, console: Console | None = None) -> None:
-    console = console or Console(markup=False, emoji=False, highlight=False)
+    console = console or plain_console(highlight=False)
     console.print(_read(shown.found))
     console.print(_hosts(shown.found))
     console.print(_ranks(shown))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samestep.data.order import bounds
+from samestep.display.console import plain_console
 from samestep.errors import LayoutError, UserError
 from samestep.layout import MESH_DIMENSIONS, Layout
 
@@ -235,7 +236,7 @@ _EXCHANGES = {
 
 
 def print_holdings(shown: Holdings, console: Console | None = None) -> None:
-    console = console or Console(markup=False, emoji=False)
+    console = console or plain_console()
     console.print(_ranks(shown))
     if shown.groups:
         console.print(_talks(shown))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from samestep.display.console import plain_console
 from samestep.planning.accuracy import CrossValidation, GroupErrors
 from samestep.planning.price import Price, cost_of
 from samestep.planning.search import Candidate, Lever, Plan, why_slower
@@ -12,7 +13,7 @@ from samestep.planning.search import Candidate, Lever, Plan, why_slower
 
 def print_plan(plan: Plan, price: Price | None, console: Console | None = None) -> None:
     """The fastest layouts, what bounds each, and why it is slower than the best."""
-    console = console or _console()
+    console = console or plain_console()
     job, cluster = plan.job, plan.cluster
     table = Table(
         title=f"{job.model.name} on {cluster.devices} x {cluster.device.name}: {job.global_batch:,} samples of "
@@ -73,14 +74,14 @@ def print_minimum(model: str, device: str, levers: Sequence[Lever], console: Con
         else:
             host = f"{lever.host_bytes / 1e9:.0f}" if lever.host_bytes else ""
             table.add_row(lever.name, f"{lever.devices:,}", str(lever.layout), f"{lever.peak_bytes / 1e9:.1f}", host)
-    (console or _console()).print(table)
+    (console or plain_console()).print(table)
 
 
 def print_errors(
     groups: Sequence[GroupErrors], validations: Sequence[CrossValidation], console: Console | None = None
 ) -> None:
     """Errors against published steps, and those of models that took no part in setting efficiencies."""
-    console = console or _console()
+    console = console or plain_console()
     table = Table(title="predicted beside published step times")
     table.add_column("rows of")
     for title in ("rows", "mean error", "bias", "largest", "tau, mean", "tau, least"):
@@ -108,7 +109,3 @@ def print_errors(
             f"{each.shipped_error:.2%}",
         )  # fmt: skip
     console.print(table)
-
-
-def _console() -> Console:
-    return Console(markup=False, emoji=False)

@@ -3,15 +3,15 @@
 from rich.console import Console
 from rich.table import Table
 
+from samestep.display.console import WIDTH, plain_console
 from samestep.profiling.breakdown import CATEGORIES, Profile
 
-_WIDTH = 120  # characters, where the output is a file or a pipe
 _MOST_RANKS = 16
 
 
 def print_profile(profile: Profile, console: Console | None = None) -> None:
     """A row for each rank, then the rank that holds the others up, and where the traces are."""
-    console = console or _console()
+    console = console or plain_console(width=WIDTH)
     first, last = profile.steps[0], profile.steps[-1]
     table = Table(
         title=f"{profile.layout}: where a step's time goes, ms and share, mean of steps {first} to {last}",
@@ -40,9 +40,3 @@ def print_profile(profile: Profile, console: Console | None = None) -> None:
 
 
 _KINDS = {"busy": "where it works", "idle": "where it is idle"}
-
-
-def _console() -> Console:
-    """Standard output, as wide as the table where it is a file or a pipe."""
-    console = Console(markup=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, emoji=False, width=_WIDTH)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from samestep.bits import BitsRow
 from samestep.comm.traffic import KINDS
+from samestep.display.console import plain_console
 from samestep.fault_tolerance.pace import lagging
 from samestep.matrix import Row
 from samestep.proof import Proof
@@ -30,7 +31,7 @@ _SPEEDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 def print_result(result: TrainResult, console: Console | None = None) -> None:
     """The classification report where there are classes, then every single number."""
-    console = console or _console()
+    console = console or plain_console()
     further = {
         "steps": f"{result.steps:,}",
         "final loss": f"{result.losses[-1]:.4f}",
@@ -50,7 +51,7 @@ def print_metrics(
     metrics: Mapping[str, Any], console: Console | None = None, further: Mapping[str, str] | None = None
 ) -> None:
     """The classification report where there are classes, then every single number, and what else there is to say."""
-    console = console or _console()
+    console = console or plain_console()
     per_class = {name: value for name, value in metrics.items() if _is_per_class(value)}
     if per_class:
         console.print(_class_table(per_class))
@@ -73,7 +74,7 @@ def print_usage(
     """
     if not ranks:
         return
-    console = console or _console()
+    console = console or plain_console()
     rows = [{**usage.to_json(), **usage.sent} for usage in ranks]
     few = len(ranks) <= _MOST_RANKS
     table = Table(title="bytes of a rank in one step")
@@ -99,7 +100,7 @@ def print_slow_ranks(seconds: Sequence[float], console: Console | None = None) -
     for rank, each in enumerate(seconds):
         if rank in slow or len(seconds) <= _MOST_RANKS:
             table.add_row(str(rank), f"{each:.4f}", "slow" if rank in slow else "")
-    (console or _console()).print(table)
+    (console or plain_console()).print(table)
 
 
 # What a rank holds, and what that is called in a table.
@@ -126,7 +127,7 @@ def bytes_shown(count: float) -> str:
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:
     """The largest differences, and the verdict."""
-    console = console or _console()
+    console = console or plain_console()
     table = Table(title=f"{proof.layout} beside one process, {proof.steps} steps in {proof.dtype}")
     table.add_column("largest relative difference of")
     table.add_column("", justify="right")
@@ -143,7 +144,7 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
 
 def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
     """A line for every job and layout: the largest differences, or why the layout was refused."""
-    console = console or _console()
+    console = console or plain_console()
     table = Table(title="largest relative difference from one process, in float64")
     table.add_column("job", overflow="fold")
     table.add_column("layout", overflow="fold")
@@ -167,7 +168,7 @@ def print_matrix(rows: Sequence[Row], console: Console | None = None) -> None:
 
 def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:
     """A line for every layout: what has other bits than one process, and how long ordered and fast steps take."""
-    console = console or _console()
+    console = console or plain_console()
     table = Table(title="bits beside one process, run.reduction: ordered")
     table.add_column("layout", overflow="fold")
     for name in ("", "ordered s", "fast s", "ordered / fast"):
@@ -193,18 +194,13 @@ def print_bits(rows: Sequence[BitsRow], console: Console | None = None) -> None:
 _DIFFERENCES = ("loss", "grad_norm", "parameters", "metrics")
 
 
-def _console() -> Console:
-    """Standard output, with names as the user wrote them: a class called "[red]" is no colour."""
-    return Console(markup=False, emoji=False)
-
-
 def _is_per_class(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(number, (int, float)) for number in value.values())
 
 
 def print_rehearsals(ranks: "Sequence[Rehearsal]", console: Console | None = None) -> None:
     """What the ranks held and sent, then the messages of the rank that sends most, by kind and axis."""
-    console = console or Console(markup=False, emoji=False)
+    console = console or plain_console()
     print_usage([each.usage for each in ranks], console, numbers=[each.rank for each in ranks])
     most = max(ranks, key=lambda each: each.usage.sent_in_all)
     if not most.collectives:

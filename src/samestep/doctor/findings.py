@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from samestep.display.console import plain_console
 from samestep.errors import UserError
 
 SSH_PORT = 22
@@ -123,7 +124,7 @@ _STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "problem": "b
 
 def print_findings(findings: Sequence[Finding], title: str, console: Console | None = None) -> None:
     """A line each, the remedy below what was found; then which collectives work, and the sum."""
-    console = console or Console(markup=False, emoji=False)
+    console = console or plain_console()
     table = Table(title=title)
     table.add_column("", no_wrap=True)
     table.add_column("looked at", overflow="fold")

@@ -6,11 +6,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from samestep import environment, subprocess_group
 from samestep.api import check_job, layout_of
+from samestep.display.console import WIDTH, plain_console
 from samestep.drill.drill import Drill, Row, Runs, row_of
 from samestep.drill.faults import DRILLS
 from samestep.drill.soak import Soaked
@@ -114,13 +114,8 @@ def _of(job: Job, steps: int) -> Job:
     )
 
 
-_WIDTH = 120  # characters, where the output is no terminal
-
-
 def print_drill(drilled: Drilled) -> None:
-    console = Console(markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(markup=False, emoji=False, width=_WIDTH)
+    console = plain_console(width=WIDTH)
     table = Table(title=f"{drilled.layout}, {drilled.steps} steps, a fault in step {drilled.fault_step}")
     table.add_column("fault", no_wrap=True)
     table.add_column("what happened", overflow="fold")
@@ -146,7 +141,7 @@ def print_drill(drilled: Drilled) -> None:
 
 
 def print_soak(soaked: Soaked) -> None:
-    console = Console(markup=False, emoji=False)
+    console = plain_console()
     table = Table(
         title=f"{soaked.layout}, {soaked.steps:,} steps under faults, seed {soaked.seed}", show_header=False
     )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from samestep.display.console import plain_console
 from samestep.display.tables import bytes_shown
 from samestep.job_plan.measure import Measured
 from samestep.job_plan.plan import JobPlan
@@ -12,7 +13,7 @@ from samestep.job_plan.plan import JobPlan
 
 def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> None:
     """The fastest layouts with where their step goes, and how many could not be had."""
-    console = console or _console()
+    console = console or plain_console()
     machine = plan.machine
     table = Table(title=f"layouts on {machine.name}, {machine.devices:,} {_unit(plan)}: predicted")
     for title in ("layout", "bound by"):
@@ -42,7 +43,7 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
 
 def print_measured(rows: Sequence[Measured], console: Console | None = None) -> None:
     """Predicted beside measured."""
-    console = console or _console()
+    console = console or plain_console()
     table = Table(title="predicted, and then measured")
     table.add_column("layout", no_wrap=True)
     for title in ("predicted, s", "measured, s", "error", "memory predicted", "memory measured"):
@@ -67,7 +68,3 @@ def print_measured(rows: Sequence[Measured], console: Console | None = None) -> 
 
 def _unit(plan: JobPlan) -> str:
     return "devices" if plan.machine.cluster is not None else "processes"
-
-
-def _console() -> Console:
-    return Console(markup=False, emoji=False)

@@ -5,18 +5,15 @@ import math
 from rich.console import Console
 from rich.table import Table
 
+from samestep.display.console import WIDTH, plain_console
 from samestep.script_proof.compare import Verdict
 from samestep.script_proof.kinds import Finding
-
-_WIDTH = 120  # characters, where the output is no terminal
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     """The largest differences beside the noise, and what the first one that is none looks like."""
     if console is None:
-        console = Console(markup=False, emoji=False)
-        if not console.is_terminal:
-            console = Console(markup=False, emoji=False, width=_WIDTH)
+        console = plain_console(width=WIDTH)
     steps = f"{verdict.steps} step{'s' if verdict.steps != 1 else ''}"
     table = Table(title=f"{verdict.processes} processes beside one, {steps}")
     table.add_column("largest relative difference of")

@@ -9,6 +9,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from samestep.display.console import WIDTH, plain_console
 from samestep.job import Job
 from samestep.jobfile import plain
 
@@ -97,12 +98,9 @@ class Tuned:
         }
 
 
-_WIDTH = 120  # characters, where the output is a file or a pipe
-
-
 def print_tuned(found: Tuned, console: Console | None = None) -> None:
     """A row for each value, the gain of all that were kept, and the section to paste."""
-    console = console or _console()
+    console = console or plain_console(width=WIDTH)
     repeats = len(found.at_first.repeats)
     table = Table(title=f"{found.job.run.layout}: ms of a step, medians of {repeats}, beside the best so far")
     for title in ("setting", "value"):
@@ -136,9 +134,3 @@ def _numbers(row: Row) -> list[str]:
         return [""] * 4
     before = f"{row.before.seconds * 1e3:.1f}"
     return [f"{row.timing.seconds * 1e3:.1f}", before, f"{row.worth:.2f}", f"{row.noise:.0%}"]
-
-
-def _console() -> Console:
-    """Standard output, as wide as the table where it is a file or a pipe."""
-    console = Console(markup=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, emoji=False, width=_WIDTH)
