@@ -35,7 +35,6 @@ from samestep.tasks.turns import StepTurns, Turn, check_parameters, turns_of
 from samestep.training import result as results
 from samestep.training import usage as usages
 from samestep.training.adapters import put_adapters
-from samestep.training.alike import check_alike
 from samestep.training.built_model import check_memory, check_model, materialize
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
@@ -44,6 +43,7 @@ from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.metrics_log import Bar, Records, Tally
 from samestep.training.optimizer import OptimizerPlan, make_schedule, optimizer_of_turns
 from samestep.training.result import TrainResult
+from samestep.training.same_task import check_same_task
 from samestep.training.session import Session
 from samestep.training.usage import Usage, speeds
 
@@ -102,7 +102,7 @@ class Training:
         # First, since a task may find out about its model here, which has no values while it is recorded.
         example = example_of(task, self.samples, self.turns)
         built = self._build(recorded=self.session.engine.can_fill(layout))
-        check_alike(self.samples, built.model)
+        check_same_task(self.samples, built.model)
         check_parameters(self.turns, built.model)
         if not recipe.dropout:
             switch_off(built.model)

@@ -15,7 +15,7 @@ from samestep.tasks.base import Samples
 _ELEMENTS = 4096  # of a tensor that are looked at
 
 
-def check_alike(samples: Samples, model: nn.Module) -> None:
+def check_same_task(samples: Samples, model: nn.Module) -> None:
     """Raise UserError, on every rank, where one has other samples or other initial weights than rank 0.
 
     The first sample and the last are compared, and those parameters and buffers that a rank holds whole. What is
