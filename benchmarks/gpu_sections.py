@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import samestep
 from samestep import api, jobfile
 from samestep.doctor.examine import examine
-from samestep.doctor.findings import Asked
+from samestep.doctor.findings import ExaminationRequest
 from samestep.engines.precision import float32_products
 from samestep.handwritten.loop import Loop
 from samestep.job import Checkpointing, Job, Run
@@ -105,7 +105,7 @@ def _timed(job: Job, *, compiled_loop: bool = False) -> Timed:
 def doctor(_: str) -> Section:
     """What the machine has, and what `samestep doctor` says of it."""
     section = Section(titles=("check", "verdict", "what"))
-    for finding in examine(Asked(), limit=60):
+    for finding in examine(ExaminationRequest(), limit=60):
         section.rows.append([finding.subject, finding.verdict, finding.text])
     return section
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from samestep.comm import collectives, correctness, support, transports
 from samestep.comm.collectives import Buffers
 from samestep.comm_bench import run
-from samestep.comm_bench.request import Asked
+from samestep.comm_bench.request import CommRequest
 from samestep.comm_bench.results import Report
 from samestep.comm_bench.support import try_rank
 from samestep.launch import local
@@ -43,7 +43,7 @@ def _slow_group(place: transports.Place) -> dist.ProcessGroup:
 _SLOW: set[int] = set()
 
 
-def measure_two(asked: Asked) -> Report | None:
+def measure_two(asked: CommRequest) -> Report | None:
     """Measure gloo beside the slower one."""
     table: Any = collectives.COLLECTIVES
     known = table["all-reduce"]
@@ -58,7 +58,7 @@ def measure_two(asked: Asked) -> Report | None:
         return run._measure_rank(asked)
 
 
-def measure_wrong(asked: Asked) -> Report | None:
+def measure_wrong(asked: CommRequest) -> Report | None:
     """Measure a broadcast of which the last rank gets something else."""
     table: Any = collectives.COLLECTIVES
     known = table["broadcast"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from samestep.errors import UserError
-from samestep.launch.environments.base import Found, Given, OwnHost
+from samestep.launch.environments.base import FoundCluster, OwnHost, PlaceInputs
 from samestep.launch.environments.registry import find
 
 
@@ -29,15 +29,17 @@ class Here(OwnHost):
         return self._parts[2]
 
 
-def at(environ: Mapping[str, str], place: str | None = None, host: OwnHost | None = None, **given: Any) -> Found:
-    return find(Given(environ=environ, host=host or Here(), **given), place)
+def at(
+    environ: Mapping[str, str], place: str | None = None, host: OwnHost | None = None, **given: Any
+) -> FoundCluster:
+    return find(PlaceInputs(environ=environ, host=host or Here(), **given), place)
 
 
-def slots(found: Found) -> dict[str, int]:
+def slots(found: FoundCluster) -> dict[str, int]:
     return {host.name: host.slots for host in found.cluster.hosts}
 
 
-def read(found: Found) -> dict[str, str]:
+def read(found: FoundCluster) -> dict[str, str]:
     return {each.source: each.value for each in found.read}
 
 

@@ -21,7 +21,7 @@ from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.correctness import attempt, difference, known_values
 from samestep.comm_bench import request, support
 from samestep.comm_bench.plot import write_plot
-from samestep.comm_bench.request import Asked
+from samestep.comm_bench.request import CommRequest
 from samestep.comm_bench.results import Limits, Report
 from samestep.comm_bench.table import console, dtype_in_short, print_report, seconds_in_words
 from samestep.launch import local
@@ -234,7 +234,7 @@ def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_transports_are_measured_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = Asked(collectives=("all-reduce",), sizes=(KB, 4 * KB), device="cpu", seconds=0.05)
+    wanted = CommRequest(collectives=("all-reduce",), sizes=(KB, 4 * KB), device="cpu", seconds=0.05)
     report = local.start(comm_ranks.measure_two, (wanted,), 2)
     timed = [(row.bytes, row.transport) for row in report.rows]
     assert timed == [(size, transport) for size in (KB, 4 * KB) for transport in (*TRANSPORTS, "slow")]
@@ -249,7 +249,7 @@ def test_transports_are_measured_side_by_side(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_wrong_result_on_one_rank_is_named_and_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = Asked(collectives=("broadcast", "barrier"), sizes=(KB,), device="cpu", seconds=0.01)
+    wanted = CommRequest(collectives=("broadcast", "barrier"), sizes=(KB,), device="cpu", seconds=0.01)
     report = local.start(comm_ranks.measure_wrong, (wanted,), 2)
     assert not report.passed
     assert [(row.collective, row.transport) for row in report.rows] == [("barrier", each) for each in TRANSPORTS]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from samestep.launch import controller
-from samestep.launch.controller import AgentMessage, Controller, Ended, Event
+from samestep.launch.controller import AgentEnded, AgentMessage, Controller, Event
 from samestep.launch.failure import Failure, Outcome
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.starter import AgentCommand
@@ -61,7 +61,7 @@ class Reached:
         self._events.put(AgentMessage(link=self, values={"host": host, **values}))  # pyright: ignore[reportArgumentType]
 
     def _end(self) -> None:
-        self._events.put(Ended(link=self))  # pyright: ignore[reportArgumentType]
+        self._events.put(AgentEnded(link=self))  # pyright: ignore[reportArgumentType]
 
     def work_ends(self, outcome: Outcome = DONE) -> None:
         for host in self._works:

@@ -11,7 +11,7 @@ from small_tasks import Points
 
 import samestep
 from samestep.engines.deepspeed import config as configuration
-from samestep.engines.deepspeed.config import Asked
+from samestep.engines.deepspeed.config import JobValues
 from samestep.engines.registry import resolve
 from samestep.job import Job, Run
 from samestep.jobfile import load
@@ -66,7 +66,7 @@ def test_values_left_auto_are_the_jobs(tmp_path: Path) -> None:
     mine = samestep.AdamW(lr=0.5, weight_decay=0.3)
     job, layout = settled(tmp_path, "zero1x2", config=config, clip=0.2, optimizer=mine, micro_batch=8)
     assert (str(layout), job.recipe.optimizer, job.recipe.clip) == ("zero1x2", mine, 0.2)
-    asked = Asked(ranks=2, stage=1, batch=32, micro_batch=8, clip=0.2, precision="bf16")
+    asked = JobValues(ranks=2, stage=1, batch=32, micro_batch=8, clip=0.2, precision="bf16")
     done = configuration.completed(config, asked, on_cpu=True)
     assert done["zero_optimization"] == {"stage": 1}
     assert done["gradient_clipping"] == 0.2

@@ -18,7 +18,7 @@ from findings import GIB, by_subject, only
 
 from samestep.cli.main import main
 from samestep.doctor import collectives, examine, machine
-from samestep.doctor.findings import Asked, Finding, ok
+from samestep.doctor.findings import ExaminationRequest, Finding, ok
 from samestep.launch.world import join
 
 TESTS = Path(__file__).parent
@@ -105,19 +105,19 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_check_that_hangs_or_raises_is_named_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
-    def hangs(asked: Asked) -> Iterator[Finding]:
+    def hangs(asked: ExaminationRequest) -> Iterator[Finding]:
         yield ok("before", "this was found")
         over.wait()
 
-    def raises(asked: Asked) -> Iterator[Finding]:
+    def raises(asked: ExaminationRequest) -> Iterator[Finding]:
         raise ValueError("planted")
 
-    def works(asked: Asked) -> Iterator[Finding]:
+    def works(asked: ExaminationRequest) -> Iterator[Finding]:
         yield ok("works", "well")
 
     began = time.monotonic()
     monkeypatch.setattr(examine, "CHECKS", {"hangs": hangs, "raises": raises, "works": works})
-    found = list(examine.examine(Asked(), limit=0.5))
+    found = list(examine.examine(ExaminationRequest(), limit=0.5))
     over.set()
     assert time.monotonic() - began < 5
     assert [(each.subject, each.verdict) for each in found] == [

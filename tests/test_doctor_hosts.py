@@ -9,7 +9,7 @@ import pytest
 from findings import only
 
 from samestep.doctor import findings, network
-from samestep.doctor.findings import Asked, Host
+from samestep.doctor.findings import ExaminationRequest, Host
 
 
 def test_hosts_are_read_from_a_list_and_from_a_file(tmp_path: Path) -> None:
@@ -29,19 +29,19 @@ def test_hosts_are_read_from_a_list_and_from_a_file(tmp_path: Path) -> None:
 def test_a_port_is_free_or_its_holder_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.getsockname()[1]
-        found = only(network.port(Asked(port=number)))
+        found = only(network.port(ExaminationRequest(port=number)))
         assert found.verdict == "problem"
         name = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
         user = pwd.getpwuid(os.getuid()).pw_name
         assert found.values["held_by"] == [{"pid": os.getpid(), "name": name, "user": user}]
         assert f"{name} (process {os.getpid()} of {user})" in found.text
-    assert only(network.port(Asked(port=number))).verdict == "ok"
+    assert only(network.port(ExaminationRequest(port=number))).verdict == "ok"
 
 
 def test_the_loopback_works_and_is_a_problem_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(network.loopback(Asked())).verdict == "ok"
+    assert only(network.loopback(ExaminationRequest())).verdict == "ok"
     monkeypatch.setattr(network, "LOOPBACK", "203.0.113.1")  # a documentation address, which no host has
-    assert only(network.loopback(Asked())).verdict == "problem"
+    assert only(network.loopback(ExaminationRequest())).verdict == "problem"
 
 
 def test_a_host_is_reached_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +101,14 @@ def test_the_own_name_leads_to_this_host(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], alone: str, with_others: str
 ) -> None:
     monkeypatch.setattr(network, "_addresses", lambda name: addresses)
-    assert only(network.own_name(Asked())).verdict == alone
-    assert only(network.own_name(Asked(hosts=(Host(name="b"),)))).verdict == with_others
+    assert only(network.own_name(ExaminationRequest())).verdict == alone
+    assert only(network.own_name(ExaminationRequest(hosts=(Host(name="b"),)))).verdict == with_others
 
 
 def test_a_chosen_interface_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-0")
-    found = only(network.own_name(Asked()))
+    found = only(network.own_name(ExaminationRequest()))
     assert found.verdict == "problem"
     assert "no-such-0" in found.text
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", socket.if_nameindex()[0][1])
-    assert only(network.own_name(Asked(hosts=(Host(name="b"),)))).verdict == "ok"
+    assert only(network.own_name(ExaminationRequest(hosts=(Host(name="b"),)))).verdict == "ok"

@@ -9,7 +9,7 @@ import torch
 from findings import GIB, only
 
 from samestep.doctor import machine
-from samestep.doctor.findings import Asked
+from samestep.doctor.findings import ExaminationRequest
 
 pytestmark = pytest.mark.quick
 
@@ -36,18 +36,18 @@ def test_the_quota_of_a_cgroup_is_read(tmp_path: Path, files: dict[str, str], qu
 
 def test_a_quota_below_the_cores_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu_quota", lambda groups: 0.5)
-    found = only(machine.cores(Asked()))
+    found = only(machine.cores(ExaminationRequest()))
     assert found.verdict == "warning"
     assert "--threads 1" in (found.remedy or "")
 
 
 def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "9999")
-    assert only(machine.threads(Asked())).verdict == "warning"
+    assert only(machine.threads(ExaminationRequest())).verdict == "warning"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert only(machine.threads(Asked())).verdict == "ok"
+    assert only(machine.threads(ExaminationRequest())).verdict == "ok"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert only(machine.threads(Asked())).verdict == "ok"
+    assert only(machine.threads(ExaminationRequest())).verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch) 
 def test_little_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch, total: int, free: int, verdict: str) -> None:
     monkeypatch.setattr(machine, "SHARED", Path("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(total, total - free, free))
-    found = only(machine.shared_memory(Asked()))
+    found = only(machine.shared_memory(ExaminationRequest()))
     assert found.verdict == verdict
     assert verdict == "ok" or "--shm-size" in (found.remedy or "")
 
 
 def test_swapped_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "meminfo", lambda: {"SwapTotal": 4 * GIB, "SwapFree": GIB})
-    found = only(machine.swap(Asked()))
+    found = only(machine.swap(ExaminationRequest()))
     assert found.verdict == "warning"
     assert found.values["used_bytes"] == 3 * GIB
 
@@ -73,23 +73,23 @@ def test_swapped_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("soft", "verdict"), [(100, "problem"), (1024, "warning"), (65536, "ok"), (-1, "ok")])
 def test_a_low_limit_of_open_files_is_found(monkeypatch: pytest.MonkeyPatch, soft: int, verdict: str) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (soft, 65536))
-    assert only(machine.open_files(Asked())).verdict == verdict
+    assert only(machine.open_files(ExaminationRequest())).verdict == verdict
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(2**20, "problem"), (GIB, "warning"), (100 * GIB, "ok")])
 def test_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, verdict: str) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(100 * GIB, 0, free))
-    runs, temporary = machine.disks(Asked(folder=tmp_path / "not" / "yet"))
+    runs, temporary = machine.disks(ExaminationRequest(folder=tmp_path / "not" / "yet"))
     assert (runs.verdict, temporary.verdict) == (verdict, verdict)
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    runs, _ = machine.disks(Asked(folder=tmp_path / "file" / "runs"))
+    runs, _ = machine.disks(ExaminationRequest(folder=tmp_path / "file" / "runs"))
     assert runs.verdict == "problem"
     assert f"{tmp_path / 'file'} is a file" in runs.text
     if Path("/proc/sys").is_dir():  # where nobody can make a file, root neither
-        runs, _ = machine.disks(Asked(folder=Path("/proc/sys/runs")))
+        runs, _ = machine.disks(ExaminationRequest(folder=Path("/proc/sys/runs")))
         assert runs.verdict == "problem"
 
 
@@ -103,7 +103,7 @@ def test_missing_and_old_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         'no-such-tool; extra == "dev"',
     ]
     monkeypatch.setattr(machine, "requires", lambda name: wanted)
-    found = list(machine.packages(Asked()))
+    found = list(machine.packages(ExaminationRequest()))
     assert [(each.subject, each.verdict) for each in found] == [
         ("packages", "problem"),
         ("extra old", "warning"),
@@ -116,7 +116,7 @@ def test_missing_and_old_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_engine_without_its_package_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    of = {each.subject: each for each in machine.engines(Asked())}
+    of = {each.subject: each for each in machine.engines(ExaminationRequest())}
     assert of["engine native"].text == "can be used"
     assert of["engine deepspeed"].text == "deepspeed not installed"
     assert "pip install 'samestep[deepspeed]'" in (of["engine deepspeed"].remedy or "")

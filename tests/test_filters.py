@@ -7,19 +7,19 @@ import pytest
 from samestep import environment
 from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Slots
+from samestep.launch.environments.base import FoundCluster, Slots
 from samestep.launch.filters import Filters, apply
 
 pytestmark = pytest.mark.quick
 
 
-def found(*slots: int, this: int | None = None, slots_from: Slots = "listed") -> Found:
+def found(*slots: int, this: int | None = None, slots_from: Slots = "listed") -> FoundCluster:
     """Hosts worker-1, worker-2 and so on, with these slots."""
     hosts = tuple(Host(name=f"worker-{index}", slots=count) for index, count in enumerate(slots, start=1))
-    return Found(cluster=Cluster(place="hostfile", hosts=hosts, this=this), slots_from=slots_from)
+    return FoundCluster(cluster=Cluster(place="hostfile", hosts=hosts, this=this), slots_from=slots_from)
 
 
-def left(of: Found, filters: Filters, environ: dict[str, str] | None = None) -> dict[str, list[int]]:
+def left(of: FoundCluster, filters: Filters, environ: dict[str, str] | None = None) -> dict[str, list[int]]:
     """The slots of each host that is left."""
     hosts = apply(of, filters, environ or {}).cluster.hosts
     for host in hosts:
@@ -58,7 +58,7 @@ def test_localhost_is_this_machine_whatever_it_is_called() -> None:
 
 def test_an_address_with_colons_stands_in_brackets() -> None:
     hosts = (Host(name="fd00::7", slots=4), Host(name="10.0.0.8", slots=2))
-    of = Found(cluster=Cluster(place="hostfile", hosts=hosts))
+    of = FoundCluster(cluster=Cluster(place="hostfile", hosts=hosts))
     assert left(of, Filters(include="[fd00::7]:1,2@10.0.0.8:1")) == {"fd00::7": [1, 2], "10.0.0.8": [1]}
     assert left(of, Filters(exclude="fd00::7")) == {"10.0.0.8": [0, 1]}
 
@@ -133,5 +133,5 @@ def test_a_hostfile_and_filters_together(tmp_path: Path, text: str) -> None:
 
     (tmp_path / "hosts").write_text(text, encoding="utf-8")
     hosts, _ = read_hostfile(tmp_path / "hosts")
-    of = Found(cluster=Cluster(place="hostfile", hosts=hosts))
+    of = FoundCluster(cluster=Cluster(place="hostfile", hosts=hosts))
     assert left(of, Filters(include="worker-2:0,1")) == {"worker-2": [0, 1]}

@@ -12,7 +12,7 @@ from samestep.fault_tolerance import job_info, watchdog
 from samestep.fault_tolerance.job_info import JobInfo
 from samestep.fault_tolerance.status import RankStatus
 from samestep.launch.rendezvous import HostRound, Member
-from samestep.launch.rounds import Ended, NodeRounds
+from samestep.launch.rounds import NodeRounds, RanksEnded
 
 pytestmark = pytest.mark.quick
 
@@ -70,7 +70,7 @@ def rounds(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     rounds.begin([0])
     say(tmp_path / "agent" / "round-0", run, steps=[0, 1, 2], begins=3)
     rounds.look()
-    rounds.end(Ended(rank=0, reason="it was ended by SIGKILL", at=0.0))
+    rounds.end(RanksEnded(rank=0, reason="it was ended by SIGKILL", at=0.0))
     host.meet(1)
     rounds.begin([0])
     yield rounds
@@ -110,6 +110,6 @@ def test_a_fault_is_written_down_though_the_steps_after_it_were_done_before_the_
 def test_a_fault_is_written_down_though_the_next_round_ends_before_its_ranks_say_anything(
     run: Path, rounds: NodeRounds
 ) -> None:
-    rounds.end(Ended(rank=0, reason="it raised", at=1.0))
+    rounds.end(RanksEnded(rank=0, reason="it raised", at=1.0))
     (fault,) = faults_in(run)
     assert (fault["step"], fault["goes_on_at"]) == (3, None)

@@ -11,7 +11,7 @@ from on_hosts import SAME, VARIABLES, follow, needs_hosts, proved, python, recor
 from small_jobs import job_file, losses_alone, losses_in, steps_in
 from testbed import Cable, Testbed
 
-from samestep.launch.environments.base import Given
+from samestep.launch.environments.base import PlaceInputs
 from samestep.launch.environments.open_mpi import OpenMpi
 from samestep.launch.network import interface_of, loopback_interface
 
@@ -237,7 +237,7 @@ def test_agents_that_mpirun_starts_meet_at_its_own_host() -> None:
         "OMPI_COMM_WORLD_LOCAL_RANK": "0",
         "OMPI_MCA_orte_hnp_uri": "1834352640.0;tcp://10.0.0.5:37865",
     }
-    assert OpenMpi().find(Given(environ=said)).main_address == "10.0.0.5"
+    assert OpenMpi().find(PlaceInputs(environ=said)).main_address == "10.0.0.5"
     for uri, named in (("1834352640.0;tcp://10.0.0.5,10.1.0.5:37865", "10.0.0.5 and 10.1.0.5"), ("", "no address")):
-        found = OpenMpi().find(Given(environ={**said, "OMPI_MCA_orte_hnp_uri": uri}))
+        found = OpenMpi().find(PlaceInputs(environ={**said, "OMPI_MCA_orte_hnp_uri": uri}))
         assert f"Open MPI names {named} for mpirun's host" in (found.no_address or "")

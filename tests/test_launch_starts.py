@@ -11,7 +11,7 @@ from launching import TOLD
 from samestep.cli import launch_options
 from samestep.cli.main import main
 from samestep.errors import UserError
-from samestep.launch.environments.base import Found, Given
+from samestep.launch.environments.base import FoundCluster, PlaceInputs
 from samestep.launch.environments.registry import find
 from samestep.launch.filters import Filters, apply
 from samestep.launch.launcher import LaunchRequest, check_one_a_host, first_hosts, part_here
@@ -45,7 +45,7 @@ def wanted(**more: Any) -> LaunchRequest:
 
 @pytest.mark.usefixtures("container")
 def test_the_host_that_is_left_does_the_job() -> None:
-    found = apply(find(Given(environ=os.environ)), Filters(include="algo-2"), {})
+    found = apply(find(PlaceInputs(environ=os.environ)), Filters(include="algo-2"), {})
     part = part_here(found, wanted())
     assert part is not None
     assert (part.host, part.node_rank, part.most, part.address) == ("algo-2", 0, 1, None)
@@ -105,7 +105,7 @@ def test_ranks_whose_launcher_does_not_say_where_they_are_may_be_on_hosts_of_the
 
 def test_agents_of_open_mpi_5_meet_where_the_user_says() -> None:
     environ = {**under("mpirun", 2, 1), "PMIX_NAMESPACE": "prterun-head-1@1"}
-    found = find(Given(environ=environ))
+    found = find(PlaceInputs(environ=environ))
     with pytest.raises(UserError, match=r"Open MPI names no address .* --master-addr ADDRESS"):
         part_here(found, wanted())
     part = part_here(found, wanted(address="10.0.0.5"))
@@ -116,14 +116,14 @@ def test_agents_of_open_mpi_5_meet_where_the_user_says() -> None:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Found:
+def hosts(tmp_path: Path) -> FoundCluster:
     """This machine first in a hostfile, and another."""
     (tmp_path / "hosts").write_text("localhost slots=2\nworker-2 slots=3\n", encoding="utf-8")
-    return find(Given(environ={}, hostfile=tmp_path / "hosts"))
+    return find(PlaceInputs(environ={}, hostfile=tmp_path / "hosts"))
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 2)])
-def test_of_several_hosts_the_first_is_enough(hosts: Found, nodes: tuple[int, int]) -> None:
+def test_of_several_hosts_the_first_is_enough(hosts: FoundCluster, nodes: tuple[int, int]) -> None:
     asked = wanted(nodes=nodes)
     part = part_here(first_hosts(hosts, asked), asked)
     if nodes == (1, 2):
@@ -135,7 +135,7 @@ def test_of_several_hosts_the_first_is_enough(hosts: Found, nodes: tuple[int, in
 
 def test_a_machine_beyond_the_first_hosts_has_no_ranks(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("worker-2 slots=3\nlocalhost slots=2\n", encoding="utf-8")
-    found = find(Given(environ={}, hostfile=tmp_path / "hosts"))
+    found = find(PlaceInputs(environ={}, hostfile=tmp_path / "hosts"))
     asked = wanted(nodes=(1, 1))
     assert part_here(first_hosts(found, asked), asked) is None
     assert first_hosts(found, asked).cluster.this is None
@@ -149,7 +149,7 @@ def test_a_machine_beyond_the_first_hosts_has_no_ranks(tmp_path: Path) -> None:
         ({"node_rank": 7}, "--node-rank is 7, and 2 hosts have the ranks 0 to 1; use one of them"),
     ],
 )
-def test_more_hosts_than_there_are(hosts: Found, asked: dict[str, Any], says: str) -> None:
+def test_more_hosts_than_there_are(hosts: FoundCluster, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         part_here(hosts, wanted(no_ssh=True, **asked))
 

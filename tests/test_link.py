@@ -5,7 +5,7 @@ import sys
 import time
 from queue import SimpleQueue
 
-from samestep.launch.controller import AgentConnection, AgentMessage, Ended, Event, Line
+from samestep.launch.controller import AgentConnection, AgentEnded, AgentMessage, Event, Line
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.remote_agent import MARK
 from samestep.launch.starter import AgentCommand
@@ -32,7 +32,7 @@ def test_a_link_tells_all_and_leaves_no_pipe_open() -> None:
     link, events = open_link(sys.executable, "-c", FAR.format(mark=MARK))
     came = [events.get(timeout=30) for _ in range(3)]
     link.order("kill")
-    assert isinstance(events.get(timeout=30), Ended)
+    assert isinstance(events.get(timeout=30), AgentEnded)
     assert [event.values for event in came if isinstance(event, AgentMessage)] == [{"host": "b"}]
     assert {event.text for event in came if isinstance(event, Line)} == {b'asked for "this"', b"a warning"}
     process = link._process
@@ -47,7 +47,7 @@ def test_a_link_tells_all_and_leaves_no_pipe_open() -> None:
 
 def test_a_process_that_reads_nothing_leaves_no_pipe_open_either() -> None:
     link, events = open_link("true")
-    assert isinstance(events.get(timeout=30), Ended)
+    assert isinstance(events.get(timeout=30), AgentEnded)
     assert link.why(["b"]) == "b can't be reached: no message (true ended with exit code 0)"
     process = link._process
     assert process is not None

@@ -13,7 +13,7 @@ import samestep.launch.launcher
 from samestep.cli.main import main
 from samestep.launch import agent, consistency
 from samestep.launch.affinity import cores
-from samestep.launch.environments.base import Given, OwnHost
+from samestep.launch.environments.base import OwnHost, PlaceInputs
 from samestep.launch.environments.registry import find
 from samestep.launch.failure import Outcome
 from samestep.launch.filters import Filters, apply
@@ -108,7 +108,7 @@ STEP = {
 )
 def test_slots_of_a_job_on_the_cpu_are_cores(environ: dict[str, str], slots: dict[Any, list[int]]) -> None:
     for device, expected in slots.items():
-        found = find(Given(environ=environ, host=WithAccelerators(), device=device))
+        found = find(PlaceInputs(environ=environ, host=WithAccelerators(), device=device))
         taken = apply(found, Filters(device=device), environ)
         assert [host.slots for host in taken.cluster.hosts] == expected
         assert taken.slots_from == ("cores" if device == "cpu" else "accelerators")
@@ -117,7 +117,7 @@ def test_slots_of_a_job_on_the_cpu_are_cores(environ: dict[str, str], slots: dic
 def test_what_is_visible_does_not_count_for_listed_slots_on_the_cpu() -> None:
     Path("hosts").write_text("localhost slots=4\n", encoding="utf-8")
     environ = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    found = find(Given(environ=environ, hostfile=Path("hosts")))
+    found = find(PlaceInputs(environ=environ, hostfile=Path("hosts")))
     assert [apply(found, Filters(device=device), environ).cluster.world_size for device in ("auto", "cpu")] == [2, 4]
 
 

@@ -21,7 +21,7 @@ from samestep.comm.mesh import build_mesh
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
 from samestep.engines.parameter_server.engine import ParameterServer
-from samestep.engines.parameter_server.messages import Answer, Push, Pushed, Told, Wire
+from samestep.engines.parameter_server.messages import Answer, PointToPoint, Push, Pushed, Told
 from samestep.engines.parameter_server.server import AsynchronousServer
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters, bounds_of, boxes, chunks_of, spans_of
@@ -235,7 +235,7 @@ def _both_ways_of_worker(job: samestep.Recipe, files: Sequence[Path]) -> list[tu
     return gathered[1]
 
 
-class Scripted(Wire):
+class Scripted(PointToPoint):
     """Pushes that come in a given order, and the answers that go out."""
 
     def __init__(self, pushes: Sequence[tuple[int, Pushed]]) -> None:

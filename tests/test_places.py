@@ -6,7 +6,7 @@ import pytest
 from places import BATCH, OPEN_MPI, PYTORCHJOB, SAGEMAKER, TORCHRUN, Here, at, read, refused, slots
 
 from samestep.errors import UserError
-from samestep.launch.environments.base import Given, Slots
+from samestep.launch.environments.base import PlaceInputs, Slots
 from samestep.launch.environments.registry import PLACES, check_not_alone, find, idle_hosts
 
 pytestmark = pytest.mark.quick
@@ -30,7 +30,7 @@ def test_this_machine_shows_the_variable_that_hides_devices() -> None:
 
 
 def test_the_real_machine_is_found() -> None:
-    found = find(Given(environ={}))
+    found = find(PlaceInputs(environ={}))
     assert found.cluster.world_size >= 1
     assert found.cluster.this == 0
 

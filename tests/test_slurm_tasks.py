@@ -11,9 +11,9 @@ import torch
 
 from samestep.errors import UserError
 from samestep.launch import device
-from samestep.launch.controller import AgentConnection, Ended, Event, Line
+from samestep.launch.controller import AgentConnection, AgentEnded, Event, Line
 from samestep.launch.environments import srun
-from samestep.launch.environments.base import Found, Given
+from samestep.launch.environments.base import FoundCluster, PlaceInputs
 from samestep.launch.environments.registry import find
 from samestep.launch.filters import Filters, apply
 from samestep.launch.node_spec import NodeSpec
@@ -57,8 +57,8 @@ AGENT = {
 }
 
 
-def at(environ: Mapping[str, str]) -> Found:
-    return apply(find(Given(environ=environ)), Filters(), environ)
+def at(environ: Mapping[str, str]) -> FoundCluster:
+    return apply(find(PlaceInputs(environ=environ)), Filters(), environ)
 
 
 def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
@@ -195,7 +195,7 @@ def started_with(bring: AgentCommand, *names: str) -> str:
     events: SimpleQueue[Event] = SimpleQueue()
     AgentConnection(AgentCommand(command=command, parts=bring.parts, without=bring.without), b"", events)
     lines = []
-    while not isinstance(event := events.get(timeout=10), Ended):
+    while not isinstance(event := events.get(timeout=10), AgentEnded):
         if isinstance(event, Line):
             lines.append(event.text.decode().strip())
     return " ".join(lines)

@@ -123,20 +123,20 @@ _LEFT = re.compile(rf"(step-\d{{1,15}})({re.escape(UNFINISHED)}|{re.escape(_REPL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundCheckpoint:
     """A complete checkpoint, as far as its name and its info say."""
 
     path: Path
     info: Info
 
 
-def found_in(folder: Path) -> list[Found]:
+def found_in(folder: Path) -> list[FoundCheckpoint]:
     """All complete checkpoints whose info can be read, first to last."""
-    found: list[Found] = []
+    found: list[FoundCheckpoint] = []
     for step in steps_in(folder):
         path = folder / name_of(step)
         try:
-            found.append(Found(path=path, info=read_info(path)))
+            found.append(FoundCheckpoint(path=path, info=read_info(path)))
         except CheckpointError:
             continue
     return found
@@ -172,7 +172,7 @@ def make_complete(unfinished: Path) -> Path:
     return path
 
 
-def best_of(found: Sequence[Found], metric: str, *, lowest: bool) -> Found | None:
+def best_of(found: Sequence[FoundCheckpoint], metric: str, *, lowest: bool) -> FoundCheckpoint | None:
     """The checkpoint with the best value of a metric; the earlier one of two that are equal."""
     scored = [each for each in found if metric in each.info.metrics]
     if not scored:

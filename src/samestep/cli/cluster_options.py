@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from samestep.launch.environments.base import Found
+    from samestep.launch.environments.base import FoundCluster
     from samestep.visible_devices import DeviceChoice
 
 
@@ -40,15 +40,17 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def cluster_from(options: argparse.Namespace, device: "DeviceChoice") -> "Found":
+def cluster_from(options: argparse.Namespace, device: "DeviceChoice") -> "FoundCluster":
     """The hosts that a job on such devices takes, and how they came to be known. Raises UserError."""
     from samestep import environment
-    from samestep.launch.environments.base import Given
+    from samestep.launch.environments.base import PlaceInputs
     from samestep.launch.environments.registry import find
     from samestep.launch.filters import Filters, apply
 
     environ = environment.snapshot()
-    found = find(Given(environ=environ, hostfile=options.hostfile, ray=options.ray, device=device), options.place)
+    found = find(
+        PlaceInputs(environ=environ, hostfile=options.hostfile, ray=options.ray, device=device), options.place
+    )
     filters = Filters(
         include=options.include,
         exclude=options.exclude,

@@ -71,15 +71,15 @@ def _measure(options: argparse.Namespace) -> int:
     sizes = parse_sizes(options.sizes) if options.sizes is not None else USUAL
 
     from samestep.comm_bench.plot import check_file, write_plot
-    from samestep.comm_bench.request import Asked, check_collectives, check_sizes, processes_of
+    from samestep.comm_bench.request import CommRequest, check_collectives, check_sizes, processes_of
     from samestep.comm_bench.run import measured
     from samestep.comm_bench.table import print_report
 
     check_file(options.plot)
-    asked = Asked(sizes=sizes, device=options.device, seconds=options.seconds)
+    asked = CommRequest(sizes=sizes, device=options.device, seconds=options.seconds)
     if options.collectives is not None:
         names = check_collectives([name.strip() for name in options.collectives.split(",")])
-        asked = Asked(sizes=sizes, device=options.device, seconds=options.seconds, collectives=names)
+        asked = CommRequest(sizes=sizes, device=options.device, seconds=options.seconds, collectives=names)
     processes = processes_of(options.processes, options.device)
     check_sizes(asked, processes)
     report = measured(asked, processes)

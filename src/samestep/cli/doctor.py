@@ -9,7 +9,7 @@ from samestep.cli import output_files
 from samestep.errors import UserError
 
 if TYPE_CHECKING:
-    from samestep.doctor.findings import Asked
+    from samestep.doctor.findings import ExaminationRequest
 
 _LIMIT = 60.0
 _OF_THE_MACHINE = ("hosts", "hostfile", "port", "folder", "time_limit")
@@ -59,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(finding.verdict == "problem" for finding in findings) else 0
 
 
-def _asked(options: argparse.Namespace) -> "Asked":
-    from samestep.doctor.findings import Asked, parse_hosts, read_hostfile
+def _asked(options: argparse.Namespace) -> "ExaminationRequest":
+    from samestep.doctor.findings import ExaminationRequest, parse_hosts, read_hostfile
 
     if options.hosts is not None and options.hostfile is not None:
         raise UserError("--hosts and --hostfile both name hosts; leave one of them out")
@@ -71,7 +71,7 @@ def _asked(options: argparse.Namespace) -> "Asked":
         hosts = parse_hosts(options.hosts)
     elif options.hostfile is not None:
         hosts = read_hostfile(options.hostfile)
-    return Asked(hosts=hosts, port=options.port, folder=options.folder or Path("runs"))
+    return ExaminationRequest(hosts=hosts, port=options.port, folder=options.folder or Path("runs"))
 
 
 def _limit(options: argparse.Namespace) -> float:

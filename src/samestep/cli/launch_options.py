@@ -12,7 +12,7 @@ from samestep.errors import UserError
 from samestep.launch.node_spec import Limits
 
 if TYPE_CHECKING:
-    from samestep.launch.environments.base import Found
+    from samestep.launch.environments.base import FoundCluster
     from samestep.launch.forwarded_env import Variables
     from samestep.launch.launcher import LaunchRequest
     from samestep.visible_devices import DeviceChoice
@@ -102,18 +102,18 @@ class _Adder:
             self._group.add_argument(flag, **settings)  # pyright: ignore[reportArgumentType]
 
 
-def found_from(options: argparse.Namespace, device: "DeviceChoice") -> "Found":
+def found_from(options: argparse.Namespace, device: "DeviceChoice") -> "FoundCluster":
     """The hosts of a job on such devices. Raises UserError."""
     if not options.no_ssh or options.hostfile is not None or options.ray is not None:
         return cluster_options.cluster_from(options, device)
     # Each host by itself: how many there are is said, not found, and this is one of them.
     from samestep import environment
-    from samestep.launch.environments.base import Given
+    from samestep.launch.environments.base import PlaceInputs
     from samestep.launch.environments.registry import find
     from samestep.launch.filters import Filters, apply
 
     environ = environment.snapshot()
-    found = find(Given(environ=environ, device=device), options.place or "this-machine")
+    found = find(PlaceInputs(environ=environ, device=device), options.place or "this-machine")
     filters = Filters(include=options.include, exclude=options.exclude, num_procs=options.num_procs, device=device)
     return apply(found, filters, environ)
 
@@ -155,7 +155,7 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
     )
 
 
-def launch(options: argparse.Namespace, found: "Found", wanted: "LaunchRequest") -> int:
+def launch(options: argparse.Namespace, found: "FoundCluster", wanted: "LaunchRequest") -> int:
     """Start a command as ranks on the hosts that were found, and see it end. Raises UserError."""
     check(wanted)
     variables = variables_from(options)

@@ -32,10 +32,10 @@ def run(options: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise UserError(f"--{name} is {value}; it should be 1 or more")
 
-    from samestep.translate.base import Asked
+    from samestep.translate.base import GivenSizes
     from samestep.translate.translation import translate
 
-    asked = Asked(processes=options.processes, batch=options.batch)
+    asked = GivenSizes(processes=options.processes, batch=options.batch)
     written = translate(options.words, options.from_, options.to, asked)
     if options.output is None:
         sys.stdout.write(written.text)

@@ -63,7 +63,7 @@ _OF_A_PROCESS = 300 * 2**20  # bytes of a process that has imported PyTorch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CommRequest:
     """What should be run, on how many ranks."""
 
     collectives: tuple[str, ...] = tuple(COLLECTIVES)
@@ -103,7 +103,7 @@ def processes_of(wanted: int | None, device: DeviceChoice) -> int:
     return processes
 
 
-def check_sizes(asked: Asked, processes: int) -> None:
+def check_sizes(asked: CommRequest, processes: int) -> None:
     """Raise UserError for a size of which a rank would have no part, or that this host's memory can't hold."""
     smallest = processes * DTYPE.itemsize
     if asked.sizes[0] < smallest:

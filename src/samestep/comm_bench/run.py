@@ -18,7 +18,7 @@ from samestep.comm.demo import Demonstration, demonstrate
 from samestep.comm.measure import DTYPE, Channel, Row, fits, measure
 from samestep.comm.mesh import new_group
 from samestep.comm.transports import TABLE, Place, available, title_of
-from samestep.comm_bench.request import Asked, in_words
+from samestep.comm_bench.request import CommRequest, in_words
 from samestep.comm_bench.results import Check, Limits, Report
 from samestep.comparison.results import machine
 from samestep.launch import local
@@ -30,7 +30,7 @@ from samestep.visible_devices import DeviceChoice
 _STREAM_SECONDS = 1.0  # that the link between hosts is filled
 
 
-def measured(asked: Asked, processes: int) -> Report | None:
+def measured(asked: CommRequest, processes: int) -> Report | None:
     """Check every collective asked for, then time it; None on every rank but the first.
 
     Raises UserError and RankFailedError as `samestep.launch.local.start` does.
@@ -86,7 +86,7 @@ def _demonstrate_rank(names: Sequence[str], device: DeviceChoice) -> list[Demons
         return [each for each in shown if each is not None] if met.world.rank == 0 else None
 
 
-def _measure_rank(asked: Asked) -> Report | None:
+def _measure_rank(asked: CommRequest) -> Report | None:
     with meet(asked.device) as met:
         say = _say if met.world.rank == 0 else lambda text: None
         channels = _channels(met.place)
@@ -117,7 +117,7 @@ def _stops(check: Check) -> bool:
 
 
 def _checks(
-    asked: Asked, channels: Sequence[Channel], control: dist.ProcessGroup, say: Callable[[str], None]
+    asked: CommRequest, channels: Sequence[Channel], control: dist.ProcessGroup, say: Callable[[str], None]
 ) -> list[Check]:
     """Every collective with every dtype on small messages."""
     checks = []
@@ -135,7 +135,7 @@ def _checks(
 
 def _timed(
     name: str,
-    asked: Asked,
+    asked: CommRequest,
     channels: Sequence[Channel],
     control: dist.ProcessGroup,
     say: Callable[[str], None],
@@ -150,7 +150,7 @@ def _timed(
     return rows
 
 
-def _limits(asked: Asked, met: Meeting, say: Callable[[str], None]) -> Limits:
+def _limits(asked: CommRequest, met: Meeting, say: Callable[[str], None]) -> Limits:
     copies = limits.copy_rates(asked.sizes, met.control)
     if met.place.one_host:
         return Limits(copies=copies)

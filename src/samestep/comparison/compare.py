@@ -32,7 +32,7 @@ from samestep.validation import checked
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class MethodJob:
     """A method and its job."""
 
     row: Row  # as it is before anything ran
@@ -40,7 +40,7 @@ class Entry:
     precisions: frozenset[str] = frozenset()
 
 
-def entries(job: Job, task: Task, methods: Sequence[Method], budget: int) -> list[Entry]:
+def entries(job: Job, task: Task, methods: Sequence[Method], budget: int) -> list[MethodJob]:
     """An entry a method, each with its part of `budget` cores."""
     return [_entry(job, task, method, budget) for method in methods]
 
@@ -51,7 +51,7 @@ def cores_of(job: Job, processes: int) -> int:
     return asked * processes if asked else cores()
 
 
-def _entry(job: Job, task: Task, method: Method, budget: int) -> Entry:
+def _entry(job: Job, task: Task, method: Method, budget: int) -> MethodJob:
     size = Layout.parse(method.layout).size
     threads = max(1, (method.cores or budget) // size)
     recipe = job.recipe if method.precision is None else replace(job.recipe, precision=method.precision)
@@ -75,11 +75,11 @@ def _entry(job: Job, task: Task, method: Method, budget: int) -> Entry:
     run = replace(run, **method.run)
     mine = replace(job, recipe=recipe, run=run)
     if ours and (missing := _missing(method.engine)):
-        return Entry(row=replace(row, status="not installed", reason=missing), job=mine)
+        return MethodJob(row=replace(row, status="not installed", reason=missing), job=mine)
     if refused := _refused(mine, task, method):
-        return Entry(row=replace(row, status="refused", reason=refused), job=mine)
+        return MethodJob(row=replace(row, status="refused", reason=refused), job=mine)
     abilities = resolve(method.engine).abilities if ours else None
-    return Entry(
+    return MethodJob(
         row=replace(row, synchronous=getattr(abilities, "same_step", True)),
         job=mine,
         precisions=method.start.precisions or (abilities.precisions if abilities else frozenset()),
@@ -206,7 +206,7 @@ def _evaluated(job: Job, task: Task, evaluations: int) -> Job:
     return replace(job, recipe=replace(recipe, evaluation=replace(recipe.evaluation, every=every)))
 
 
-def _reference_entry(job: Job, task: Task, budget: int) -> Entry:
+def _reference_entry(job: Job, task: Task, budget: int) -> MethodJob:
     single = next(method for method in METHODS if method.name == SINGLE)
     (entry,) = entries(short_job(job, "fp64"), task, [single], budget)
     return entry
@@ -220,7 +220,7 @@ class _Runner:
         self._time_limit = time_limit
         self._count = 0
 
-    def all_rows(self, planned: Sequence[Entry], reference: Entry, repeats: int) -> list[Row]:
+    def all_rows(self, planned: Sequence[MethodJob], reference: MethodJob, repeats: int) -> list[Row]:
         """The same step of every method first, which also warms the machine; then the repeats, interleaved."""
         rows = {entry.row.method: entry.row for entry in planned}
         runnable = [entry for entry in planned if entry.row.status == "measured"]
@@ -237,7 +237,7 @@ class _Runner:
                 bar.advance()
         return list(rows.values())
 
-    def _reference(self, entry: Entry) -> list[float]:
+    def _reference(self, entry: MethodJob) -> list[float]:
         """The losses of one process in float64. What stops it is wrong with the job, not with a method."""
         folder, outcome = self._run(entry.row.method, entry.job)
         if outcome.code == 0:
@@ -247,7 +247,7 @@ class _Runner:
             raise UserError(reason)
         raise RankFailedError(0, outcome.output or reason)
 
-    def _held(self, entry: Entry, row: Row, known: Sequence[float]) -> Row:
+    def _held(self, entry: MethodJob, row: Row, known: Sequence[float]) -> Row:
         """The row with its first steps held against the reference."""
         if not row.synchronous:
             return row
@@ -259,7 +259,7 @@ class _Runner:
 
         return self._ended(row, short_job(entry.job, precision), read)
 
-    def _measured(self, entry: Entry, row: Row) -> Row:
+    def _measured(self, entry: MethodJob, row: Row) -> Row:
         """The row with one more repeat."""
 
         def read(folder: Path, seconds: float) -> Row:
@@ -293,7 +293,7 @@ def _size(job: Job) -> int:
     return Layout.parse(job.run.layout).size
 
 
-def _turns(planned: Sequence[Entry], repeats: int) -> Iterator[tuple[int, Entry]]:
+def _turns(planned: Sequence[MethodJob], repeats: int) -> Iterator[tuple[int, MethodJob]]:
     """Take 0 of every method, then each repeat of all; the method that comes first in one comes last in the next."""
     order = deque(planned)
     for take in range(repeats + 1):

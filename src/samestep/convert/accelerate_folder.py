@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from samestep.convert import safetensors, state_dict
-from samestep.convert.base import Asked, Weights
+from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
 from samestep.run_folder import candidates
 
@@ -33,7 +33,7 @@ def open_(path: Path) -> Iterator[Weights]:
         yield state_dict.without_ddp(weights) if state_dict.is_ddp(weights.names()) else weights
 
 
-def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
+def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
     """Files that `accelerate.load_checkpoint_in_model` reads."""
     safetensors.write(into, "model.safetensors", weights, asked)
 

@@ -59,7 +59,7 @@ def _read_and_tell(read: Callable[[str], Tensor], advance: Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class OutputOptions:
     """What a user asks of the files that are written."""
 
     shard_bytes: int  # the most in one file, where a format has several
@@ -78,7 +78,7 @@ class Format:
     fits: Callable[[Path], bool]  # whether the name of a new path asks for it
     open: Callable[[Path], AbstractContextManager[Weights]]
     # Writes into an empty folder: the folder's files, or the file of this name. Raises CheckpointError, OSError.
-    write: Callable[[Path, str, Weights, Asked], None]
+    write: Callable[[Path, str, Weights, OutputOptions], None]
     # Whether it is of whole models, of adapters without their base, or of both.
     holds: Literal["whole", "adapters", "both"] = "whole"
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from samestep.checkpoint.base import check_base, fingerprint
-from samestep.convert.base import Asked, Format, Weights
+from samestep.convert.base import Format, OutputOptions, Weights
 from samestep.convert.formats import FORMATS
 from samestep.convert.merge import merged
 from samestep.errors import CheckpointError, UserError, closest
@@ -78,7 +78,7 @@ def convert(
     wanted = _known("--to", to)
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype is {dtype}; use {', '.join(DTYPES)}")
-    asked = Asked(shard_bytes=_bytes(shard_size), pretrained=lambda weights: _pretrained(weights, job))
+    asked = OutputOptions(shard_bytes=_bytes(shard_size), pretrained=lambda weights: _pretrained(weights, job))
     _check_free(target)
     with form.open(source) as weights:
         if not weights.entries:
@@ -210,7 +210,7 @@ def _check_free(target: Path) -> None:
         raise UserError(f"{target} can't be written: {there} is a file; use another path")
 
 
-def _write(form: Format, target: Path, weights: Weights, asked: Asked) -> None:
+def _write(form: Format, target: Path, weights: Weights, asked: OutputOptions) -> None:
     """Write beside the target, and move what was written there when it is whole."""
     into = target.with_name(target.name + _WRITING)
     try:

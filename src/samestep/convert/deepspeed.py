@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samestep.convert import pickles
-from samestep.convert.base import Asked, Weights
+from samestep.convert.base import OutputOptions, Weights
 from samestep.convert.state_dict import weights_of
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
@@ -148,7 +148,7 @@ def open_(path: Path) -> Iterator[Weights]:
         raise CheckpointError(f"{folder} is not laid out as DeepSpeed's ZeRO checkpoints are: {error!r}") from None
 
 
-def write(into: Path, _: str, weights: Weights, __: Asked) -> None:
+def write(into: Path, _: str, weights: Weights, __: OutputOptions) -> None:
     """What `engine.load_checkpoint(folder, load_module_only=True)` reads, without ZeRO and at its stages 1 and 2."""
     folder = into / _TAG
     folder.mkdir()

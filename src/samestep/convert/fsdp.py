@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import Metadata
 
 from samestep.checkpoint.one_process import Tensors, write_model
 from samestep.checkpoint.safe_index import METADATA_FILE
-from samestep.convert.base import Asked, Weights
+from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
 from samestep.run_folder import INFO_FILE
 
@@ -39,7 +39,7 @@ def open_(path: Path) -> Iterator[Weights]:
     )
 
 
-def write(into: Path, name: str, weights: Weights, _: Asked) -> None:
+def write(into: Path, name: str, weights: Weights, _: OutputOptions) -> None:
     """The folder that Accelerate's `load_state` looks into for a model under FSDP, with every name of each tensor."""
     folder = into if name == _OF_ACCELERATE else into / _OF_ACCELERATE
     names = weights.names()

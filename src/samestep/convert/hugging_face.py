@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep.convert import safetensors, state_dict
-from samestep.convert.base import Asked, Weights
+from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
 from samestep.tasks.transformers_model import Pretrained
 
@@ -45,7 +45,7 @@ def open_(path: Path) -> Iterator[Weights]:
         yield replace(weights, pretrained_folder=path if (path / _CONFIG).is_file() else None)
 
 
-def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
+def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
     """Write the folder. A tensor is written under one of its names: transformers ties the others to it."""
     pretrained = asked.pretrained(weights)
     if pretrained is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from samestep.checkpoint.folder import Info, fault_of, read_info
 from samestep.checkpoint.one_process import Tensors, write_weights
-from samestep.convert.base import Asked, Weights
+from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
 from samestep.parallel.state_shards import MODEL
 from samestep.parallel.weight_average import AVERAGE
@@ -44,7 +44,7 @@ def open_(path: Path) -> Iterator[Weights]:
     )
 
 
-def write(into: Path, name: str, weights: Weights, _: Asked) -> None:
+def write(into: Path, name: str, weights: Weights, _: OutputOptions) -> None:
     """A checkpoint of the weights alone, before the first step; a training from it begins with a new optimizer."""
     if step_of(Path(name)) not in (None, 0):
         raise CheckpointError(f"{name} is the name of a later step, and converted weights are at step 0; use step-0")

@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep.checkpoint.base import Base
 from samestep.convert import safetensors
-from samestep.convert.base import Asked, Weights
+from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
 from samestep.parallel.low_rank import DOWN, UP
 
@@ -47,7 +47,7 @@ def open_(path: Path) -> Iterator[Weights]:
         )
 
 
-def write(into: Path, _: str, weights: Weights, asked: Asked) -> None:
+def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
     """Write the adapters, and what is trained whole beside them. Raises CheckpointError where there are none."""
     base = weights.base
     if base is None or not base.adapter:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from samestep.convert.base import Asked, Weights, bytes_of
+from samestep.convert.base import OutputOptions, Weights, bytes_of
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
 
@@ -44,7 +44,7 @@ def open_(path: Path) -> Iterator[Weights]:
         )
 
 
-def write(into: Path, name: str, weights: Weights, asked: Asked) -> None:
+def write(into: Path, name: str, weights: Weights, asked: OutputOptions) -> None:
     """Every name of every tensor: safetensors refuses two names for one, so tied ones are written again."""
     write_as(into, name.removesuffix(SUFFIX), weights.names(), weights, asked.shard_bytes)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samestep.convert import pickles
-from samestep.convert.base import Asked, Weights
+from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
 
@@ -44,11 +44,11 @@ def open_ddp(path: Path) -> Iterator[Weights]:
     yield without_ddp(weights_of(state))
 
 
-def write(into: Path, name: str, weights: Weights, _: Asked) -> None:
+def write(into: Path, name: str, weights: Weights, _: OutputOptions) -> None:
     pickles.save(into / name, weights, dict)
 
 
-def write_ddp(into: Path, name: str, weights: Weights, _: Asked) -> None:
+def write_ddp(into: Path, name: str, weights: Weights, _: OutputOptions) -> None:
     pickles.save(into / name, weights, lambda values: {_DDP + each: value for each, value in values.items()})
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from samestep.checkpoint.folder import Found, best_of
+from samestep.checkpoint.folder import FoundCheckpoint, best_of
 from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, Listed
 from samestep.convert.convert import Converted
 from samestep.convert.inspect import Contents
@@ -55,7 +55,9 @@ def print_listed(found: Sequence[Listed], best: str | None, *, lowest: bool, con
 def best_in(found: Sequence[Listed], metric: str, *, lowest: bool) -> Listed:
     """The checkpoint with the best value of a metric. Raises UserError where none has it."""
     whole = [each for each in found if each.info is not None and each.state == COMPLETE]
-    best = best_of([Found(path=each.path, info=each.info) for each in whole if each.info], metric, lowest=lowest)
+    best = best_of(
+        [FoundCheckpoint(path=each.path, info=each.info) for each in whole if each.info], metric, lowest=lowest
+    )
     if best is None:
         there = dict.fromkeys(name for each in whole if each.info for name in each.info.metrics)
         raise UserError(

@@ -14,7 +14,7 @@ from samestep.display.console import plain_console
 from samestep.display.layout import holdings
 from samestep.errors import LayoutError
 from samestep.launch.cluster import Cluster
-from samestep.launch.environments.base import Found, Slots
+from samestep.launch.environments.base import FoundCluster, Slots
 from samestep.layout import DEFAULT_ORDER, Layout
 
 # What the groups of a dimension send each other in every block, so that a slow network would slow each of them.
@@ -47,7 +47,7 @@ class Crossing:
 class HostsShown:
     """What was found, and what every rank would get."""
 
-    found: Found
+    found: FoundCluster
     ranks: tuple[RankPlace, ...]
     layout: Layout | None = None
     crossings: tuple[Crossing, ...] = ()
@@ -79,7 +79,7 @@ class HostsShown:
         }
 
 
-def hosts_shown(found: Found, layout: str | None = None, cores: Sequence[str] = ()) -> HostsShown:
+def hosts_shown(found: FoundCluster, layout: str | None = None, cores: Sequence[str] = ()) -> HostsShown:
     """What every rank would get on the hosts that were found, and, with a layout's text, who is near to whom.
 
     `cores` are those of this host's ranks. Raises LayoutError where the layout doesn't have a rank for every slot.
@@ -162,7 +162,7 @@ def print_hosts(shown: HostsShown, console: Console | None = None) -> None:
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
-def _read(found: Found) -> Table:
+def _read(found: FoundCluster) -> Table:
     cluster = found.cluster
     table = Table(title=f"found: {cluster.place}" + (f", job {cluster.job}" if cluster.job else ""))
     table.add_column("read")
@@ -172,7 +172,7 @@ def _read(found: Found) -> Table:
     return table
 
 
-def _hosts(found: Found) -> Table:
+def _hosts(found: FoundCluster) -> Table:
     cluster = found.cluster
     table = Table(title=f"{_count(len(cluster.hosts), 'host')}, {_count(cluster.world_size, 'slot')}")
     table.add_column("node rank", justify="right")

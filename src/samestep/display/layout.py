@@ -25,7 +25,7 @@ LARGEST = 1024  # ranks of a table that somebody still reads
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class EqualPart:
     """Part `index` of `of` equal ones, counted from 0; 0 of 1 is the whole."""
 
     index: int = 0
@@ -38,13 +38,13 @@ class Holding:
 
     rank: int
     coordinates: Mapping[str, int]  # in each dimension of the mesh
-    samples: Part
+    samples: EqualPart
     positions: tuple[int, int] | None  # first and last + 1 of its samples in a global batch, where its size is known
-    experts: Part
-    tokens: Part
+    experts: EqualPart
+    tokens: EqualPart
     stages: tuple[int, ...]  # of the pipeline
-    matrices: Part
-    kept: Mapping[str, Part]  # of the state of what it computes: split over the shard dimension or whole
+    matrices: EqualPart
+    kept: Mapping[str, EqualPart]  # of the state of what it computes: split over the shard dimension or whole
     # Without shards `kept` is of what is no expert: of the experts a rank keeps its part alone.
 
 
@@ -137,20 +137,20 @@ def holdings(layout: Layout, batch: int | None = None) -> Holdings:
 
 def _holding(layout: Layout, batch: int | None, per_rank: int, rank: int, place: Mapping[str, int]) -> Holding:
     data_rank = (place["replicate"] * layout.shard + place["shard"]) * layout.expert + place["expert"]
-    samples = Part(index=data_rank, of=layout.data_ranks)
-    shard = Part(index=place["shard"], of=layout.shard)
+    samples = EqualPart(index=data_rank, of=layout.data_ranks)
+    shard = EqualPart(index=place["shard"], of=layout.shard)
     if layout.zero >= 2:  # what is no expert is sharded over both dimensions, and a rank's experts over one
-        shard = Part(index=place["shard"] * layout.expert + place["expert"], of=layout.shard * layout.expert)
+        shard = EqualPart(index=place["shard"] * layout.expert + place["expert"], of=layout.shard * layout.expert)
     return Holding(
         rank=rank,
         coordinates=place,
         samples=samples,
         positions=None if batch is None else bounds(batch, samples.index, samples.of),
-        experts=Part(index=place["expert"], of=layout.expert),
-        tokens=Part(index=place["context"], of=layout.context),
+        experts=EqualPart(index=place["expert"], of=layout.expert),
+        tokens=EqualPart(index=place["context"], of=layout.context),
         stages=_stages(layout, per_rank, place["pipeline"]),
-        matrices=Part(index=place["tensor"], of=layout.tensor),
-        kept={state: shard if layout.zero >= stage else Part() for state, stage in STATES.items()},
+        matrices=EqualPart(index=place["tensor"], of=layout.tensor),
+        kept={state: shard if layout.zero >= stage else EqualPart() for state, stage in STATES.items()},
     )
 
 
@@ -242,7 +242,7 @@ def print_holdings(shown: Holdings, console: Console | None = None) -> None:
         console.print(_talks(shown))
 
 
-def words(part: Part) -> str:
+def words(part: EqualPart) -> str:
     """A part as people count, from 1."""
     return "all" if part.of == 1 else f"{part.index + 1} of {part.of}"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from samestep.doctor import collectives, machine, network
-from samestep.doctor.findings import Asked, Check, Finding, problem, warning
+from samestep.doctor.findings import Check, ExaminationRequest, Finding, problem, warning
 from samestep.subprocess_group import signals_raise
 
 CHECKS: Mapping[str, Check] = {
@@ -29,7 +29,7 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
-def examine(asked: Asked, *, limit: float) -> Iterator[Finding]:
+def examine(asked: ExaminationRequest, *, limit: float) -> Iterator[Finding]:
     """Every check and every host at the same time, then the collectives; both take `limit` seconds at most.
 
     A check may hang, on a name server or a network disk that does not answer. It is then left behind and named.

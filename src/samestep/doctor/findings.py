@@ -104,7 +104,7 @@ def problem(subject: str, text: str, remedy: str, **values: Any) -> Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ExaminationRequest:
     """What a check of the machine should look at."""
 
     hosts: tuple[Host, ...] = ()
@@ -112,7 +112,7 @@ class Asked:
     folder: Path = Path("runs")
 
 
-Check = Callable[[Asked], Iterable[Finding]]
+Check = Callable[[ExaminationRequest], Iterable[Finding]]
 
 
 def in_gib(count: float) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from samestep import environment
-from samestep.doctor.findings import Asked, Finding, in_gib, ok, problem, warning
+from samestep.doctor.findings import ExaminationRequest, Finding, in_gib, ok, problem, warning
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
 from samestep.launch.affinity import cores as usable_cores
@@ -28,7 +28,7 @@ from samestep.launch.memory import cgroup_limit, meminfo
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def cores(asked: Asked) -> Iterator[Finding]:
+def cores(asked: ExaminationRequest) -> Iterator[Finding]:
     """Cores of the machine, of this process's affinity, and of its cgroup's quota."""
     of_machine, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota(_CGROUPS)
     values = {"machine": of_machine, "usable": usable, "quota": quota}
@@ -65,7 +65,7 @@ def cpu_quota(groups: Path) -> float | None:
         return None
 
 
-def threads(asked: Asked) -> Iterator[Finding]:
+def threads(asked: ExaminationRequest) -> Iterator[Finding]:
     """The threads that OMP_NUM_THREADS asks for, beside the cores."""
     wanted, usable = environment.asked_threads(), usable_cores()
     if wanted is None:
@@ -81,7 +81,7 @@ def threads(asked: Asked) -> Iterator[Finding]:
         yield ok("threads", f"OMP_NUM_THREADS={wanted}: every rank has so many", threads=wanted)
 
 
-def numa(asked: Asked) -> Iterator[Finding]:
+def numa(asked: ExaminationRequest) -> Iterator[Finding]:
     """The NUMA nodes of this machine, between which memory is slower."""
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
@@ -100,7 +100,7 @@ _CONTAINER_DEFAULT = 64 * 2**20  # what a container gets by default
 _LITTLE = 2**30
 
 
-def memory(asked: Asked) -> Iterator[Finding]:
+def memory(asked: ExaminationRequest) -> Iterator[Finding]:
     """Main memory that is free, of the machine and of this process's cgroup."""
     sizes = meminfo()
     if not sizes:
@@ -117,7 +117,7 @@ def memory(asked: Asked) -> Iterator[Finding]:
         yield ok("memory", text, **values)
 
 
-def swap(asked: Asked) -> Iterator[Finding]:
+def swap(asked: ExaminationRequest) -> Iterator[Finding]:
     """Memory that was moved to disk."""
     sizes = meminfo()
     used = sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
@@ -132,7 +132,7 @@ def swap(asked: Asked) -> Iterator[Finding]:
         yield ok("swap", "nothing to speak of is swapped out", used_bytes=used)
 
 
-def shared_memory(asked: Asked) -> Iterator[Finding]:
+def shared_memory(asked: ExaminationRequest) -> Iterator[Finding]:
     """/dev/shm, through which loader workers and NCCL hand over tensors."""
     if not SHARED.is_dir():
         yield ok("shared memory", f"there is no {SHARED} on this system")
@@ -160,7 +160,7 @@ def shared_memory(asked: Asked) -> Iterator[Finding]:
 _TOO_LITTLE, _LITTLE_ON_DISK = 100 * 2**20, 5 * 2**30
 
 
-def disks(asked: Asked) -> Iterator[Finding]:
+def disks(asked: ExaminationRequest) -> Iterator[Finding]:
     yield _folder("runs' folder", asked.folder, "write elsewhere with run.folder or --folder")
     yield _folder("temporary folder", Path(tempfile.gettempdir()), "point TMPDIR to a folder with more room")
 
@@ -189,7 +189,7 @@ _FEW, _TOO_FEW = 4096, 256  # open files
 _REMEDY = "ulimit -n 65536 before the start, LimitNOFILE= in a systemd unit, or docker run --ulimit nofile=65536"
 
 
-def open_files(asked: Asked) -> Iterator[Finding]:
+def open_files(asked: ExaminationRequest) -> Iterator[Finding]:
     """Files that a process may open; every peer and every tensor from a loader worker takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values: dict[str, Any] = {"soft": soft, "hard": hard}
@@ -203,7 +203,7 @@ def open_files(asked: Asked) -> Iterator[Finding]:
         yield ok("open files", f"a process may open {soft:,}", **values)
 
 
-def locked_memory(asked: Asked) -> Iterator[Finding]:
+def locked_memory(asked: ExaminationRequest) -> Iterator[Finding]:
     """Memory that a process may keep in place, which InfiniBand needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
@@ -221,7 +221,7 @@ _STEPS = 1000
 _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 
 
-def clock(asked: Asked) -> Iterator[Finding]:
+def clock(asked: ExaminationRequest) -> Iterator[Finding]:
     times = [time.monotonic_ns() for _ in range(_STEPS)]
     if any(later < earlier for earlier, later in itertools.pairwise(times)):
         yield problem("clock", "the monotonic clock goes backwards", "choose another clock source in the kernel")
@@ -251,7 +251,7 @@ def _state() -> int | None:
         return None
 
 
-def torch_build(asked: Asked) -> Iterator[Finding]:
+def torch_build(asked: ExaminationRequest) -> Iterator[Finding]:
     """Python, PyTorch and the kind of device it is built for, and the accelerators that it sees."""
     names = accelerator_names()
     text = f"Python {platform.python_version()}, PyTorch {version('torch')} built for {build()}"
@@ -271,7 +271,7 @@ def torch_build(asked: Asked) -> Iterator[Finding]:
         yield ok("PyTorch", f"{text}, no accelerator", accelerators=[], **values)
 
 
-def packages(asked: Asked) -> Iterator[Finding]:
+def packages(asked: ExaminationRequest) -> Iterator[Finding]:
     """What samestep must have, in the versions that it asks for, then its extras."""
     try:
         needed = [Requirement(text) for text in requires("samestep") or []]
@@ -320,7 +320,7 @@ def _extra(extra: str, wanted: list[Requirement]) -> Finding:
     return warning(subject, text, install, installed=True)
 
 
-def engines(asked: Asked) -> Iterator[Finding]:
+def engines(asked: ExaminationRequest) -> Iterator[Finding]:
     """Which engines can be used with what is installed."""
     for name in ENGINES:
         missing = {

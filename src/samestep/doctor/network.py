@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from samestep import environment
-from samestep.doctor.findings import SSH_PORT, Asked, Finding, Host, ok, problem, warning
+from samestep.doctor.findings import SSH_PORT, ExaminationRequest, Finding, Host, ok, problem, warning
 from samestep.launch.network import LOOPBACK, NOBODY_LISTENS, holders, is_ours
 
 _PATIENCE = 3.0  # seconds for one connection
@@ -18,7 +18,7 @@ _TRIES = 3
 _CLOCKS_APART = 1.0  # seconds from which time stamps of logs and checkpoints mislead
 
 
-def own_name(asked: Asked) -> Iterator[Finding]:
+def own_name(asked: ExaminationRequest) -> Iterator[Finding]:
     """This host's name, by which gloo finds the address on which a rank of several hosts listens."""
     interface = environment.gloo_interface()
     if interface is not None:
@@ -120,7 +120,7 @@ def _clock(host: Host) -> Finding:
     return ok(subject, text, **values)
 
 
-def loopback(asked: Asked) -> Iterator[Finding]:
+def loopback(asked: ExaminationRequest) -> Iterator[Finding]:
     """Ranks of one host meet on its loopback: a socket that listens, and one that reaches it."""
     try:
         with socket.create_server((LOOPBACK, 0)) as listening:
@@ -135,7 +135,7 @@ def loopback(asked: Asked) -> Iterator[Finding]:
         )
 
 
-def port(asked: Asked) -> Iterator[Finding]:
+def port(asked: ExaminationRequest) -> Iterator[Finding]:
     """The port that was asked for: free, or held by whom."""
     if asked.port is None:
         return

@@ -34,7 +34,7 @@ from samestep.training.fit import build_model
 from samestep.training.optimizer import OptimizerPlan, make_schedule
 
 
-class Part(NamedTuple):
+class LocalMicroBatch(NamedTuple):
     """A micro-batch of this rank, and whether its samples count: 0.0 where they are only lent."""
 
     batch: Batch
@@ -117,7 +117,7 @@ class Loop:
             model, device_ids=devices, gradient_as_bucket_view=True, process_group=self._group
         )
 
-    def batches(self) -> Iterator[tuple[list[Part], float]]:
+    def batches(self) -> Iterator[tuple[list[LocalMicroBatch], float]]:
         """This rank's part of every step, and the seconds that it waited for the data."""
         shares = [self.order.shares(step, self.place, self._micro_batch) for step in range(self.total_steps)]
         loader = iter(
@@ -135,7 +135,7 @@ class Loop:
             loaded = [next(loader) for _ in step]
             seconds = time.perf_counter() - began
             parts = [
-                Part(self._on_device(batch), 0.0 if share.lent else 1.0)
+                LocalMicroBatch(self._on_device(batch), 0.0 if share.lent else 1.0)
                 for share, batch in zip(step, loaded, strict=True)
             ]
             yield parts, seconds
@@ -149,7 +149,7 @@ class Loop:
     def _throughout(self) -> AbstractContextManager[None]:
         return in_float64(self.recipe.precision == "fp64")
 
-    def step(self, parts: list[Part], global_samples: int) -> Step:
+    def step(self, parts: list[LocalMicroBatch], global_samples: int) -> Step:
         """Forward and backward of every micro-batch, then one update.
 
         DistributedDataParallel averages the ranks' gradients, so a rank's sum is scaled by ranks / samples; the

@@ -28,7 +28,7 @@ from samestep.launch.logs import Follower, RankFiles
 from samestep.launch.network import LOOPBACK, store_at
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.rank_entry import check_command
-from samestep.launch.rounds import Ended
+from samestep.launch.rounds import RanksEnded
 from samestep.launch.torch_elastic import silent_agent
 from samestep.launch.worker import rank_command
 
@@ -170,11 +170,11 @@ class _Ranks:
     def _start(self, config: LaunchConfig, files: RankFiles) -> None:
         program, *arguments = self._program
 
-        def explain(failures: Mapping[int, ProcessFailure]) -> Ended:
+        def explain(failures: Mapping[int, ProcessFailure]) -> RanksEnded:
             failure = first_of(failures, self._part.host, files.here)
             told = failure.reason.startswith("Traceback")
             reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
-            return Ended(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
+            return RanksEnded(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
 
         elastic_agent.run(config, program, arguments, explain=explain, run_place=self._part.run)
 

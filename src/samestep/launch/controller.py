@@ -48,13 +48,13 @@ class AgentMessage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class AgentEnded:
     """The process has ended, and all that it printed has been read."""
 
     link: "AgentConnection"
 
 
-Event = Line | AgentMessage | Ended | None
+Event = Line | AgentMessage | AgentEnded | None
 
 
 class AgentConnection:
@@ -80,7 +80,7 @@ class AgentConnection:
             )
         except OSError as error:
             self._process, self._failure = None, f"{bring.command[0]}: {error.strerror}"
-            events.put(Ended(link=self))
+            events.put(AgentEnded(link=self))
             return
         self._readers = [
             threading.Thread(target=self._read, args=(number, stream), daemon=True)
@@ -112,7 +112,7 @@ class AgentConnection:
         self._process.wait()
         for reader in self._readers:  # ssh may leave a process behind that holds them: its shared connection
             reader.join(_LATE)
-        self._events.put(Ended(link=self))
+        self._events.put(AgentEnded(link=self))
         with suppress(OSError):  # what it was sent and has not read
             self._process.stdin.close()
 
@@ -227,7 +227,7 @@ class Controller:
                 self._show(link)
             case AgentMessage(link=link, values=values):
                 self._told(link, values)
-            case Ended(link=link):
+            case AgentEnded(link=link):
                 self._links.discard(link)
                 self._ended(link)
             case None:  # a signal

@@ -33,12 +33,12 @@ from samestep.launch import fork_server
 from samestep.launch.logs import RankFiles
 from samestep.launch.node_heartbeat import Lost
 from samestep.launch.rendezvous import BROKEN, SeveralHosts
-from samestep.launch.rounds import Ended, NodeRounds, say
+from samestep.launch.rounds import NodeRounds, RanksEnded, say
 from samestep.launch.worker import arguments_of, run_forked, warm_up
 from samestep.run_folder import RunPlace
 
 # Why this host's ranks ended, read from what they left.
-Explain = Callable[[Mapping[int, ProcessFailure]], Ended]
+Explain = Callable[[Mapping[int, ProcessFailure]], RanksEnded]
 
 _APART = 0.1  # seconds between looks
 _LINGER = 3.0  # seconds that the host with a round's store waits for the others to leave
@@ -84,7 +84,7 @@ class NodeElasticAgent(_ElasticAgent):
         self._files = config.logs_specs
         self._rounds = NodeRounds(self._hosts, place, memory, run)
         self._explain = explain
-        self._why: Ended | None = None
+        self._why: RanksEnded | None = None
         self._ranks: Sequence[Handle] = ()  # that were started last
         self._at_once = False  # whether the ranks have nothing to save with those that are gone
         self._shutdown_within = config.shutdown_timeout or 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from samestep import environment
 from samestep.errors import UserError, closest
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found
+from samestep.launch.environments.base import FoundCluster
 from samestep.visible_devices import DeviceChoice
 
 _SLOTS = re.compile(r"\d{1,6}(?:,\d{1,6})*", re.ASCII)
@@ -26,7 +26,7 @@ class Filters:
     device: DeviceChoice = "auto"  # slots of a job on the CPU are no accelerators, whatever is visible
 
 
-def apply(found: Found, filters: Filters, environ: Mapping[str, str]) -> Found:
+def apply(found: FoundCluster, filters: Filters, environ: Mapping[str, str]) -> FoundCluster:
     """The part of what was found that a job takes. Hosts and slots keep their order.
 
     Include and exclude are those of DeepSpeed's launcher. Raises UserError for a host or slot that isn't there, for

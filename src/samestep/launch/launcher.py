@@ -16,7 +16,7 @@ from samestep.launch import ssh
 from samestep.launch.affinity import BindChoice
 from samestep.launch.cluster import Cluster, Host
 from samestep.launch.environments import ray, srun
-from samestep.launch.environments.base import Found
+from samestep.launch.environments.base import FoundCluster
 from samestep.launch.failure import Outcome
 from samestep.launch.forwarded_env import Variables
 from samestep.launch.node_spec import Limits, NodeSpec, Output
@@ -35,7 +35,7 @@ def starter_of(place: str) -> Starter:
     return STARTERS.get(place, ssh.STARTER)
 
 
-def node_rank_of(found: Found, given: int | None, most: int, *, named: bool) -> int:
+def node_rank_of(found: FoundCluster, given: int | None, most: int, *, named: bool) -> int:
     """This host's number among `most`: as the user has `given` it, or as the place does where the hosts are `named`.
 
     Raises UserError where neither says it, and for a host that the job leaves out.
@@ -113,7 +113,7 @@ class LaunchRequest:
     folder: str  # in which the ranks work, on every host
 
 
-def launch(found: Found, wanted: LaunchRequest, variables: Variables) -> Outcome:
+def launch(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> Outcome:
     """Start a job and see it end. `variables` go to every host. Raises UserError before anything is started."""
     check_one_a_host()
     found = first_hosts(found, wanted)
@@ -131,7 +131,7 @@ def launch(found: Found, wanted: LaunchRequest, variables: Variables) -> Outcome
         return agent.run(part)
 
 
-def first_hosts(found: Found, wanted: LaunchRequest) -> Found:
+def first_hosts(found: FoundCluster, wanted: LaunchRequest) -> FoundCluster:
     """What is found, without hosts beyond the most that the job takes; this machine may be none of the others.
 
     Where the same is started on every host, each needs to know of all.
@@ -143,7 +143,7 @@ def first_hosts(found: Found, wanted: LaunchRequest) -> Found:
     return replace(found, cluster=replace(cluster, hosts=cluster.hosts[:most], this=this))
 
 
-def part_here(found: Found, wanted: LaunchRequest) -> NodeSpec | None:
+def part_here(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec | None:
     """The part of this process in the job; None where it is to bring agents up on other hosts."""
     cluster = found.cluster
     if wanted.no_ssh or found.on_every_host:
@@ -160,7 +160,7 @@ def part_here(found: Found, wanted: LaunchRequest) -> NodeSpec | None:
     return None
 
 
-def world_of(found: Found, wanted: LaunchRequest) -> tuple[int, int]:
+def world_of(found: FoundCluster, wanted: LaunchRequest) -> tuple[int, int]:
     """The most ranks that a job may have, in all and on its first host."""
     hosts = found.cluster.hosts
     if wanted.no_ssh and len(hosts) == 1:  # the others are like this one
@@ -169,7 +169,7 @@ def world_of(found: Found, wanted: LaunchRequest) -> tuple[int, int]:
     return sum(host.slots for host in hosts[:most]), hosts[0].slots
 
 
-def _one_of_many(found: Found, wanted: LaunchRequest) -> NodeSpec:
+def _one_of_many(found: FoundCluster, wanted: LaunchRequest) -> NodeSpec:
     """This host's part, where somebody starts the same command on each."""
     cluster, named = found.cluster, found.on_every_host or len(found.cluster.hosts) > 1
     fewest, most = _nodes(wanted, len(cluster.hosts) if named else None)
@@ -201,7 +201,7 @@ def _one_of_many(found: Found, wanted: LaunchRequest) -> NodeSpec:
     )
 
 
-def _port_of(found: Found) -> int:
+def _port_of(found: FoundCluster) -> int:
     """Jobs that a place tells apart meet at ports of their own."""
     if not found.on_every_host or found.cluster.job is None:
         return DEFAULT_PORT
@@ -210,7 +210,7 @@ def _port_of(found: Found) -> int:
     return ports_of(found.cluster.job)[0]
 
 
-def _from_here(found: Found, wanted: LaunchRequest, variables: Variables) -> Outcome:
+def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables) -> Outcome:
     """Bring the agents of all hosts up, and serve the store where they meet."""
     with environment.quiet_import():
         from samestep.launch import store_address
@@ -325,7 +325,7 @@ def _nodes(wanted: LaunchRequest, there: int | None) -> tuple[int, int]:
     return fewest, most
 
 
-def _job_of(found: Found, wanted: LaunchRequest, default: str | None = None) -> str:
+def _job_of(found: FoundCluster, wanted: LaunchRequest, default: str | None = None) -> str:
     """The id of the job: given, the place's, or made here."""
     if wanted.job:
         if not _ID.fullmatch(wanted.job):

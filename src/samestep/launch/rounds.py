@@ -30,7 +30,7 @@ _RUN_FOLDER = "run-folder"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class RanksEnded:
     """Why this host's ranks ended, as far as the host knows."""
 
     rank: int  # that failed first
@@ -122,7 +122,7 @@ class NodeRounds:
         if self._run is None and said.run_folder is not None and self._round is not None and self._round.first:
             self._hosts.post(_RUN_FOLDER, {"path": said.run_folder})
 
-    def end(self, why: Ended | None) -> None:
+    def end(self, why: RanksEnded | None) -> None:
         """This host's ranks have ended; `why` where one of them failed."""
         if self._watch is None or self._round is None:
             return
@@ -131,7 +131,7 @@ class NodeRounds:
         self.look()
         self.hang = watch.hang
         if watch.hang is not None:
-            why = Ended(rank=watch.hang.rank, reason=watch.hang.reason, at=time.time())
+            why = RanksEnded(rank=watch.hang.rank, reason=watch.hang.reason, at=time.time())
         self._pending.ends()
         mine = next((each for each in watch.last if why is not None and each.rank == why.rank), None)
         # When the rank last moved on: at most a step before the fault, and never after it.
@@ -226,7 +226,7 @@ class NodeRounds:
         word = self._hosts.posted(f"alive/{member['node']}") or {}
         ranks = [Progress(**each) for each in word.get("ranks", ())] if word.get("agent") == member["agent"] else []
         moment = max((each.moved_at for each in ranks), default=time.time())
-        why = Ended(rank=min(had, default=-1), reason="its host is gone", at=moment)
+        why = RanksEnded(rank=min(had, default=-1), reason="its host is gone", at=moment)
         return {
             "why": asdict(why),
             "lost": True,

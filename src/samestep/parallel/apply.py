@@ -32,7 +32,7 @@ from samestep.parallel.exact.dropout import same_dropout
 from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, find_experts
-from samestep.parallel.experts.share import Shared, share_experts
+from samestep.parallel.experts.share import SharedExperts, share_experts
 from samestep.parallel.fsdp import agreed_units, shard, without_messages
 from samestep.parallel.offload.activations import offload_activations
 from samestep.parallel.offload.memory import HostMemory, MappedFile
@@ -131,7 +131,7 @@ class _Spreading:
         # What pipeline stages are cut by: the shapes of the whole model.
         self.unsliced = without_numbers(model) if layout.pipeline > 1 else model
         self.stages: Cut | None = None  # this rank's pipeline stages
-        self.shared: Shared | None = None  # what is left of the experts here
+        self.shared: SharedExperts | None = None  # what is left of the experts here
 
     def split_tokens(self) -> None:
         if self.seen is not None and self.layout.context > 1:

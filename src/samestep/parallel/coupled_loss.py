@@ -126,7 +126,7 @@ class _Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class MicroBatchLoss:
     """The loss of one micro-batch, and what its backward begins with."""
 
     loss_sum: Tensor
@@ -161,18 +161,20 @@ class Coupling:
         roots, gradients = call.roots()
         return _begin(call.loss_sum, roots, gradients), call.count
 
-    def of_all(self, outputs: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> list[Found]:
+    def of_all(self, outputs: Sequence[Any], micro_batches: Sequence[MicroBatch]) -> list[MicroBatchLoss]:
         """The losses of a rank's micro-batches, whose outputs have no graphs, and the gradients of these outputs."""
         rows = [rows_of(each) for each in micro_batches]
         return self.of_parts(outputs, [each.batch for each in micro_batches], rows)
 
-    def of_parts(self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[Rows]) -> list[Found]:
+    def of_parts(
+        self, outputs: Sequence[Any], batches: Sequence[Batch], rows: Sequence[Rows]
+    ) -> list[MicroBatchLoss]:
         """The same for parts of a batch, of which `rows` says which ones they are."""
         with torch.enable_grad():
             apart = [map_tensors(_leaf, output) for output in outputs]
             calls = self._calls([map_tensors(_changeable, output) for output in apart], batches, rows)
             return [
-                Found(
+                MicroBatchLoss(
                     loss_sum=call.loss_sum.detach(),
                     count=call.count,
                     gradients=_gradients(*call.roots(), tensors_in(output), keep=False),

@@ -9,7 +9,7 @@ import yaml
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.translate.base import Asked, Draft, Keys, Reader, Sizes, Writer, Written, has_any
+from samestep.translate.base import Draft, GivenSizes, Keys, Reader, Sizes, Writer, Written, has_any
 from samestep.translate.deepspeed import micro_batch_of
 from samestep.translate.unsaid import unsaid
 
@@ -63,7 +63,7 @@ class ReadAccelerate(Reader):
     def recognises(self, given: Any) -> bool:
         return has_any(given, ("distributed_type", "compute_environment"))
 
-    def read(self, given: Any, asked: Asked) -> Draft:
+    def read(self, given: Any, asked: GivenSizes) -> Draft:
         draft = Draft()
         keys = Keys(given, draft)
         kind = str(keys.take("distributed_type") or "NO")

@@ -262,7 +262,7 @@ def _number(value: Any) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GivenSizes:
     """What the command line says, and many of these files don't: sizes of the whole training."""
 
     processes: int | None = None
@@ -287,7 +287,7 @@ class Reader(ABC):
         """Whether this content is of the format: what the file holds (a dictionary, say), or its text."""
 
     @abstractmethod
-    def read(self, given: Any, asked: Asked) -> Draft:
+    def read(self, given: Any, asked: GivenSizes) -> Draft:
         """Raises UserError for values that are wrong or contradict each other."""
 
 

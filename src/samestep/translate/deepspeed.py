@@ -10,7 +10,7 @@ from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.recipe import Recipe
-from samestep.translate.base import Asked, Draft, Keys, Reader, Sizes, Writer, Written, has_any
+from samestep.translate.base import Draft, GivenSizes, Keys, Reader, Sizes, Writer, Written, has_any
 from samestep.translate.deepspeed_optimizer import read_optimizer, written_optimizer, written_schedule
 from samestep.translate.unsaid import unsaid
 
@@ -75,7 +75,7 @@ class ReadDeepSpeed(Reader):
     def recognises(self, given: Any) -> bool:
         return has_any(given, _ITS_KEYS)
 
-    def read(self, given: Any, asked: Asked) -> Draft:
+    def read(self, given: Any, asked: GivenSizes) -> Draft:
         draft = Draft()
         keys = Keys(given, draft)
         sizes = _sizes(keys, draft)
@@ -163,7 +163,7 @@ def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
     return stage, offload
 
 
-def read_batch(keys: Keys, draft: Draft, sizes: Sizes, asked: Asked) -> int | None:
+def read_batch(keys: Keys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
     """Set batch and micro-batch; the number of data ranks, where it is known.
 
     DeepSpeed holds train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks.
@@ -204,7 +204,7 @@ def read_batch(keys: Keys, draft: Draft, sizes: Sizes, asked: Asked) -> int | No
     return data
 
 
-def _data_ranks(sizes: Sizes, asked: Asked) -> int | None:
+def _data_ranks(sizes: Sizes, asked: GivenSizes) -> int | None:
     if asked.processes is None:
         return None
     if asked.processes % sizes.model:

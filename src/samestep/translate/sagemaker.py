@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.translate.base import Asked, Draft, Keys, Reader, Sizes, has_any
+from samestep.translate.base import Draft, GivenSizes, Keys, Reader, Sizes, has_any
 
 # What starts the ranks, and what became of it.
 _LAUNCHERS = ("torch_distributed", "pytorchddp", "mpi", "parameter_server", "multi_worker_mirrored_strategy")
@@ -53,7 +53,7 @@ class ReadSageMaker(Reader):
     def recognises(self, given: Any) -> bool:
         return has_any(given, ("distribution", "smdistributed", *_LAUNCHERS))
 
-    def read(self, given: Any, asked: Asked) -> Draft:
+    def read(self, given: Any, asked: GivenSizes) -> Draft:
         draft = Draft()
         keys = Keys(given, draft)
         if "distribution" in keys:
@@ -91,7 +91,7 @@ def _launchers(keys: Keys, draft: Draft) -> None:
         section.leave({}, "who starts the ranks says it")
 
 
-def _model_parallel(keys: Keys, draft: Draft, asked: Asked) -> Sizes:
+def _model_parallel(keys: Keys, draft: Draft, asked: GivenSizes) -> Sizes:
     """Sizes and options of smdistributed.modelparallel."""
     pipeline = _either(keys, "pipeline_parallel_degree", "partitions") or 1
     tensor = keys.whole("tensor_parallel_degree") or 1
@@ -140,7 +140,7 @@ def _pipeline(keys: Keys, draft: Draft, pipeline: int) -> dict[str, str]:
     return options
 
 
-def _data_ranks(keys: Keys, draft: Draft, sizes: Sizes, asked: Asked) -> int | None:
+def _data_ranks(keys: Keys, draft: Draft, sizes: Sizes, asked: GivenSizes) -> int | None:
     """Ranks that see other samples: one where nothing asks for replicas, else what is left of the processes."""
     replicas = keys.switch("ddp") or keys.switch("horovod")
     if asked.processes is None:

@@ -9,7 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.translate.base import Asked, Draft, Reader, Sizes
+from samestep.translate.base import Draft, GivenSizes, Reader, Sizes
 
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -29,7 +29,7 @@ class ReadTorchrun(Reader):
     def recognises(self, given: Any) -> bool:
         return isinstance(given, str) and any(_is_launch(line) for line in _lines(given))
 
-    def read(self, given: Any, asked: Asked) -> Draft:
+    def read(self, given: Any, asked: GivenSizes) -> Draft:
         if not isinstance(given, str):
             raise UserError("a command of words is wanted, such as torchrun --nproc-per-node=2 train.py")
         lines = _lines(given)

@@ -16,7 +16,7 @@ from samestep.errors import UserError, closest
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.translate.accelerate import ReadAccelerate, WriteAccelerate
-from samestep.translate.base import Asked, Draft, Reader, Writer, Written
+from samestep.translate.base import Draft, GivenSizes, Reader, Writer, Written
 from samestep.translate.deepspeed import ReadDeepSpeed, WriteDeepSpeed
 from samestep.translate.sagemaker import ReadSageMaker
 from samestep.translate.torchrun import ReadTorchrun
@@ -158,7 +158,7 @@ def _yaml(name: str, text: str) -> Any:
 JOB = "job"
 
 
-def translate(words: Sequence[str], from_: str | None, to: str, asked: Asked) -> Written:
+def translate(words: Sequence[str], from_: str | None, to: str, asked: GivenSizes) -> Written:
     """What was given, in the other format, and what could not be said in it. Raises UserError."""
     if to != JOB and to not in WRITERS:
         raise UserError(f'--to is "{to}"; {closest(to, [JOB, *WRITERS])}')
@@ -187,7 +187,7 @@ def _assumed(draft: Draft) -> list[str]:
     ]
 
 
-def _read(form: str, source: Source, asked: Asked) -> tuple[Job, Draft]:
+def _read(form: str, source: Source, asked: GivenSizes) -> tuple[Job, Draft]:
     """The job of a source. What keeps it from running as it is becomes a remark."""
     try:
         draft = READERS[form].read(source.content, asked)

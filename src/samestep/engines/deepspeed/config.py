@@ -23,7 +23,7 @@ _ADAM = ("Adam", "AdamW")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class JobValues:
     """What a job says of the things that a ds_config.json can also say; None where it leaves them open."""
 
     ranks: int
@@ -91,7 +91,7 @@ def takes_schedule(config: Mapping[str, Any]) -> bool:
     return "scheduler" in config and not has_auto(config["scheduler"])
 
 
-def sizes(config: Mapping[str, Any], asked: Asked) -> tuple[int | None, int | None]:
+def sizes(config: Mapping[str, Any], asked: JobValues) -> tuple[int | None, int | None]:
     """The batch and the micro-batch that a configuration and a job agree on.
 
     Raises UserError where train_batch_size is not micro-batch x accumulation x ranks, or not the job's batch.
@@ -136,7 +136,7 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def agree(config: Mapping[str, Any], asked: Asked) -> None:
+def agree(config: Mapping[str, Any], asked: JobValues) -> None:
     """Raise one UserError for all that a configuration and a job both say, and say differently."""
     _, micro = sizes(config, asked)
     zero = config.get("zero_optimization", {})
@@ -157,7 +157,7 @@ def agree(config: Mapping[str, Any], asked: Asked) -> None:
         )
 
 
-def completed(given: Mapping[str, Any], asked: Asked, *, on_cpu: bool) -> Config:
+def completed(given: Mapping[str, Any], asked: JobValues, *, on_cpu: bool) -> Config:
     """The configuration for `deepspeed.initialize`: as given, and where it is silent as the job asks."""
     agree(given, asked)
     batch, micro = sizes(given, asked)

@@ -11,7 +11,7 @@ from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.deepspeed import config as configuration
 from samestep.engines.deepspeed import nvme, pipeline
 from samestep.engines.deepspeed.config import (
-    Asked,
+    JobValues,
     check_layout,
     check_pipeline,
     check_pipeline_asked,
@@ -63,7 +63,7 @@ class DeepSpeed(Engine):
         check_layout(layout, stage)
         check_pipeline_asked(given, job.run.cut_at or ())
         configuration.agree(given, _asked(layout, recipe=recipe, micro_batch=job.run.micro_batch))
-        _, micro = configuration.sizes(given, Asked(ranks=layout.data_ranks, batch=recipe.batch))
+        _, micro = configuration.sizes(given, JobValues(ranks=layout.data_ranks, batch=recipe.batch))
         recipe = replace(
             recipe,
             clip=recipe.clip or configuration.clip_of(given),
@@ -141,10 +141,10 @@ class DeepSpeed(Engine):
         return DeepSpeedTrainer(order=order, **common) if stages is None else PipelineTrainer(stages=stages, **common)
 
 
-def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None = None) -> Asked:
+def _asked(layout: Layout, recipe: Recipe | None = None, micro_batch: int | None = None) -> JobValues:
     """What the job asks for where it is not left at its default."""
     in_memory = "cpu" if layout.offloads("optimizer") else None
-    return Asked(
+    return JobValues(
         ranks=layout.data_ranks,
         stage=layout.zero or None,
         batch=None if recipe is None else recipe.batch,

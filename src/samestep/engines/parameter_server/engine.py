@@ -14,8 +14,8 @@ from samestep.data.order import Place
 from samestep.engines.base import Abilities, Engine, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.parameter_server import settings as reading
-from samestep.engines.parameter_server.member import Shared
-from samestep.engines.parameter_server.messages import Wire
+from samestep.engines.parameter_server.member import ServerSetup
+from samestep.engines.parameter_server.messages import PointToPoint
 from samestep.engines.parameter_server.server import AsynchronousServer, SynchronousServer
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import FlatParameters, bounds_of, spans_of
@@ -69,7 +69,7 @@ class ParameterServer(Engine):
         check_model(model, settings, batch_buffers=bool(how.details.batch_buffers))
         rank, ranks = dist.get_rank(), how.layout.size
         roles = Roles.of(settings, ranks)
-        wire = Wire(new_group(range(ranks), backend="gloo"))
+        wire = PointToPoint(new_group(range(ranks), backend="gloo"))
         worker_group = new_group(roles.workers)
         server_group = new_group(roles.servers, backend="gloo")
         # Batch norm and buffers filled from samples join the workers alone.
@@ -78,7 +78,7 @@ class ParameterServer(Engine):
         how = replace(how, mesh=mesh)
         spread_model = spread_as(model, replace(how, layout=replace(how.layout, replicate=1)), precision)
         flat = FlatParameters(model, settings.servers)
-        shared = Shared(flat=flat, roles=roles, settings=settings, wire=wire)
+        shared = ServerSetup(flat=flat, roles=roles, settings=settings, wire=wire)
 
         def setup(optimizer: Optimizer) -> TrainerSetup:
             return TrainerSetup(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.engines.native import NativeTrainer
-from samestep.engines.parameter_server.messages import Wire
+from samestep.engines.parameter_server.messages import PointToPoint
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters
 from samestep.engines.setup import TrainerSetup
@@ -20,19 +20,19 @@ from samestep.parallel.state_shards import MODEL, OPTIMIZER, Piece, innermost, m
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class ServerSetup:
     """What every rank knows of the servers and workers."""
 
     flat: FlatParameters  # a copy of the model's parameters in one tensor, of which each server has a part
     roles: Roles
     settings: Settings
-    wire: Wire
+    wire: PointToPoint
 
 
 class Member(NativeTrainer):
     """A rank of a parameter server. All ranks evaluate, with the parameters that the servers then hold."""
 
-    def __init__(self, setup: TrainerSetup, shared: Shared) -> None:
+    def __init__(self, setup: TrainerSetup, shared: ServerSetup) -> None:
         super().__init__(setup)
         check_optimizer(self.optimizer)
         self.flat = shared.flat

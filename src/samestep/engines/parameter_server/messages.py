@@ -116,7 +116,7 @@ class Pushed:
             place.view(-1, chunk.span.row).index_add_(0, index, part.view(kind, chunk.span.row))
 
 
-class Wire:
+class PointToPoint:
     """Sends and receives on one rank. Tensors on an accelerator pass through the host's memory."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

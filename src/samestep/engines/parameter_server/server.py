@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
-from samestep.engines.parameter_server.member import Member, Shared, piece_of_state
+from samestep.engines.parameter_server.member import Member, ServerSetup, piece_of_state
 from samestep.engines.parameter_server.messages import Answer, Pushed, Told
 from samestep.engines.parameter_server.shards import Chunk
 from samestep.engines.setup import TrainerSetup
@@ -50,7 +50,7 @@ class Server(Member):
     """What both kinds of servers have: the shard as chunks of parameters, and a gradient of the same length."""
 
     def __init__(
-        self, setup: TrainerSetup, shared: Shared, chunks: Mapping[nn.Parameter, Chunk], *, number: int
+        self, setup: TrainerSetup, shared: ServerSetup, chunks: Mapping[nn.Parameter, Chunk], *, number: int
     ) -> None:
         """`number` is the server's among the servers; `chunks` are what its optimizer steps."""
         super().__init__(setup, shared)
@@ -109,7 +109,7 @@ class SynchronousServer(Server):
     def __init__(
         self,
         setup: TrainerSetup,
-        shared: Shared,
+        shared: ServerSetup,
         chunks: Mapping[nn.Parameter, Chunk],
         *,
         number: int,
@@ -157,7 +157,7 @@ class AsynchronousServer(Server):
     """
 
     def __init__(
-        self, setup: TrainerSetup, shared: Shared, chunks: Mapping[nn.Parameter, Chunk], *, number: int
+        self, setup: TrainerSetup, shared: ServerSetup, chunks: Mapping[nn.Parameter, Chunk], *, number: int
     ) -> None:
         super().__init__(setup, shared, chunks, number=number)
         count = len(self.roles.workers)

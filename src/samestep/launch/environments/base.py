@@ -43,7 +43,7 @@ class OwnHost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class PlaceInputs:
     """What a place may look at: this process's variables, and what the user named."""
 
     environ: Mapping[str, str]
@@ -69,7 +69,7 @@ class Read:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundCluster:
     """A cluster, and how it came to be known."""
 
     cluster: Cluster
@@ -90,15 +90,15 @@ class ClusterEnvironment(Protocol):
     everywhere: bool  # whether the place by itself runs the user's command on every host, and tells none its rank
     allocates: bool  # whether its hosts were given to this job alone, so that those it doesn't take stay idle
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         """Whether the user named it, such as by the path of a hostfile."""
         ...
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         """Whether it shows in the variables of this process."""
         ...
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         """The hosts that it offers. Raises UserError with the variable or line, its value and what to use instead."""
         ...
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Given, Read, which
+from samestep.launch.environments.base import FoundCluster, PlaceInputs, Read, which
 
 # A name or an IPv4 address, or an IPv6 address in brackets; then slots, as MPICH and Horovod write them. None begins
 # with a dash: to ssh that is an option, not a host.
@@ -22,17 +22,17 @@ class Hostfile:
     everywhere = False
     allocates = False
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         return given.hostfile is not None
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         return False
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         assert given.hostfile is not None  # it is found because it was named
         hosts, read = read_hostfile(given.hostfile)
         this = which([host.name for host in hosts], given.host.name)
-        return Found(cluster=Cluster(place=self.name, hosts=hosts, this=this), read=read)
+        return FoundCluster(cluster=Cluster(place=self.name, hosts=hosts, this=this), read=read)
 
 
 def read_hostfile(file: Path) -> tuple[tuple[Host, ...], tuple[Read, ...]]:

@@ -9,7 +9,7 @@ import yaml
 
 from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Given, Slots, Variables, unnamed
+from samestep.launch.environments.base import FoundCluster, PlaceInputs, Slots, Variables, unnamed
 from samestep.ranks import in_pytorchjob
 from samestep.visible_devices import DeviceChoice
 
@@ -26,13 +26,13 @@ class PyTorchJob:
     everywhere = True
     allocates = False
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         return in_pytorchjob(given.environ) or (_is_elastic(given) and "LOCAL_RANK" not in given.environ)
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         read = Variables(given.environ)
         slots, counted = _processes(read, given)
         pods = _pods(read)
@@ -51,7 +51,7 @@ class PyTorchJob:
             raise UserError(f"{name} is {this}, and the job has {pods} pods, counted from 0; the operator sets both")
         names = unnamed(pods, this, given.host.name)
         names[0] = address
-        return Found(
+        return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=slots) for name in names),
@@ -66,7 +66,7 @@ class PyTorchJob:
         )
 
 
-def _is_elastic(given: Given) -> bool:
+def _is_elastic(given: PlaceInputs) -> bool:
     return "PET_RDZV_ENDPOINT" in given.environ and "PET_NNODES" in given.environ
 
 
@@ -83,7 +83,7 @@ def _number_in(pod: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _processes(read: Variables, given: Given) -> tuple[int, Slots]:
+def _processes(read: Variables, given: PlaceInputs) -> tuple[int, Slots]:
     """Ranks of a pod: as many as the job says, or as it has accelerators or cores, which is torchrun's "auto"."""
     text = read.text("PET_NPROC_PER_NODE")
     own = given.host

@@ -2,7 +2,7 @@
 
 from samestep import environment
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Given, Read
+from samestep.launch.environments.base import FoundCluster, PlaceInputs, Read
 
 
 class ThisMachine:
@@ -13,16 +13,18 @@ class ThisMachine:
     everywhere = False
     allocates = False
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         return True
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         slots, counted = given.slots
         read = [Read(source=counted, value=str(slots))]
         if (visible := environment.visible_devices(given.environ)) is not None:
             read.append(Read(source=visible.variable, value=",".join(visible.devices)))
         host = Host(name="localhost", slots=slots)
-        return Found(cluster=Cluster(place=self.name, hosts=(host,), this=0), read=tuple(read), slots_from=counted)
+        return FoundCluster(
+            cluster=Cluster(place=self.name, hosts=(host,), this=0), read=tuple(read), slots_from=counted
+        )

@@ -4,7 +4,7 @@ import re
 
 from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Given, Variables, shares, unnamed
+from samestep.launch.environments.base import FoundCluster, PlaceInputs, Variables, shares, unnamed
 
 
 class OpenMpi:
@@ -15,13 +15,13 @@ class OpenMpi:
     everywhere = False
     allocates = False
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         return "OMPI_COMM_WORLD_SIZE" in given.environ and "OMPI_COMM_WORLD_RANK" in given.environ
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         read = Variables(given.environ)
         world_size, rank = read.needed("OMPI_COMM_WORLD_SIZE", 1), read.needed("OMPI_COMM_WORLD_RANK")
         local_size = read.needed("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
@@ -42,7 +42,7 @@ class OpenMpi:
             slots = [own] * nodes
         else:
             slots, counted = shares(world_size, local_size, nodes, this or 0), "listed"
-        return Found(
+        return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),

@@ -19,7 +19,7 @@ from typing import Any
 from samestep import environment
 from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Given, Read, which
+from samestep.launch.environments.base import FoundCluster, PlaceInputs, Read, which
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.remote_agent import far_end
 from samestep.launch.starter import AgentCommand, LaunchOptions, Starter
@@ -35,13 +35,13 @@ class Ray:
     everywhere = False
     allocates = False
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         return given.ray is not None
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         return bool(given.environ.get("RAY_ADDRESS"))
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         source, address = ("--ray", given.ray) if given.ray else ("RAY_ADDRESS", given.environ.get("RAY_ADDRESS", ""))
         assert address is not None
         if importlib.util.find_spec("ray") is None:
@@ -57,7 +57,7 @@ class Ray:
         hosts = [host for host in hosts if host.slots]
         if not hosts:
             raise UserError(f"{source} is {address}, a Ray cluster without a live node that has a CPU")
-        return Found(
+        return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(hosts),

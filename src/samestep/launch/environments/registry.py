@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from samestep.errors import UserError, closest
-from samestep.launch.environments.base import ClusterEnvironment, Found, Given
+from samestep.launch.environments.base import ClusterEnvironment, FoundCluster, PlaceInputs
 from samestep.launch.environments.hostfile import Hostfile
 from samestep.launch.environments.kubernetes import PyTorchJob
 from samestep.launch.environments.local import ThisMachine
@@ -27,7 +27,7 @@ PLACES: Sequence[ClusterEnvironment] = (
 )
 
 
-def find(given: Given, place: str | None = None) -> Found:
+def find(given: PlaceInputs, place: str | None = None) -> FoundCluster:
     """The hosts of a place: of the one with that name, of the one that the user named, or of the first that shows.
 
     Raises UserError where two are named, where the one with that name doesn't show, or where what it offers can't be
@@ -47,7 +47,7 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
 
     For a process that is no rank, and is about to start its own.
     """
-    given = Given(environ=environ)
+    given = PlaceInputs(environ=environ)
     place = _shown(given)
     if not place.everywhere:
         return
@@ -61,7 +61,7 @@ def check_not_alone(environ: Mapping[str, str]) -> None:
 
 def idle_hosts(environ: Mapping[str, str]) -> str | None:
     """What to tell where a job has several hosts, of which this process would use its own alone; None elsewhere."""
-    given = Given(environ=environ)
+    given = PlaceInputs(environ=environ)
     place = _shown(given)
     try:
         hosts = place.find(given).cluster.hosts if place.allocates else ()
@@ -75,12 +75,12 @@ def idle_hosts(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def _shown(given: Given) -> ClusterEnvironment:
+def _shown(given: PlaceInputs) -> ClusterEnvironment:
     """The first place that shows; this machine always does."""
     return next(each for each in PLACES if each.there(given))
 
 
-def _called(name: str, given: Given, named: Sequence[ClusterEnvironment]) -> ClusterEnvironment:
+def _called(name: str, given: PlaceInputs, named: Sequence[ClusterEnvironment]) -> ClusterEnvironment:
     places = {each.name: each for each in PLACES}
     if name not in places:
         raise UserError(f'--place "{name}" is not known; {closest(name, places)}')

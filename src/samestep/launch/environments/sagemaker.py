@@ -4,7 +4,7 @@ from typing import Any
 
 from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Given, Variables
+from samestep.launch.environments.base import FoundCluster, PlaceInputs, Variables
 
 _HOSTS = 'a list of hosts such as ["algo-1","algo-2"]'
 
@@ -17,15 +17,15 @@ class SageMaker:
     everywhere = True
     allocates = False
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         return "SM_RESOURCE_CONFIG" in given.environ or all(
             name in given.environ for name in ("SM_HOSTS", "SM_CURRENT_HOST")
         )
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         read = Variables(given.environ)
         config = read.json("SM_RESOURCE_CONFIG", 'a mapping with "hosts" and "current_host"')
         if config is None:
@@ -44,7 +44,7 @@ class SageMaker:
             accelerators = None
         slots = accelerators or cores or given.slots[0]
         counted = "accelerators" if accelerators else "cores" if cores else given.slots[1]
-        return Found(
+        return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=slots) for name in names),

@@ -5,7 +5,7 @@ from itertools import product
 
 from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Given, Slots, Variables, which
+from samestep.launch.environments.base import FoundCluster, PlaceInputs, Slots, Variables, which
 from samestep.ranks import accelerators, counts, in_slurm_step
 from samestep.visible_devices import DeviceChoice
 
@@ -52,13 +52,13 @@ class Slurm:
     everywhere = False
     allocates = True
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         return "SLURM_JOB_ID" in given.environ and "SLURM_JOB_NODELIST" in given.environ
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         read = Variables(given.environ)
         job = read.wanted("SLURM_JOB_ID", "the job's number")
         step = in_slurm_step(given.environ)
@@ -70,7 +70,7 @@ class Slurm:
         node = read.number("SLURM_NODEID")
         if node is not None and node >= len(names):
             raise UserError(f"SLURM_NODEID is {node}, and {name} names {len(names)}; Slurm sets both")
-        return Found(
+        return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=host, slots=count) for host, count in zip(names, slots, strict=True)),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from samestep import environment
-from samestep.launch.environments.base import Given
+from samestep.launch.environments.base import PlaceInputs
 from samestep.launch.environments.slurm import Slurm
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.remote_agent import far_end
@@ -34,7 +34,7 @@ def _gpus(parts: Sequence[NodeSpec]) -> list[str]:
     Slurm would give each agent a task's share otherwise, and takes no other number for each of several nodes.
     """
     environ = environment.snapshot()
-    found = Slurm().find(Given(environ=environ))
+    found = Slurm().find(PlaceInputs(environ=environ))
     if "SLURM_GPUS_PER_TASK" not in environ or found.slots_from != "accelerators" or parts[0].device == "cpu":
         return []
     there = {host.name: host.slots for host in found.cluster.hosts}

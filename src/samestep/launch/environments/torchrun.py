@@ -2,7 +2,7 @@
 
 from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import Found, Given, Variables, shares, unnamed
+from samestep.launch.environments.base import FoundCluster, PlaceInputs, Variables, shares, unnamed
 from samestep.ranks import in_pytorchjob
 
 
@@ -14,14 +14,14 @@ class Torchrun:
     everywhere = False
     allocates = False
 
-    def named(self, given: Given) -> bool:
+    def named(self, given: PlaceInputs) -> bool:
         return False
 
-    def there(self, given: Given) -> bool:
+    def there(self, given: PlaceInputs) -> bool:
         wanted = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         return all(name in given.environ for name in wanted) and not in_pytorchjob(given.environ)
 
-    def find(self, given: Given) -> Found:
+    def find(self, given: PlaceInputs) -> FoundCluster:
         read = Variables(given.environ)
         world_size, rank = read.needed("WORLD_SIZE", 1), read.needed("RANK")
         local_size = read.needed("LOCAL_WORLD_SIZE", 1)
@@ -39,7 +39,7 @@ class Torchrun:
         if address is not None and this != 0:
             names[0] = address
         slots = shares(world_size, local_size, nodes, this)
-        return Found(
+        return FoundCluster(
             cluster=Cluster(
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),

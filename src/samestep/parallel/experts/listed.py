@@ -29,7 +29,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class ExpertCall:
     """One call of an expert in a rehearsal."""
 
     expert: int
@@ -86,7 +86,7 @@ class ListedExperts:
         self._mine = range(first, last)
         self._inner = {number: list(container.children())[number].forward for number in self._mine}
         self._caller_forward: Callable[..., Any] = caller.forward
-        self._noted: list[Given] | None = None  # while a rehearsal runs
+        self._noted: list[ExpertCall] | None = None  # while a rehearsal runs
         self._answers: dict[int, list[tuple[torch.Size, Tensor]]] | None = None  # while the forward that counts does
         self._output_dtypes: dict[Any, torch.dtype] = {}
         for number in self._mine:
@@ -114,7 +114,7 @@ class ListedExperts:
             )
         if self._noted is not None:
             rows, leading = rows_of(given[0], flat=self._form.flat)
-            self._noted.append(Given(expert=number, rows=rows, leading=leading))
+            self._noted.append(ExpertCall(expert=number, rows=rows, leading=leading))
             dtype = self._output_dtype(rows.dtype)
             return given[0].new_zeros((*leading, *self._form.output), dtype=dtype)
         assert self._answers is not None
@@ -138,9 +138,9 @@ class ListedExperts:
             self._answers = None
         return _reaching(output, back)
 
-    def rehearse(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Given]:
+    def rehearse(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[ExpertCall]:
         """What the caller's forward gives to which expert. It leaves no trace in the caller."""
-        noted: list[Given] = []
+        noted: list[ExpertCall] = []
         given = pytree.tree_map_only(Tensor, Tensor.clone, (arguments, keywords))  # it may change them in place
         before, self._noted = self._noted, noted
         try:
@@ -151,7 +151,7 @@ class ListedExperts:
         return noted
 
     def _answered(
-        self, calls: Sequence[Given], inputs: Sequence[Tensor]
+        self, calls: Sequence[ExpertCall], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, dict[int, list[tuple[torch.Size, Tensor]]]]:
         """The outputs of all calls in one tensor, and by expert, each in the order of its calls."""
         ranks = dist.get_world_size(self._group)

@@ -23,7 +23,7 @@ from samestep.parallel.tensor.vocab_parallel import agree, near
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedExperts:
     """What is left of the experts on a rank."""
 
     units: Sequence[nn.Module]  # each is called in every forward that runs its layer, on every rank
@@ -37,7 +37,7 @@ def share_experts(
     mesh: Mesh,
     now: ForwardContext,
     device: torch.device,
-) -> Shared:
+) -> SharedExperts:
     """Leave of a model's experts what this rank holds, and write down in `parts` who holds what.
 
     `model` may lack the layers of other pipeline stages. Raises LayoutError where a layer's output is another than
@@ -56,7 +56,7 @@ def share_experts(
             _share_listed(model, experts, mesh, now, device)
         units.append(model.get_submodule(experts.name))
         _compare(caller, experts, parts, mesh)
-    return Shared(units=units, parameters=[p for unit in units for p in unit.parameters()])
+    return SharedExperts(units=units, parameters=[p for unit in units for p in unit.parameters()])
 
 
 def _is_here(model: nn.Module, experts: Experts) -> bool:

@@ -12,7 +12,7 @@ from samestep.errors import LayoutError, UserError, closest
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Call, Trace
-from samestep.parallel.pipeline.units import Given, Needs, UnitCall, find_layers, unit_calls, units_of
+from samestep.parallel.pipeline.units import Needs, UnitCall, UnitOutput, find_layers, unit_calls, units_of
 
 Stages = frozenset[int]
 
@@ -25,8 +25,9 @@ class Plan:
     starts: Sequence[int]  # the first of each stage
     calls: Sequence[UnitCall]  # of layers, and of the largest modules that contain none, in their order
     ends: Sequence[int]  # of each stage, one more than the number of its last call; the model ends the last stage
-    used: Sequence[frozenset[Given]]  # what each stage takes of what stages before it have computed
-    handed_on: Sequence[Sequence[Given]]  # what each stage but the last hands to the next: its own, or carried along
+    used: Sequence[frozenset[UnitOutput]]  # what each stage takes of what stages before it have computed
+    # What each stage but the last hands to the next: its own, or carried along.
+    handed_on: Sequence[Sequence[UnitOutput]]
     modules: Mapping[str, Stages]  # stages that hold a unit, by each of its names
     parameters: Mapping[str, Stages]  # stages that hold a parameter, by each of its names
     computed_with: Mapping[str, Stages]  # stages whose forward uses a parameter, by its first name
@@ -48,7 +49,7 @@ class Plan:
         """The numbers of a unit's calls."""
         return self._by_unit.get(unit, ())
 
-    def given(self, caller: int, number: int) -> Given | None:
+    def given(self, caller: int, number: int) -> UnitOutput | None:
         """What is handed on of a call's output as the tensor of this number; None where nothing is."""
         return self._by_place.get((caller, number))
 
@@ -56,13 +57,13 @@ class Plan:
         """Whether later stages take something that a unit gives."""
         return any(self.calls[caller].unit == unit for caller, _ in self._by_place)
 
-    def taken(self, stage: int) -> Sequence[Given]:
+    def taken(self, stage: int) -> Sequence[UnitOutput]:
         """What a stage takes of those before it, in order."""
-        return sorted(self.used[stage], key=Given.place)
+        return sorted(self.used[stage], key=UnitOutput.place)
 
-    def computed_in(self, stage: int) -> Mapping[int, Sequence[Given]]:
+    def computed_in(self, stage: int) -> Mapping[int, Sequence[UnitOutput]]:
         """What a stage hands on that it has computed itself, by the call that gives it."""
-        found: dict[int, list[Given]] = {}
+        found: dict[int, list[UnitOutput]] = {}
         for given in self.handed_on[stage] if stage < self.stages - 1 else ():
             if self.stage_of_call(given.caller) == stage:
                 found.setdefault(given.caller, []).append(given)
@@ -76,7 +77,7 @@ class Plan:
         return found
 
     @cached_property
-    def _by_place(self) -> dict[tuple[int, int], Given]:
+    def _by_place(self) -> dict[tuple[int, int], UnitOutput]:
         return {(given.caller, given.number): given for stage in self.handed_on for given in stage}
 
 
@@ -193,10 +194,10 @@ def _check_starts(
 
 def _of_stages(
     model: nn.Module, trace: Trace, needs: Needs, calls: Sequence[UnitCall], ends: Sequence[int]
-) -> tuple[list[frozenset[Given]], dict[str, Stages]]:
+) -> tuple[list[frozenset[UnitOutput]], dict[str, Stages]]:
     """What each stage takes of earlier ones, and the stages that compute with each parameter, by its first name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    used: list[frozenset[Given]] = []
+    used: list[frozenset[UnitOutput]] = []
     parameters: dict[str, Stages] = {}
     for stage, (began, ended) in enumerate(pairwise([0, *ends])):
         wanted = list(needs.of_calls[began:ended])
@@ -230,12 +231,12 @@ def _draws_of_shared(trace: Trace, calls: Sequence[UnitCall], ends: Sequence[int
     return found
 
 
-def _handed_on(used: Sequence[frozenset[Given]], ends: Sequence[int]) -> list[list[Given]]:
+def _handed_on(used: Sequence[frozenset[UnitOutput]], ends: Sequence[int]) -> list[list[UnitOutput]]:
     """What each stage but the last hands on: what any later one takes of what is computed up to there."""
     found = []
     for stage, end in enumerate(ends[:-1]):
         later = {given for of_stage in used[stage + 1 :] for given in of_stage if given.caller < end}
-        found.append(sorted(later, key=Given.place))
+        found.append(sorted(later, key=UnitOutput.place))
     return found
 
 

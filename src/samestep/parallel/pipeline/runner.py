@@ -20,7 +20,7 @@ from samestep.parallel.pipeline.p2p import MessageId, Messages, has_gradient
 from samestep.parallel.pipeline.schedule import Action, Orders, backward_in_two, orders_of, owners
 from samestep.parallel.pipeline.stage import Cut
 from samestep.parallel.pipeline.timeline import Timeline
-from samestep.parallel.pipeline.units import Given
+from samestep.parallel.pipeline.units import UnitOutput
 from samestep.profiling.clock import Phase
 
 
@@ -212,7 +212,7 @@ class _Step:
         with self._pipeline.times.of(action):
             self._of_weights.pop((action.stage, action.micro_batch))()
 
-    def _ends(self, action: Action) -> tuple[_Alive, list[Tensor], dict[Given, Tensor]]:
+    def _ends(self, action: Action) -> tuple[_Alive, list[Tensor], dict[UnitOutput, Tensor]]:
         """A forward's graph, the gradients of what it ends with, and those of what the stage carried along."""
         alive, stage = self._alive.pop((action.stage, action.micro_batch)), action.stage
         if stage == self._last_stage:
@@ -223,7 +223,7 @@ class _Step:
         own = iter(alive.roots)
         carried_along = dict(zip(plan.handed_on[stage - 1] if stage else (), alive.received, strict=True))
         gradients: list[Tensor] = []
-        carried: dict[Given, Tensor] = {}
+        carried: dict[UnitOutput, Tensor] = {}
         ends: list[Tensor] = []
         for given in handed_on:
             computed_here = plan.stage_of_call(given.caller) == stage
@@ -241,7 +241,7 @@ class _Step:
     def _received(self, kind: str, action: Action) -> list[Tensor]:
         return self._pipeline.receive(MessageId(to=action.stage, kind=kind, micro_batch=action.micro_batch))
 
-    def _hand_back(self, action: Action, received: Sequence[Tensor], carried: Mapping[Given, Tensor]) -> None:
+    def _hand_back(self, action: Action, received: Sequence[Tensor], carried: Mapping[UnitOutput, Tensor]) -> None:
         """Send the gradients of what was received back: from this stage, and from those that it was carried to."""
         if not action.stage:
             return

@@ -10,7 +10,7 @@ from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.pipeline.blanks import BlankOutput
 from samestep.parallel.pipeline.partition import Plan
-from samestep.parallel.pipeline.units import Given
+from samestep.parallel.pipeline.units import UnitOutput
 
 
 class StageDone(BaseException):
@@ -24,7 +24,7 @@ class StageRun:
     received of it and blanks for the rest, and after the stage's last call the forward ends.
     """
 
-    def __init__(self, plan: Plan, stage: int, received: Mapping[Given, Tensor], now: ForwardContext) -> None:
+    def __init__(self, plan: Plan, stage: int, received: Mapping[UnitOutput, Tensor], now: ForwardContext) -> None:
         self._plan = plan
         self._stage = stage
         self._received = received
@@ -32,7 +32,7 @@ class StageRun:
         self._counts: dict[str, int] = {}
         self._inside = False  # a unit of this stage runs, and what it calls of others is a part of it
         self._wanted = plan.computed_in(stage)
-        self.captured: dict[Given, Tensor] = {}
+        self.captured: dict[UnitOutput, Tensor] = {}
 
     def call(
         self, unit: str, module: nn.Module | None, blanks: BlankOutput | None, arguments: Any, keywords: Any
@@ -109,7 +109,7 @@ class StageRun:
     def handed_on(self) -> list[Tensor]:
         """What this stage has computed that it hands on, in the plan's order."""
         own = [given for some in self._wanted.values() for given in some]
-        return [self.captured[given] for given in sorted(own, key=Given.place)]
+        return [self.captured[given] for given in sorted(own, key=UnitOutput.place)]
 
     def never_ended(self) -> RuntimeError:
         """What to raise where the forward came to its end before the stage did."""

@@ -152,7 +152,7 @@ def unit_calls(model: nn.Module, trace: Trace, units: Mapping[str, nn.Module]) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class UnitOutput:
     """A tensor of what a unit's call gives."""
 
     caller: int  # the number of the call among those of all units
@@ -168,7 +168,7 @@ class Given:
 class Need:
     """What has to be known to compute something, not looking behind what units' calls give."""
 
-    given: frozenset[Given] = frozenset()
+    given: frozenset[UnitOutput] = frozenset()
     parameters: frozenset[str] = frozenset()  # read outside of all other calls
     hidden: frozenset[int] = frozenset()  # calls of which something is read that they do not give
 
@@ -259,6 +259,6 @@ class Needs:
         if caller is None:
             return None
         if node.output is not None and node.output[0] == self._began[caller]:
-            given = Given(caller=caller, number=node.output[1], changed=number in self._changed)
+            given = UnitOutput(caller=caller, number=node.output[1], changed=number in self._changed)
             return Need(given=frozenset({given}))
         return Need(hidden=frozenset({caller}))

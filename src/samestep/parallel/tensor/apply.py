@@ -21,7 +21,7 @@ from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.sharding import Part, ShardTable, Slice
 from samestep.parallel.tensor import collectives, layers, sequence_parallel
 from samestep.parallel.tensor.compare import Comparison, Departure, Output, output_of, pattern_of
-from samestep.parallel.tensor.layers import Entry, Message, Region, multihead
+from samestep.parallel.tensor.layers import InputMessage, Message, Region, multihead
 from samestep.parallel.tensor.modules import divide, outputs_dim, outputs_of
 from samestep.parallel.tensor.pairs import Unit
 from samestep.parallel.tensor.plan import Plan, make_plan, vocabulary_ranges
@@ -285,11 +285,11 @@ class _Slicer:
         region = self._region(unit.row, unit.width, unit.heads.queries if unit.heads is not None else 0)
         gathered = self._gather_for_owner(unit)
         identities = [self._input(name) for name in unit.columns]
-        entries: dict[int | None, Entry] = {}
+        entries: dict[int | None, InputMessage] = {}
         for name, identity in zip(unit.columns, identities, strict=True):
             if identity not in entries:
                 message = _as_it_is if identity in gathered else self._enter(name, identity)
-                entries[identity] = Entry(message, identities.count(identity))
+                entries[identity] = InputMessage(message, identities.count(identity))
             first = name == unit.columns[0]
             linear, entry = self._model.get_submodule(name), entries[identity]
             if name in unit.shared_columns(self._plan.parts):

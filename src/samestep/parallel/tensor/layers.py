@@ -23,7 +23,7 @@ Message = Callable[[Tensor], Tensor]
 Context = Callable[[], AbstractContextManager[None]]
 
 
-class Entry:
+class InputMessage:
     """The message at the input of column layers: one for all that take the same tensor."""
 
     def __init__(self, message: Message, uses: int = 1) -> None:
