@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.engines.deepspeed import config as configuration
 from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.recipe import SGD, AdamW, NamedOptimizer, Recipe
@@ -217,7 +216,7 @@ _HARMLESS = {"torch_adam", "fused", "foreach", "fp32_optimizer_states"}
 _NEUTRAL: dict[str, Any] = {"amsgrad": False, "bias_correction": True, "maximize": False, "dampening": 0}
 
 
-def optimizer_of(given: configuration.Config, recipe: Recipe) -> AdamW | SGD:
+def optimizer_of(given: Config, recipe: Recipe) -> AdamW | SGD:
     """The recipe's optimizer, or the configuration's where the recipe has the default one.
 
     A kind that recipes don't have is DeepSpeed's own business. Raises UserError where both say different ones.
@@ -230,7 +229,7 @@ def optimizer_of(given: configuration.Config, recipe: Recipe) -> AdamW | SGD:
     if section is None:
         return mine
     theirs = None if _foreign(section) else _mirrored(section, recipe)
-    if theirs is None and configuration.has_auto(section):
+    if theirs is None and has_auto(section):
         raise UserError(
             f'the DeepSpeed configuration has optimizer {section}, whose "auto" samestep fills for an optimizer that '
             f"recipes have alone, and {_foreign(section)} is none; use a value for each"
@@ -243,7 +242,7 @@ def optimizer_of(given: configuration.Config, recipe: Recipe) -> AdamW | SGD:
     return theirs or mine
 
 
-def check_proof(given: configuration.Config) -> None:
+def check_proof(given: Config) -> None:
     """Raise UserError for an optimizer of which one process's step is not known."""
     section = given.get("optimizer")
     if section is not None and (what := _foreign(section)):
@@ -253,7 +252,7 @@ def check_proof(given: configuration.Config) -> None:
         )
 
 
-def _foreign(section: configuration.Config) -> str | None:
+def _foreign(section: Config) -> str | None:
     """What of an optimizer recipes don't have; None where they have all of it."""
     kind, params = str(section.get("type", "")), section.get("params", {})
     schema = _SCHEMAS.get(kind.lower())
@@ -268,12 +267,12 @@ def _foreign(section: configuration.Config) -> str | None:
     return None
 
 
-def _adds_decay_to_gradient(section: configuration.Config) -> bool:
+def _adds_decay_to_gradient(section: Config) -> bool:
     """Adam of Kingma & Ba 2015, where AdamW decays the parameter. Without decay both are one."""
     return str(section["type"]).lower() == "adam" and section.get("params", {}).get("adam_w_mode", True) is False
 
 
-def _mirrored(section: configuration.Config, recipe: Recipe) -> AdamW | SGD:
+def _mirrored(section: Config, recipe: Recipe) -> AdamW | SGD:
     schema = _SCHEMAS[str(section["type"]).lower()]
     mine = recipe.optimizer if isinstance(recipe.optimizer, schema) else schema()
     params = section.get("params", {})
@@ -284,7 +283,7 @@ def _mirrored(section: configuration.Config, recipe: Recipe) -> AdamW | SGD:
     # Where the configuration names none, it is that of the optimizer which DeepSpeed makes then.
     torch_decays = bool(params.get("torch_adam")) and not _adds_decay_to_gradient(section)
     defaults = {"lr": _PYTORCH_LR, "weight_decay": _PYTORCH_DECAY if torch_decays else 0.0}
-    decay_all = mine.decay_all if configuration.has_auto(section) else True  # DeepSpeed makes one group of all
+    decay_all = mine.decay_all if has_auto(section) else True  # DeepSpeed makes one group of all
     return checked(schema, {**defaults, **values, "decay_all": decay_all})
 
 
