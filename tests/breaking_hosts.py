@@ -15,10 +15,10 @@ _GATHER = f"hosts gather for {_LIMITS.last_call:g} s"
 
 # What governs how soon a job goes on after a host has crashed, and after one has fallen silent.
 WHEN_CLOSED = f"3 heartbeats missing, {_LIMITS.keep_alive} s apart; {_GATHER}"
-WHEN_SILENT = f"--silence-limit {_LIMITS.silence:g} s; {_GATHER}"
+WHEN_SILENT = f"--heartbeat-timeout {_LIMITS.silence:g} s; {_GATHER}"
 # And how long it takes nobody for lost, and how soon it ends where the store is silent.
-SILENCE = f"--silence-limit {_LIMITS.silence:g} s"
-WITHOUT_STORE = f"--silence-limit {_LIMITS.silence:g} s; --return-limit {_LIMITS.come_back:g} s"
+SILENCE = f"--heartbeat-timeout {_LIMITS.silence:g} s"
+WITHOUT_STORE = f"--heartbeat-timeout {_LIMITS.silence:g} s; --rejoin-timeout {_LIMITS.come_back:g} s"
 
 # Seconds to the next step after a rank or a host was killed, and after a host has fallen silent.
 PROMISED_WHEN_KILLED = 10.0

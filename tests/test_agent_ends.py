@@ -27,7 +27,7 @@ def forked_ranks(agent: Agent) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_forked_ranks_that_take_no_notice_are_ended_on_all_hosts(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=1000, seconds=0.1)
-    with Agents(tmp_path, ("-m", "samestep", "train", "job.yaml"), "2:2", ["--notice", "60s"]) as agents:
+    with Agents(tmp_path, ("-m", "samestep", "train", "job.yaml"), "2:2", ["--grace-period", "60s"]) as agents:
         one, other = agents.start(0), agents.start(1)
         agents.wait_for(lambda: steps_in(tmp_path / "run") > 2)
         ranks = [*forked_ranks(one), *forked_ranks(other)]

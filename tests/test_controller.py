@@ -100,7 +100,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
         parts = [NodeSpec(job="one", host=host, num_procs=1, command=("x",), logs="logs") for host in says]
         groups = [tuple(parts)] if together else [(part,) for part in parts]
         job = Controller(
-            [AgentCommand(command=("ssh",), parts=group) for group in groups], ".", {}, notice=0.1, elastic=True
+            [AgentCommand(command=("ssh",), parts=group) for group in groups], ".", {}, grace_period=0.1, elastic=True
         )
         monkeypatch.setattr(Reached, "waits", [], raising=False)
         await_again = job._await

@@ -91,7 +91,7 @@ def test_a_pause_is_survived_and_a_death_is_not_waited_for(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_host_that_says_nothing_is_lost_and_joins_again(tmp_path: Path) -> None:
     elastic_job(tmp_path, steps=250, seconds=0.1)
-    with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "3", "--silence-limit", "4s"]) as agents:
+    with Agents(tmp_path, TRAIN, "1:2", ["--max-restarts", "3", "--heartbeat-timeout", "4s"]) as agents:
         here, there = agents.start(0), agents.start(1)
         agents.wait_for(lambda: steps_in(tmp_path / "run") > 3)
         there.send(signal.SIGSTOP, to_all=True)  # its connections stand, and nothing comes
@@ -140,7 +140,7 @@ def test_a_host_that_is_told_to_stop_lets_all_save(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_any_script_has_the_notice_to_save_where_a_host_joins(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "scripts" / "saves_on_notice.py")
-    with Agents(tmp_path, [script, str(tmp_path)], "1:2", ["--gather", "1s"]) as agents:
+    with Agents(tmp_path, [script, str(tmp_path)], "1:2", ["--join-timeout", "1s"]) as agents:
         here = agents.start(0)
         agents.wait_for((tmp_path / "of-1").exists)
         there = agents.start(1)
@@ -172,14 +172,14 @@ def test_without_the_store_the_job_ends_soon_and_can_go_on_elsewhere(tmp_path: P
         assert "the job's store at 127.0.0.1" in other.text
         assert "started again with --resume" in other.text
         steps = steps_in(tmp_path / "run")
-        assert agents.start(0, "--gather", "1s").wait(120) == 0
+        assert agents.start(0, "--join-timeout", "1s").wait(120) == 0
         first = steps_in(tmp_path / "run")
     assert 3 < steps < STEPS == first
     assert losses_in(tmp_path / "run") == pytest.approx(losses_alone(steps=STEPS), rel=1e-9)
 
 
 def test_a_silence_limit_that_ends_every_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["launch", "--no-ssh", "--node-rank", "0", "--num-nodes", "2", "--silence-limit", "1s"]
+    words = ["launch", "--no-ssh", "--node-rank", "0", "--num-nodes", "2", "--heartbeat-timeout", "1s"]
     assert main([*words, "--", "true"]) == 2
     assert "hosts send a heartbeat every 0.5 s; use 2 s or more" in capsys.readouterr().err
 

@@ -210,7 +210,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         {"hang_limit": "soon"},
         r"run.hang_limit is 'soon'; it should be seconds, or a time such as 30s",
     ),
-    ("dp2", {"notice": True}, r"run.notice is true; it should be a number"),
+    ("dp2", {"grace_period": True}, r"run.grace_period is true; it should be a number"),
     ("dp2", {"on_nonfinite": "ignore"}, r"run.on_nonfinite is 'ignore'; it should be 'stop', 'skip' or 'rollback'"),
     ("dp2", {"inject": {"rank": 1, "step": 2, "fault": "fire"}}, r"run.inject.fault is 'fire'; it should be 'kill'"),
     ("dp2", {"inject": {"rank": 1, "fault": "kill"}}, r"run.inject.step is missing"),

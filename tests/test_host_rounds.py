@@ -80,7 +80,7 @@ def rounds(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def say(folder: Path, run: Path, *, steps: list[int], begins: int | None = None) -> None:
     """What the rank of a round says when it takes these steps."""
-    job_info.write(folder, 0, JobInfo(hang_limit=None, notice=0.0, layout=LAYOUT, run_folder=str(run)))
+    job_info.write(folder, 0, JobInfo(hang_limit=None, grace_period=0.0, layout=LAYOUT, run_folder=str(run)))
     beat = RankStatus(folder, 0)
     for step in steps:
         beat.begin(step)

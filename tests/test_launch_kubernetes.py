@@ -72,7 +72,7 @@ def test_an_elastic_job_has_no_master_and_one_pod_no_workers(capsys: pytest.Capt
         ("--k8s --image x --nodes 1:2 --num-nodes 2 -- train.py", "--nodes and --num-nodes are both given"),
         ("--k8s --image x --engine jax -- train.py", "--engine jax: it can be torch, deepspeed"),
         ("--k8s --image x --bind tight -- train.py", "--bind tight: it can be auto, none"),
-        ("--k8s --image x --silence-limit 1 -- train.py", "hosts send a heartbeat every 0.5 s; use 2 s or more"),
+        ("--k8s --image x --heartbeat-timeout 1 -- train.py", "hosts send a heartbeat every 0.5 s; use 2 s or more"),
         ("--k8s --image x --master-port 2 --no-ssh -- train.py", "--no-ssh and --master-port would have no effect"),
         ("--k8s --image x --pass HOME -- train.py", "--pass would have no effect with --k8s"),
         ("--image x -- train.py", "--image goes with --k8s"),

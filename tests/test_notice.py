@@ -136,7 +136,7 @@ def test_a_second_signal_ends_the_job_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_do_not_end_within_the_notice_are_ended(tmp_path: Path) -> None:
-    words = command(tmp_path, "first", more="notice: 2\n  inject: {rank: 0, step: 5, fault: hang}")
+    words = command(tmp_path, "first", more="grace_period: 2\n  inject: {rank: 0, step: 5, fault: hang}")
     code, errors = interrupted(words, tmp_path / "run", signal.SIGTERM, to_the_group=False, after=4)
     assert code == 143
     assert "SIGTERM: the ranks save and stop" in errors

@@ -93,7 +93,7 @@ def part(node_rank: int, port: int) -> NodeSpec:
         address="127.0.0.1",
         port=port,
         start_timeout=20.0,
-        return_limit=2.0,
+        rejoin_timeout=2.0,
     )
 
 

@@ -15,7 +15,7 @@ PULLED: dict[str, Any] = {
     "seen": "survived; the losses of one process",
     "first_step_seconds": 4.56,
     "recovery_seconds": 3.21,
-    "limits": "--silence-limit 8 s",
+    "limits": "--heartbeat-timeout 8 s",
 }
 PLAIN = {**PULLED, "tried": "2 hosts", "seen": "the losses of one process", "recovery_seconds": None, "limits": ""}
 FIRST = {**PLAIN, "place": "torchrun", "command": "torchrun ...", "first_step_seconds": None}
@@ -33,14 +33,14 @@ def test_a_line_has_all_that_was_seen_and_what_was_broken_comes_last(language: s
     assert cells(plain)[4:] == ["4.6", "", ""]
     if language == "en":
         head = ["hostfile, over SSH", "`samestep launch ...`", PULLED["tried"], PULLED["seen"]]
-        assert cells(pulled) == [*head, "4.6", "3.2", "--silence-limit 8 s"]
+        assert cells(pulled) == [*head, "4.6", "3.2", "--heartbeat-timeout 8 s"]
     else:
         assert cells(pulled)[2:] == [
             "网线拔掉 3 秒",
             "挺了过去；与单进程的损失相同",
             "4.6",
             "3.2",
-            "--silence-limit 8 秒",
+            "--heartbeat-timeout 8 秒",
         ]
 
 

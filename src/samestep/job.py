@@ -137,7 +137,7 @@ class Run:
     rank_lines: bool = False  # a line a rank: steps x samples x ranks = data set
     max_restarts: Annotated[Whole, Ge(0)] = 0  # times that all ranks are started again after one has failed
     hang_limit: Duration | None = 60.0  # seconds without progress of any rank; None: ranks may wait for ever
-    notice: Duration = 30.0  # seconds from SIGTERM or Ctrl-C until the ranks must have saved and ended
+    grace_period: Duration = 30.0  # seconds from SIGTERM or Ctrl-C until the ranks must have saved and ended
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # a loss or gradient norm that is NaN or infinite
     elastic: bool = False  # go on with fewer data ranks when a rank is lost for good
     min_processes: Positive = 1  # fewest that elastic goes on with

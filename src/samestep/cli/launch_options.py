@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from samestep.visible_devices import DeviceChoice
 
 # What `samestep train` has from its job, under names of its own.
-OF_LAUNCH = ("device", "engine", "threads", "max_restarts", "notice")
+OF_LAUNCH = ("device", "engine", "threads", "max_restarts", "grace_period")
 
 # Rounds that may follow a fault where hosts may come and go: with none, no host could be lost.
 ELASTIC_RESTARTS = 3
@@ -42,23 +42,25 @@ def add_arguments(parser: argparse.ArgumentParser, *, without: Collection[str] =
         metavar="N",
         help=f"restarts of the ranks (default: 0; with --nodes MIN:MAX, MAX more than MIN, {ELASTIC_RESTARTS})",
     )
-    add("--notice", type=_seconds, default=30.0, metavar="TIME", help="ranks have so long to end (default: 30s)")
     add(
-        "--silence-limit",
+        "--grace-period", type=_seconds, default=30.0, metavar="TIME", help="ranks have so long to end (default: 30s)"
+    )
+    add(
+        "--heartbeat-timeout",
         type=_seconds,
         default=Limits.silence,
         metavar="TIME",
         help=f"without a heartbeat for so long, a host is lost (default: {Limits.silence:g}s)",
     )
     add(
-        "--return-limit",
+        "--rejoin-timeout",
         type=_seconds,
         default=Limits.come_back,
         metavar="TIME",
         help=f"a host that is cut off tries to come back for so long (default: {Limits.come_back:g}s)",
     )
     add(
-        "--gather",
+        "--join-timeout",
         type=_seconds,
         default=Limits.first_call,
         metavar="TIME",
@@ -142,9 +144,9 @@ def wanted_from(options: argparse.Namespace, command: tuple[str, ...], **otherwi
         run=otherwise.get("run"),
         output=options.output,
         start_timeout=options.start_timeout,
-        silence_limit=options.silence_limit,
-        return_limit=options.return_limit,
-        gather=options.gather,
+        heartbeat_timeout=options.heartbeat_timeout,
+        rejoin_timeout=options.rejoin_timeout,
+        join_timeout=options.join_timeout,
         ssh=_words("--ssh", options.ssh),
         remote_python=_words("--remote-python", options.remote_python)
         if options.remote_python is not None
@@ -175,7 +177,7 @@ def check(wanted: "LaunchRequest") -> None:
 
     registry.check(wanted.engine)
     check_choice(wanted.bind)
-    Limits(silence=wanted.silence_limit).check()
+    Limits(silence=wanted.heartbeat_timeout).check()
 
 
 def variables_from(options: argparse.Namespace) -> "Variables":
@@ -219,7 +221,16 @@ def words_of_others(words: Sequence[str]) -> list[str]:
 
 
 # Options that a pod's own launch needs; who it is and where the others are, its variables say.
-_IN_A_POD = ("nodes", "start_timeout", "max_restarts", "notice", "silence_limit", "return_limit", "gather", "engine")
+_IN_A_POD = (
+    "nodes",
+    "start_timeout",
+    "max_restarts",
+    "grace_period",
+    "heartbeat_timeout",
+    "rejoin_timeout",
+    "join_timeout",
+    "engine",
+)
 _IN_A_POD += ("device", "bind", "threads", "logs", "output", "chdir")
 
 # Those that say how hosts are reached, or what is sent there from here.

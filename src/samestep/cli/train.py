@@ -123,7 +123,7 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         engine="torch",  # what every engine of samestep finds its ranks by
         threads=job.run.threads,
         max_restarts=job.run.max_restarts if ("run", "max_restarts") in loaded.sources else None,
-        notice=job.run.notice,
+        grace_period=job.run.grace_period,
         run=None if options.dry_run else RunPlace.of(job),
     )
     found = launch_options.found_from(options, job.run.device)

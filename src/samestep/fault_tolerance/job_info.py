@@ -14,14 +14,14 @@ class JobInfo:
     """What a training's ranks say of it."""
 
     hang_limit: float | None  # seconds
-    notice: float  # seconds that they need to save and end
+    grace_period: float  # seconds that they need to save and end
     layout: str | None = None  # once the ranks have met
     run_folder: str | None = None
 
 
 def about(run: Run) -> JobInfo:
     """What is known before the ranks have met."""
-    return JobInfo(hang_limit=run.hang_limit, notice=run.notice)
+    return JobInfo(hang_limit=run.hang_limit, grace_period=run.grace_period)
 
 
 def write(folder: Path, rank: int, said: JobInfo) -> None:

@@ -112,9 +112,9 @@ TAKEN = ("SIGTERM", "SIGINT")
 class Signals:
     """Takes signals for a whole training, whichever round it is in."""
 
-    def __init__(self, *, notice: float) -> None:
-        """`notice`: seconds that the ranks have to save and end."""
-        self._notice = notice
+    def __init__(self, *, grace_period: float) -> None:
+        """`grace_period`: seconds that the ranks have to save and end."""
+        self._grace_period = grace_period
         self._at = 0.0
         self._before: dict[int, Any] = {}
         self._round: tuple[Path, Watchdog] | None = None
@@ -159,7 +159,7 @@ class Signals:
         if self._round is not None and self.number is not None:
             folder, watch = self._round
             give_notice(folder, self.number)
-            watch.end_within(self._notice)
+            watch.end_within(self._grace_period)
 
 
 def _number(name: str) -> int:

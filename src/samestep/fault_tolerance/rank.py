@@ -99,7 +99,7 @@ class RankSupervision:
     def ask_seldom(self) -> None:
         """The ranks don't wait for each other in every step, and shall do so seldom to hear of signals."""
         if self._notice is not None:
-            self._notice.apart = self._run.notice / _ASKED_IN_A_NOTICE
+            self._notice.apart = self._run.grace_period / _ASKED_IN_A_NOTICE
 
     def goes_on(self, job: Job) -> bool:
         """Whether the run may have been begun before, in an earlier round or an earlier start of the job."""

@@ -45,7 +45,7 @@ def supervised(job: Job, layout: Layout, folder: Path, *, start: Start, smaller:
     Raises RankFailedError when restarts are used up, InterruptedJobError where a signal stopped the job.
     """
     with (
-        Signals(notice=job.run.notice) if job.run.checkpoint is not None else nullcontext() as signals,
+        Signals(grace_period=job.run.grace_period) if job.run.checkpoint is not None else nullcontext() as signals,
         folder_in_memory() if _copies(job) else nullcontext() as memory,
     ):
         try:

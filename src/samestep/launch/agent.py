@@ -149,7 +149,7 @@ class _Ranks:
                 monitor_interval=0.1,
                 logs_specs=files,
                 signals_to_handle="",  # they are ours
-                shutdown_timeout=round(part.notice),
+                shutdown_timeout=round(part.grace_period),
                 **self._rendezvous(),
             )
             stack.enter_context(environment.agent_settings())

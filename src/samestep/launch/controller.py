@@ -169,14 +169,14 @@ class Controller:
         folder: str,
         variables: Mapping[str, str],
         *,
-        notice: float,
+        grace_period: float,
         elastic: bool,
     ) -> None:
         """`folder` and `variables` are for every host."""
         self._brings = brings
         self._folder = folder
         self._variables = variables
-        self._notice = notice
+        self._grace_period = grace_period
         self._elastic = elastic
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # a signal's handler may put into it
         self._links: set[AgentConnection] = set()
@@ -311,7 +311,7 @@ class Controller:
         if not self._over:
             self._over = True
             now = time.monotonic() + after
-            kill = now + self._notice + _KILLED
+            kill = now + self._grace_period + _KILLED
             self._orders = [(now, f"signal {int(signal.SIGTERM)}"), (kill, "kill"), (kill + _KILLED, "")]
 
     def _give_orders(self) -> None:
@@ -339,7 +339,7 @@ class Controller:
         self._told_of_signal = True
         name = signal.Signals(self._signal).name
         print(f"samestep: {name}: all hosts' ranks are told; a second one ends them at once", file=sys.stderr)
-        kill = now + self._notice + _KILLED
+        kill = now + self._grace_period + _KILLED
         self._orders = [(now, f"signal {self._signal}"), (kill, "kill"), (kill + _KILLED, "")]
 
     def _cut(self) -> None:

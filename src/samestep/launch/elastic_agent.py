@@ -233,7 +233,7 @@ class NodeElasticAgent(_ElasticAgent):
             if rank.alive():
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGTERM)
-        until = time.monotonic() + (self._rounds.notice or self._shutdown_within)
+        until = time.monotonic() + (self._rounds.grace_period or self._shutdown_within)
         while time.monotonic() < until and any(rank.alive() for rank in self._ranks):
             lost = self._hosts.lost()
             if lost is not None and (lost.what != "round" or lost.state == "failed"):

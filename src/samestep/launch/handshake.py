@@ -116,7 +116,7 @@ class Handshake:
 
     def _come_back(self, error: Exception) -> None:
         """Reach the store again, as long as its host does not say that it has ended. Raises StartError."""
-        until = min(self._deadline, time.monotonic() + self._part.return_limit)
+        until = min(self._deadline, time.monotonic() + self._part.rejoin_timeout)
         while time.monotonic() < until:
             time.sleep(_APART)
             found = reach(self.address, self._part.port, within=1.0)

@@ -103,10 +103,10 @@ class LaunchRequest:
     output: Output = "terminal"
     max_restarts: int = 0
     start_timeout: float = 300.0
-    notice: float = 30.0
-    silence_limit: float = Limits.silence
-    return_limit: float = Limits.come_back
-    gather: float = Limits.first_call
+    grace_period: float = 30.0
+    heartbeat_timeout: float = Limits.silence
+    rejoin_timeout: float = Limits.come_back
+    join_timeout: float = Limits.first_call
     ssh: tuple[str, ...] = ("ssh",)
     remote_python: tuple[str, ...]
     ray: str | None = None  # the address of a Ray cluster
@@ -224,7 +224,7 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
         remote_python=wanted.remote_python,
         ray=wanted.ray,
         this=cluster.this,
-        silence=wanted.silence_limit,
+        silence=wanted.heartbeat_timeout,
         kept_back=variables.kept_back,
     )
     starter = starter_of(cluster.place)
@@ -253,7 +253,9 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
         names = ", ".join(variables.kept_back)
         print(f"samestep: {starter.kept_back}, since it may be secret: {names}; --pass NAME does", file=sys.stderr)
     brings = starter.bring(parts, ways)
-    controller = Controller(brings, wanted.folder, variables.values, notice=wanted.notice, elastic=fewest != most)
+    controller = Controller(
+        brings, wanted.folder, variables.values, grace_period=wanted.grace_period, elastic=fewest != most
+    )
     return controller.run()
 
 
@@ -289,10 +291,10 @@ def _part(wanted: LaunchRequest, job: str, cluster: Cluster, number: int) -> Nod
         output=wanted.output,
         max_restarts=wanted.max_restarts,
         start_timeout=wanted.start_timeout,
-        notice=wanted.notice,
-        silence_limit=wanted.silence_limit,
-        return_limit=wanted.return_limit,
-        gather=wanted.gather,
+        grace_period=wanted.grace_period,
+        heartbeat_timeout=wanted.heartbeat_timeout,
+        rejoin_timeout=wanted.rejoin_timeout,
+        join_timeout=wanted.join_timeout,
     )
 
 

@@ -33,7 +33,7 @@ class Limits:
         least = _SIGNS * self.beat
         if self.silence < least:
             raise UserError(
-                f"--silence-limit is {self.silence:g} s, and hosts send a heartbeat every {self.beat:g} s; use "
+                f"--heartbeat-timeout is {self.silence:g} s, and hosts send a heartbeat every {self.beat:g} s; use "
                 f"{least:g} s or more"
             )
 
@@ -67,10 +67,10 @@ class NodeSpec:
     output: Output = "terminal"
     max_restarts: int = 0
     start_timeout: float = 300.0  # seconds that hosts wait for each other
-    notice: float = 30.0  # seconds that the ranks have to end when they are told to
-    silence_limit: float = Limits.silence  # seconds without a heartbeat, after which a host is lost
-    return_limit: float = Limits.come_back  # seconds in which a host that is cut off may come back
-    gather: float = Limits.first_call  # seconds that a job waits for more hosts than it needs, when it starts
+    grace_period: float = 30.0  # seconds that the ranks have to end when they are told to
+    heartbeat_timeout: float = Limits.silence  # seconds without a heartbeat, after which a host is lost
+    rejoin_timeout: float = Limits.come_back  # seconds in which a host that is cut off may come back
+    join_timeout: float = Limits.first_call  # seconds that a job waits for more hosts than it needs, when it starts
     controlled: bool = False  # whether a controller tells the user how the job ended
 
     @property
@@ -82,9 +82,9 @@ class NodeSpec:
         """When this host takes others for lost."""
         return Limits(
             meet=self.start_timeout,
-            silence=self.silence_limit,
-            come_back=self.return_limit,
-            first_call=self.gather,
+            silence=self.heartbeat_timeout,
+            come_back=self.rejoin_timeout,
+            first_call=self.join_timeout,
         )
 
     @property

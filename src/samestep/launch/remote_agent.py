@@ -23,7 +23,7 @@ from samestep.launch.node_spec import NodeSpec
 
 _MODULE = "samestep.launch.remote_agent"
 MARK = b"\x1esamestep "
-_LEAVE = 5.0  # seconds beyond the ranks' notice, for an agent whose starter is gone
+_LEAVE = 5.0  # seconds beyond the grace period of the ranks, for an agent whose starter is gone
 
 # Variables such as PYTHONPATH are read while a process starts; so one without them makes way for one that has them.
 # It is one line, and in quotes no shell reads more in it than a word.
@@ -78,7 +78,7 @@ def _take_part(host: str, values: Mapping[str, Any], asked: Mapping[str, Any], o
     except OSError as error:
         message = f"{host}: the folder {asked['folder']}: {error.strerror}; --chdir FOLDER says another"
         return Outcome(exit_code=2, message=message)
-    threading.Thread(target=_obey, args=(orders, part.notice), daemon=True).start()
+    threading.Thread(target=_obey, args=(orders, part.grace_period), daemon=True).start()
 
     with environment.quiet_import():
         from samestep.launch import agent  # it takes seconds, in which an order may come
@@ -94,7 +94,7 @@ def _say(host: str, **message: Any) -> None:
         return
 
 
-def _obey(orders: FileIO, notice: float) -> None:
+def _obey(orders: FileIO, grace_period: float) -> None:
     """Do what comes on standard input, in a thread of its own."""
     for line in orders:
         word, _, number = line.decode().strip().partition(" ")
@@ -103,7 +103,7 @@ def _obey(orders: FileIO, notice: float) -> None:
         elif word == "kill":
             _kill()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(notice + _LEAVE)
+    time.sleep(grace_period + _LEAVE)
     _kill()
     os._exit(1)
 

@@ -65,9 +65,9 @@ class NodeRounds:
         self.hang: Hang | None = None  # of a rank here, in the last round that has ended
 
     @property
-    def notice(self) -> float:
+    def grace_period(self) -> float:
         """Seconds that the ranks need to save and end; 0 where they have not said."""
-        return self._about.notice if self._about is not None else 0.0
+        return self._about.grace_period if self._about is not None else 0.0
 
     def agree(self) -> None:
         """The hosts have met; they agree on the run's folder. Raises what PyTorch's stores do.

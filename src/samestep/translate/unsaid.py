@@ -63,7 +63,7 @@ REASONS = {
     "run.rank_lines": "only samestep prints them",
     "run.max_restarts": _LAUNCHER,
     "run.hang_limit": "only samestep watches its ranks",
-    "run.notice": "only samestep's ranks take a signal as notice",
+    "run.grace_period": "only samestep's ranks take a signal as notice",
     "run.on_nonfinite": "the script looks at its losses",
     "run.elastic": _LAUNCHER,
     "run.min_processes": _LAUNCHER,
