@@ -201,7 +201,9 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
         with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
             of_step.prepare()
-            self._spread.take(batch.micro_batches, term=term, backward=backward, forwards_done=forwards_done)
+            self._spread.forward_backward(
+                batch.micro_batches, term=term, backward=backward, forwards_done=forwards_done
+            )
         for work in pending:
             if work is not None:
                 work.wait()

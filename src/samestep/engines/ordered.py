@@ -76,7 +76,7 @@ class OrderedTrainer(NativeTrainer):
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
         with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
-            self._ordered.take(
+            self._ordered.forward_backward(
                 batch.micro_batches, term=term, backward=self._precision.backward, forwards_done=lambda: None
             )
             told = sums.complete(facts)

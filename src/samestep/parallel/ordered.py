@@ -281,7 +281,7 @@ class OrderedModel(ParallelModel):
         self._checked = False
         self.sums = OrderedSums(whole.model, whole.parts.mesh, virtual_ranks)
 
-    def take(
+    def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
         *,

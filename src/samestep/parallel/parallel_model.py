@@ -101,7 +101,7 @@ class ParallelModel(ABC):
         self.disk = disk  # where offloaded parameters lie
 
     @abstractmethod
-    def take(
+    def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
         *,
@@ -126,7 +126,7 @@ class ParallelModel(ABC):
     def rehearse(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
         """The outputs of a step's training forwards, without graphs and without a trace in the model.
 
-        Random numbers are drawn by sample, so the forwards of `take` draw the same. None in place of an output on a
+        Random numbers are drawn by sample, so the forwards of `forward_backward` draw the same. None in place of an output on a
         rank that has no part in the model's last layer.
         """
         outputs: list[Any] = []
@@ -167,7 +167,7 @@ class WholeModel(ParallelModel):
         self.module = module  # what forward calls
         self.accumulating = accumulating  # forward and backward without messages
 
-    def take(
+    def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
         *,

@@ -17,7 +17,7 @@ from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, Listed, Stacked
 from samestep.parallel.experts.listed import ListedExperts
 from samestep.parallel.experts.stacked import StackedExperts, shrink
-from samestep.parallel.pipeline.blanks import hollow
+from samestep.parallel.pipeline.blanks import placeholder_module
 from samestep.parallel.sharding import ShardTable, Slice
 from samestep.parallel.tensor.vocab_parallel import agree, near
 
@@ -60,7 +60,7 @@ def share_experts(
 
 
 def _is_here(model: nn.Module, experts: Experts) -> bool:
-    """Whether this rank's pipeline stages have the layer: of the others' only hollow modules are left."""
+    """Whether this rank's pipeline stages have the layer: of the others' only placeholder modules are left."""
     return any(True for _ in model.get_submodule(experts.name).parameters())
 
 
@@ -110,7 +110,7 @@ def _share_listed(model: nn.Module, experts: Listed, mesh: Mesh, now: ForwardCon
     )
     for number, (key, expert) in enumerate(list(container.named_children())):
         if number not in listed.mine:
-            container._modules[key] = hollow(expert, device, listed.answer(number))
+            container._modules[key] = placeholder_module(expert, device, listed.answer(number))
 
 
 def _compare(caller: nn.Module, experts: Experts, parts: ShardTable, mesh: Mesh) -> None:

@@ -27,7 +27,7 @@ _IN_PLACE = frozenset(
 )
 
 
-def hollow(module: nn.Module, device: torch.device, forward: Forward | None = None) -> nn.Module:
+def placeholder_module(module: nn.Module, device: torch.device, forward: Forward | None = None) -> nn.Module:
     """A module with the class and attributes of another, whose parameters are blank and which calls `forward`.
 
     The model's own code may look at a layer (its kind, a weight's dtype) without calling it.
@@ -50,7 +50,7 @@ def hollow(module: nn.Module, device: torch.device, forward: Forward | None = No
             largest = max(parameters.parameters(recurse=False), key=Tensor.numel)
             vars(empty)[name] = _blank_like(largest, device)
     empty._modules = {
-        name: child if child is None else hollow(child, device) for name, child in module._modules.items()
+        name: child if child is None else placeholder_module(child, device) for name, child in module._modules.items()
     }
     empty._non_persistent_buffers_set = set(module._buffers)  # not in this rank's state
     vars(empty)["forward"] = forward or _not_here
@@ -63,7 +63,7 @@ def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held:
     `held`: this rank has the other one's parameters, which the model's own code may then read from it.
     """
     if not held:
-        return hollow(module, device, forward)
+        return placeholder_module(module, device, forward)
     standing = _shallow(module, type(module))
     for name in vars(module):
         if name.endswith("_hooks"):

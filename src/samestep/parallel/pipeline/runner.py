@@ -46,7 +46,7 @@ class Pipeline(ParallelModel):
         self._messages = Messages(mesh, owners(layout), counts, device)
         self._chunk_orders = _forwards_alone(owners(layout), layout.pipeline)
 
-    def take(
+    def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
         *,

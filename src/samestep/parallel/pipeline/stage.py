@@ -16,7 +16,7 @@ from samestep.comm.mesh import Mesh, new_group
 from samestep.layout import Layout
 from samestep.parallel.calls import Trace
 from samestep.parallel.exact.forward_context import ForwardContext
-from samestep.parallel.pipeline.blanks import BlankOutput, blank, hollow, stand_in
+from samestep.parallel.pipeline.blanks import BlankOutput, blank, placeholder_module, stand_in
 from samestep.parallel.pipeline.partition import Plan, Stages, make_plan
 from samestep.parallel.pipeline.schedule import owners
 from samestep.parallel.pipeline.stage_run import StageDone, StageRun
@@ -70,7 +70,7 @@ class Cut(nn.Module):
             standing[unit_name] = stand_in(unit, self._device, self._forward_of(unit_name, unit, held), held=held)
         self._places.append((parent, key, standing[unit_name]))
         if not held:
-            parent._modules[key] = hollow(unit, self._device)
+            parent._modules[key] = placeholder_module(unit, self._device)
 
     def _forward_of(self, name: str, unit: nn.Module, held: bool) -> Callable[..., Any]:
         elsewhere = not self.plan.stages_of(name) <= set(self.mine)
