@@ -126,7 +126,7 @@ class ParallelModel(ABC):
     def rehearse(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
         """The outputs of a step's training forwards, without graphs and without a trace in the model.
 
-        Random numbers are drawn by sample, so the forwards of `forward_backward` draw the same. None in place of an output on a
+        Random numbers are drawn by sample, so `forward_backward` draws the same. None in place of an output on a
         rank that has no part in the model's last layer.
         """
         outputs: list[Any] = []
