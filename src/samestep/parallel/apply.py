@@ -80,12 +80,12 @@ def spread(
         experts = _experts(model, layout, details)
     blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in experts])
     initial = details.initial
+    unsliced = without_numbers(model) if layout.pipeline > 1 else model
     if seen is not None and layout.context > 1:
         fill = partial(initial.fill, model, device) if initial is not None else lambda: None
         split_tokens(model, blocks, seen, mesh, parts, now, example=details.example, fill=fill, precisely=throughout)
         if not any(parameter.is_meta for parameter in model.parameters()):
             initial = None
-    unsliced = without_numbers(model) if layout.pipeline > 1 else model
     vocabulary = None
     if seen is not None and layout.tensor > 1:
         with throughout():
