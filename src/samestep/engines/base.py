@@ -127,6 +127,11 @@ class Trainer(ABC):
     def state(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, on the CPU."""
 
+    def state_to_write(self, *, kept: bool) -> dict[str, Tensor]:
+        """`state` on a rank that wants to have it, and nothing on the others; every rank must ask."""
+        state = self.state()
+        return state if kept else {}
+
 
 class TurnTaking(Trainer):
     """A trainer whose steps can have turns."""

@@ -70,8 +70,7 @@ def spread(
         _check_batch_norm(model, layout)
     joins = find_batch_buffers(model, details.batch_buffers, layout)
     parts = ShardTable.of(model, layout, mesh)
-    # Under fp16 every rank must see whether a gradient overflowed.
-    if layout.zero == 1 and precision != "fp16" and exchange is None:
+    if layout.zero == 1 and exchange is None:
         parts.owners = Owners(mesh)
     host, now = HostMemory(device), ForwardContext()
     throughout = partial(in_float64, precision == "fp64")  # also where the model is followed and compared
@@ -99,7 +98,7 @@ def spread(
     with throughout():
         shared = share_experts(model, experts, parts, mesh, now, device)
     if details.loss_chunk is not None:
-        chunk_logits(model, details.loss_chunk)
+        chunk_logits(model, details.loss_chunk, mesh.group("context") if layout.context > 1 else None)
     blocks = with_forward(blocks)
     if details.compile:
         check_compile(layout)

@@ -224,9 +224,7 @@ def _gathering(dim: int, group: dist.ProcessGroup, length: Length) -> Callable[.
     return hook
 
 
-def _on_own_tokens(
-    dim: int, group: dist.ProcessGroup, length: Length, now: ForwardContext
-) -> Callable[..., Any]:
+def _on_own_tokens(dim: int, group: dist.ProcessGroup, length: Length, now: ForwardContext) -> Callable[..., Any]:
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         first = group.rank() * part_length(length.tokens, group.size())
         with now.holding(Portion(activations={dim: first})):
