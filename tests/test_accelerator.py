@@ -11,6 +11,7 @@ from on_the_device import on_device
 from samestep import jobfile
 from samestep.job import Job
 from samestep.launch import local
+from samestep.layout import Layout
 from samestep.matrix import ALL
 
 # Ranks compute in Python what an accelerator computes by itself.
@@ -43,6 +44,14 @@ def _assert_right(tasks: Sequence[str], layouts: Sequence[str], **run: Any) -> N
     problems = {name: each.problem(MAY_WAIT) for name, each in done.items()}
     assert {name: problem for name, problem in problems.items() if problem is not None} == {}
     assert any(each.refused is None for each in done.values())
+
+
+def problem_of(task: str, layout: str) -> str | None:
+    """What is wrong with a job under a layout; None: nothing. Offloads wait: the CPU takes part in each step."""
+    (done,) = on_device(dict(_jobs([task], [layout]))).values()
+    found = done.problem(MAY_WAIT)
+    offloads = Layout.parse(layout).offload != "none"
+    return None if found is not None and offloads and found.startswith("waits for the device") else found
 
 
 def test_shards_and_tokens_take_the_same_step_and_wait_nowhere() -> None:

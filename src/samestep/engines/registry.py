@@ -132,8 +132,8 @@ def check_loss_chunk(rows: int | None, engine: Engine, layout: Layout) -> None:
         raise UserError(f'run.loss_chunk is {rows}, which engine "{engine.name}" does not have; use engine native')
     if layout.context > 1 and layout.tensor > 1:
         raise LayoutError(
-            f'layout "{layout}": run.loss_chunk is {rows}, and either the ranks of context parallel share the rows of '
-            "logits or those of tensor parallel the words; use no loss_chunk, or a layout with one of them"
+            f'layout "{layout}": run.loss_chunk is {rows}, and either the ranks of context parallel share the rows '
+            "of logits or those of tensor parallel the words; use no loss_chunk, or a layout with one of them"
         )
 
 
