@@ -253,11 +253,6 @@ def test_what_does_not_go_together_is_refused_before_any_process_starts(layout: 
     assert said in message(Points(), layout)
 
 
-def test_fp16_is_refused() -> None:
-    with pytest.raises(samestep.LayoutError, match="fp16, which pipelines do not have; use bf16"):
-        samestep.train(recipe(Points(), precision="fp16"), layout="pp2")
-
-
 def test_cut_at_without_a_pipeline_is_refused() -> None:
     assert 'run.cut_at names pipeline stages, and layout "dp2" has none' in message(Points(), "dp2", cut_at=("1",))
 

@@ -67,7 +67,6 @@ class Abilities:
     several_losses: bool = False  # losses of several terms, each with its own count
     turns: bool = False  # steps in turns, each with its own loss and parameters
     gathers: bool = False  # a task's loss that couples samples, by `gather`
-    scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -440,7 +440,6 @@ class Native(Engine):
         complex_parameters=True,
         compiles=True,
         chunks_loss=True,
-        scales_shards=True,
         profiles=True,
         buckets=True,
         shared_memory=True,

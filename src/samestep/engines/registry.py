@@ -60,11 +60,6 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
         raise LayoutError(
             f'layout "{layout}": sequence=split is for the ranks of tensor parallel; use tp2 sequence=split'
         )
-    if precision == "fp16" and not able.scales_shards and (layout.zero >= 2 or layout.tensor > 1):
-        # Whether a gradient overflowed is seen by the rank that holds that part of it, and not by the others.
-        raise LayoutError(
-            f'layout "{layout}": recipe.precision is fp16, which shards and slices do not have yet; use bf16'
-        )
     if precision not in able.precisions:
         would_do = ", ".join(sorted(able.precisions))
         raise UserError(
