@@ -24,7 +24,7 @@ def test_compiled_blocks_take_the_same_step(layout: str) -> None:
 
 
 def test_a_backward_in_two_is_not_compiled() -> None:
-    with pytest.raises(samestep.LayoutError, match="zbv-zero-bubble computes .* apart.* or run.compile: false"):
+    with pytest.raises(samestep.LayoutError, match=r"zbv-zero-bubble computes .* apart.* or run\.compile: false"):
         samestep.verify(recipe("bert"), layout="pp2 schedule=zbv-zero-bubble", compile=True, check=False)
 
 
