@@ -26,7 +26,7 @@ _KEPT = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,  # of devices that PyTorch doesn't know by name
+        _aten._scaled_dot_product_fused_attention_overrideable.default,  # of devices without a name in PyTorch
     }
 )
 
