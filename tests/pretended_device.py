@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import samestep
+
 NAME = "pretend"
-SOURCE = str(Path(__file__).parents[1] / "src" / "samestep")
+SOURCE = str(Path(samestep.__file__).parent)
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _aten = torch.ops.aten
@@ -227,8 +230,9 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _check_device(name: str, value: Tensor, *, index: bool) -> None:
-    if value.device.type == "cpu" and value.dim() > 0:
+def _check_device(name: str, value: Tensor, *, index: bool, listed: bool = False) -> None:
+    """A number by itself may lie on the CPU, as for a real device; not one of a list of tensors that are joined."""
+    if value.device.type == "cpu" and (value.dim() > 0 or (listed and not index)):
         if not index:
             raise RuntimeError(
                 f"{name}: expected all tensors to be on the same device, but found one of shape "
@@ -249,9 +253,9 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     indices = op._schema.name in _TAKES_INDICES
     given: list[tuple[Tensor, Tensor]] = []  # each tensor of the device, and how it is seen on the CPU
 
-    def look(value: Tensor) -> Tensor:
+    def look(value: Tensor, *, listed: bool = False) -> Tensor:
         if not _on_device(value):
-            _check_device(name, value, index=indices)
+            _check_device(name, value, index=indices, listed=listed)
             return value
         if indices and value.dtype in (torch.bool, torch.uint8):
             WAITS.add(f"{name} with a mask")
@@ -268,8 +272,11 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
                 return _same_place(own.untyped_storage(), value)
         return _give(value)
 
-    args = tuple(_with_numbers(op, _mapped(args, look)))
-    kwargs = {name: _mapped(each, look) for name, each in kwargs.items()}
+    def looked(value: Any) -> Any:
+        return _mapped(value, partial(look, listed=isinstance(value, (list, tuple))))
+
+    args = tuple(_with_numbers(op, [looked(each) for each in args]))
+    kwargs = {name: looked(each) for name, each in kwargs.items()}
     with _random(op, kwargs):
         result = op(*args, **kwargs)
     return result if on_cpu else _mapped(result, back)

@@ -67,9 +67,9 @@ def test_every_layout_takes_the_same_step_in_chunks() -> None:
     """The reference of a proof is one process with its logits whole."""
     chunks: dict[str, Any] = {"loss_chunk": 7, "check": False}
     words, tied = recipe(Words()), recipe(Words(tied=True))
-    layouts = ["single", "dp2", "zero1x2", "zero2x2", "fsdp2", "tp2", "pp2", "fsdp2 recompute=full"]
+    layouts = ["single", "dp2", "zero1x2", "zero2x2", "fsdp2", "tp2", "pp2", "cp2", "fsdp2 recompute=full"]
     cases = {layout: (words, layout, {**chunks, "micro_batch": 3}) for layout in layouts}
-    cases |= {f"{layout} tied": (tied, layout, chunks) for layout in ("dp2", "fsdp2", "tp2")}
+    cases |= {f"{layout} tied": (tied, layout, chunks) for layout in ("dp2", "fsdp2", "tp2", "cp2")}
     proofs = prove(cases)
     assert {name: str(proof) for name, proof in proofs.items() if isinstance(proof, str) or not proof.same_step} == {}
 
@@ -172,7 +172,7 @@ def test_what_else_wants_logits_is_refused_by_its_name() -> None:
     ("task", "layout", "run", "message"),
     [
         (Squared(), "single", {}, r'"square" wants the logits whole'),
-        (Words(), "cp2", {}, r'layout "cp2": run.loss_chunk is 4, .* without cp'),
+        (Words(), "cp2 tp2", {}, r'layout "cp2 tp2": run.loss_chunk is 4, .* a layout with one of them'),
         (Points(), "single", {"engine": "data-parallel"}, r'loss_chunk is 4, which engine "data-parallel"'),
         (Points(), "single", {"loss_chunk": 0}, r"run.loss_chunk is 0"),
     ],

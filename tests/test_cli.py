@@ -100,10 +100,6 @@ MISTAKES = {
         "train good.yaml --layout dp2|offload=parameters",
         r"offload=parameters is for shards of parameters; use fsdp2 or zero2x2",
     ),
-    "half precision over shards": (
-        "train good.yaml --layout fsdp2 --set recipe.precision=fp16",
-        r"recipe.precision is fp16, which shards and slices do not have yet; use bf16",
-    ),
     "fewer samples than ranks": (
         "train good.yaml --layout dp4 --set recipe.batch=3",
         r"a batch of 3 leaves some of its 4 data ranks without a sample; use a batch of 4 or more",

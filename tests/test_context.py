@@ -55,6 +55,8 @@ SAME: Mapping[str, Case] = {
     "a bias of as many tokens as a layer sees": (recipe("umt5"), "cp2", {}),
     "a softmax over tokens and a sink": (recipe("gpt-oss"), "cp2", {}),
     "layers of two classes, one with a state that runs over tokens": (recipe("jamba"), "cp2", {}),
+    "stages of a pipeline, which recompute": (recipe("llama"), "pp2 cp2 recompute=full", {"micro_batch": 2}),
+    "stages of an encoder and a decoder": (recipe("t5"), "pp2 cp2", {}),
     "a rank works on its part of the tokens": (recipe("llama"), "cp2", {"engine": Widths()}),  # 11 tokens at most
 }
 OTHERS: Mapping[str, Case] = {

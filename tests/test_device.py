@@ -12,6 +12,7 @@ import torch.distributed as dist
 from small_tasks import Points
 from torch import nn
 
+import samestep.api
 from samestep import proof
 from samestep.errors import UserError
 from samestep.handwritten import training as handwritten
@@ -112,6 +113,43 @@ def test_the_reference_of_a_proof_leaves_its_devices_memory(monkeypatch: pytest.
     proof.reference(proof.proof_job(job), task, 1, tmp_path)
     assert models
     assert left == [True]
+
+
+def test_the_reference_of_a_proof_may_take_its_steps_on_the_cpu(visible: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class StartedError(Exception):
+        pass
+
+    found: list[object] = []
+
+    def begin(job: Job, *_: object) -> None:
+        found.append(device.device_of(0, job.run.device))
+        raise StartedError
+
+    visible.setattr(proof, "_reference", begin)
+    visible.setattr(torch.accelerator, "empty_cache", lambda: None)
+    job = Job(recipe=Recipe(task=Points(samples=20), batch=10, steps=1), run=Run(threads=1))
+    for choice in ("auto", "cpu"):
+        with pytest.raises(StartedError):
+            proof.reference(job, Points(), 1, tmp_path, device=choice)
+    assert found == [torch.device("cuda", 0), torch.device("cpu")]
+
+
+def test_verify_says_where_the_reference_takes_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StartedError(Exception):
+        pass
+
+    found: list[object] = []
+
+    def begin(*_: object, device: object, **__: object) -> None:
+        found.append(device)
+        raise StartedError
+
+    monkeypatch.setattr(samestep.api, "reference", begin)
+    recipe = Recipe(task=Points(samples=20), batch=10, steps=1)
+    for chosen in ("auto", "cpu"):
+        with pytest.raises(StartedError):
+            samestep.verify(recipe, device="cpu", threads=1, check=False, reference_device=chosen)
+    assert found == ["auto", "cpu"]
 
 
 def test_a_handwritten_loop_binds_its_group_to_its_device(visible: pytest.MonkeyPatch, tmp_path: Path) -> None:

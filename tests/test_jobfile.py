@@ -1,5 +1,6 @@
 """Job files: what is read, laid over by flags, and found beside the file."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from job_files import REVIEWS, write
 from samestep import jobfile
 from samestep.job import Job, Run
 from samestep.recipe import SGD, AdamW, Evaluation, Recipe, Schedule
+from samestep.training.checkpointing import Checkpoints
 
 pytestmark = pytest.mark.quick
 
@@ -133,3 +135,29 @@ def test_everything_else_is_left_as_it_is(two_folders: tuple[Path, Path]) -> Non
     (beside / "note.csv").touch()
     assert resolved(beside, note="note.csv").data["note"] == "note.csv"  # not a key that names a file
     assert resolved(beside, task="nowhere.py:Own").task == "nowhere.py:Own"
+
+
+def test_what_a_variable_holds_is_left_in_nothing_that_others_may_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", str(tmp_path / "secret"))
+    points = Path(__file__).parent / "small_tasks.py"
+    values = {
+        "recipe": {
+            "task": f"{points}:Points",
+            "args": {"samples": 20},
+            "model": {"note": "${PLACE}/here"},
+            "batch": 10,
+        },
+        "run": {"device": "cpu", "threads": 1},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    recipe = jobfile.load(tmp_path / "job.yaml").job.recipe
+    for each in (recipe, pickle.loads(pickle.dumps(recipe))):  # as ranks get it
+        assert each.model == {"note": f"{tmp_path}/secret/here"}
+        assert type(jobfile.plain(each)["model"]["note"]) is str
+        assert jobfile.plain(each)["model"] == each.model
+        assert jobfile.plain(each, written=True)["model"] == {"note": "${PLACE}/here"}
+    session: Any = None  # of a job without checkpoints nobody asks it
+    saved = Checkpoints(Job(recipe=recipe), session, tmp_path)._recipe
+    assert saved["model"] == {"note": "${PLACE}/here"}

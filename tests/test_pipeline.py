@@ -247,15 +247,14 @@ def message(task: samestep.Task, layout: str, **values: Any) -> str:
         ("pp2 schedule=zbv-zero-bubble stages=3", "runs 2 stages a rank, not 3; 4 stages over 2 ranks are what"),
         ("pp2 fsdp2 schedule=zbv-zero-bubble", "shards of parameters would be put away in between; use zero1, or"),
         ("pp2 schedule=interleaved-zero-bubble recompute=full", "recompute=full would compute every block again"),
+        (
+            "pp2 cp2 tp2 sequence=split",
+            "before the first split alone; use sequence=whole, or a layout without pp or cp",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_any_process_starts(layout: str, said: str) -> None:
     assert said in message(Points(), layout)
-
-
-def test_fp16_is_refused() -> None:
-    with pytest.raises(samestep.LayoutError, match="fp16, which pipelines do not have; use bf16"):
-        samestep.train(recipe(Points(), precision="fp16"), layout="pp2")
 
 
 def test_cut_at_without_a_pipeline_is_refused() -> None:

@@ -206,3 +206,17 @@ def test_recomputation_keeps_less_for_backward(how: str) -> None:
     plain, spare = transformer_encoder()[0], transformer_encoder()[0]
     recompute(find_blocks(spare), how, ForwardContext())  # pyright: ignore[reportArgumentType]
     assert kept(spare) < kept(plain)
+
+
+def test_selective_recomputation_keeps_what_every_kernel_of_attention_gives() -> None:
+    from samestep.parallel.recompute import _KEPT
+
+    names: set[str] = set(torch._C._dispatch_get_all_op_names())
+    kernels = {
+        name
+        for name in (full.partition(".")[0].removeprefix("aten::") for full in names)
+        if name.startswith("_scaled_dot_product_") and "backward" not in name and "math" not in name
+    }
+    kept = {operator._schema.name.removeprefix("aten::") for operator in _KEPT}
+    assert len(kernels) >= 4
+    assert kernels - kept == set()

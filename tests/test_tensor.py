@@ -311,6 +311,7 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
         "parts of the tokens, PyTorch's attention": (WEIGHING, "cp2 tp2", {}),
         "parts of the tokens, PyTorch's attention with a mask": (WEIGHING_BEFORE, "cp2 tp2", {}),
         "parts of the tokens, split again": (BERT, "cp2 tp2 sequence=split", {}),
+        "stages of a pipeline, tokens split": (GPT2, "pp2 tp2 sequence=split recompute=full", {}),
         "four slices": (BERT, "tp4", {}),
         "four slices of two key-value heads": (LLAMA, "tp4", {}),
         "four slices, tokens split": (GPT2, "tp4 sequence=split", {}),
@@ -322,7 +323,6 @@ def test_slices_beside_data_ranks_take_the_step_of_one_process() -> None:
     ("layout", "values", "message"),
     [
         ("tp3", {}, 'layout "tp3": 4 attention heads are not divisible by 3; use tp1, tp2 or tp4'),
-        ("tp2", {"precision": "fp16"}, "recipe.precision is fp16, which shards and slices do not have yet"),
         ("dp2 sequence=split", {}, "sequence=split is for the ranks of tensor parallel; use tp2 sequence=split"),
     ],
 )

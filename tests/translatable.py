@@ -74,7 +74,7 @@ DEEPSPEED: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
         {**BATCH, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale_window": 500}},
         "",
         {**RANKS, "recipe.precision": "fp16", "run.layout": "zero2x"},
-        "samestep train: would refuse this job: .* bf16",
+        "loss_scale_window = 500: the loss is scaled as",
     ),
     "autocast": (
         {**BATCH, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "tensorboard": {"enabled": False}},

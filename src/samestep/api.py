@@ -45,6 +45,7 @@ from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.step_timing import StepTiming, time_steps
 from samestep.training.usage import Usage
 from samestep.validation import checked
+from samestep.visible_devices import DeviceChoice
 
 
 def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainResult:
@@ -61,14 +62,22 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
 
 
 def verify(
-    recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, dropout: bool = False, **run: Any
+    recipe: Recipe,
+    layout: str | Layout = "single",
+    *,
+    steps: int = 5,
+    dropout: bool = False,
+    reference_device: DeviceChoice = "auto",
+    **run: Any,
 ) -> Proof:
     """Take a recipe's first steps under a layout and in one process, in float64, and compare them.
 
-    Both are without dropout, unless `dropout` asks for the recipe's.
+    Both are without dropout, unless `dropout` asks for the recipe's. `reference_device`: "cpu" has the one process
+    take its steps there, where an accelerator has no 32 bytes a parameter for it.
     `run` is as for `train`, and so are the errors. A difference is no error: see the result's `same_step`.
     """
-    return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps, dropout=dropout)
+    job = Job(recipe=recipe, run=_run(layout, run))
+    return verify_job(job, steps=steps, dropout=dropout, reference_device=reference_device)
 
 
 def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequence[Usage]:
@@ -175,8 +184,11 @@ def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
     return rehearse(job, task, layout)
 
 
-def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
-    """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first."""
+def verify_job(job: Job, *, steps: int = 5, dropout: bool = False, reference_device: DeviceChoice = "auto") -> Proof:
+    """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first.
+
+    They are taken on `reference_device`: the job's own device, or the CPU.
+    """
     if steps < 1:
         raise UserError(f"steps is {steps}; it must be 1 or more")
     job, layout = _settled(job)
@@ -186,17 +198,25 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
     job = proof_job(job, dropout=dropout)
     ranks = environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
-        known = reference(job, task, steps, Path(folder)) if ranks is None or ranks.rank == 0 else None
+        known = None
+        if ranks is None or ranks.rank == 0:
+            known = reference(job, task, steps, Path(folder), device=reference_device)
         return _on_ranks(_verify_rank, job, layout, steps, known)
 
 
 def verify_layouts(
-    job: Job, layouts: Sequence[str], *, steps: int = 5, dropout: bool = False, held_out: int | None = None
+    job: Job,
+    layouts: Sequence[str],
+    *,
+    steps: int = 5,
+    dropout: bool = False,
+    held_out: int | None = None,
+    reference_device: DeviceChoice = "auto",
 ) -> list[Row]:
     """Hold each layout against one process, which takes its steps once for all of them.
 
-    `held_out` is how many held-out samples are evaluated, None: all. A layout that this job can't have is a row with
-    the reason. Raises UserError for what is wrong with the job.
+    `held_out` is how many held-out samples are evaluated, None: all; `reference_device` as for `verify_job`. A
+    layout that this job can't have is a row with the reason. Raises UserError for what is wrong with the job.
     """
     if job.run.engine_config is not None:
         raise UserError("--layouts goes without run.engine_config, which is for one layout; use --layout")
@@ -221,7 +241,7 @@ def verify_layouts(
         else:
             fitting[text] = layout
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
-        known = reference(job, task, steps, Path(folder), held_out=held_out)
+        known = reference(job, task, steps, Path(folder), held_out=held_out, device=reference_device)
         for size in dict.fromkeys(layout.size for layout in fitting.values()):
             rows |= _rows(job, {text: each for text, each in fitting.items() if each.size == size}, steps, known)
     return [rows[text] for text in layouts]

@@ -115,7 +115,7 @@ def _model(job: Job, task: Task, checkpoint: Path) -> Iterator[Training]:
     with _weights(checkpoint) as weights, join(alone=True, device=job.run.device, threads=job.run.threads) as world:
         job = replace(job, recipe=_with_adapter(job.recipe, weights))
         training = Training(job, task, world, Layout())
-        recipe = plain(job.recipe)
+        recipe = plain(job.recipe, written=True)
         if not isinstance(job.recipe.task, str):
             recipe["task"] = type(job.recipe.task).__name__
         for line in differences(weights.recipe, recipe):

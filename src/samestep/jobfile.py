@@ -57,6 +57,20 @@ def load(file: Path, overrides: Sequence[tuple[str, str, str]] = ()) -> LoadedJo
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][\w-]*)\}", re.ASCII)
 
 
+class Expanded(str):
+    """A text of a job file in which environment variables were put in, and how the file has it.
+
+    What a run leaves for others has it as it was written: a variable may hold a secret, or a place of this machine.
+    """
+
+    written: str
+
+    def __new__(cls, text: str, written: str = "") -> "Expanded":
+        made = super().__new__(cls, text)
+        made.written = written
+        return made
+
+
 def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: Callable[[Keys], str]) -> Any:
     """A value with ${NAME} in its texts replaced by environment variables, such as the folders that a place names."""
     if isinstance(value, dict):
@@ -71,7 +85,8 @@ def _with_variables(value: Any, path: Keys, environ: Mapping[str, str], place: C
                 f"{place(path)}{'.'.join(path)} is {shown(value)}, and the environment variable {name} is not set; "
                 "set it, or write the value itself"
             )
-    return _VARIABLE.sub(lambda match: environ[match[1]], value)
+    expanded = _VARIABLE.sub(lambda match: environ[match[1]], value)
+    return value if expanded == value else Expanded(expanded, value)
 
 
 def dump(loaded: LoadedJob) -> str:
@@ -208,7 +223,8 @@ def _resolve_paths(job: Job, file: Path) -> Job:
         candidate = base / (path + (".py" if colon else ""))
         if not re.search(r"[./]", text) or not _exists(candidate):
             return text
-        return str(candidate) + (":" + rest if colon else "")
+        found = str(candidate) + (":" + rest if colon else "")
+        return Expanded(found, text.written) if isinstance(text, Expanded) else found
 
     task = beside(recipe.task)
     data = {key: beside(value) if key in _PATH_KEYS else value for key, value in recipe.data.items()}
@@ -235,14 +251,19 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def plain(value: Any) -> Any:
-    """A job, or a part of one, as the mappings, lists and scalars that YAML and JSON have."""
+def plain(value: Any, *, written: bool = False) -> Any:
+    """A job, or a part of one, as the mappings, lists and scalars that YAML and JSON have.
+
+    `written`: for what others may see; values of tasks have `${NAME}` where the job file has it.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: plain(getattr(value, field.name), written=written) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: plain(inner, written=written) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return [plain(inner, written=written) for inner in value]
+    if isinstance(value, Expanded):
+        return value.written if written else str(value)
     return value if value is None or isinstance(value, (str, int, float, date, bytes, set)) else str(value)
 
 

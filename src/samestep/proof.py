@@ -54,6 +54,7 @@ from samestep.training.nonfinite_values import (
     first_parameter,
     of_sides,
 )
+from samestep.visible_devices import DeviceChoice
 
 TOLERANCE = 1e-10
 
@@ -153,13 +154,25 @@ def proof_job(job: Job, *, dropout: bool = False) -> Job:
     return replace(job, recipe=replace(recipe, precision=precision, dropout=recipe.dropout and dropout))
 
 
-def reference(job: Job, task: Task, steps: int, folder: Path, *, held_out: int | None = None) -> Reference:
+def reference(
+    job: Job,
+    task: Task,
+    steps: int,
+    folder: Path,
+    *,
+    held_out: int | None = None,
+    device: DeviceChoice = "auto",
+) -> Reference:
     """The steps of one process in float64: the whole global batch in one forward, on the native engine.
 
     `job` is one that `proof_job` made; `held_out` is how many held-out samples are evaluated, None: all.
+    `device`: "cpu" takes the steps there, whatever the job's device is. In float64 with Adam they take 32 bytes a
+    parameter and what a whole batch's forward keeps.
     The parameters after the last step are written into `folder`. The device's memory is given back: ranks that take
     the steps under a layout may start on it while this process lives.
     """
+    if device == "cpu":
+        job = replace(job, run=replace(job.run, device="cpu"))
     try:
         return _reference(job, task, steps, folder, held_out)
     finally:

@@ -2,10 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 from samestep.cli import job_options, output_files, verify_script
 from samestep.errors import UserError
+from samestep.visible_devices import DeviceChoice
 
 if TYPE_CHECKING:
     from samestep.jobfile import LoadedJob
@@ -20,6 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help="how many steps are compared (default: 5; of a script 10)")
     parser.add_argument("--dropout", action="store_true", help="compare steps with the recipe's dropout, too")
+    parser.add_argument(
+        "--reference-device",
+        choices=get_args(DeviceChoice),
+        default="auto",
+        help="where the one process takes its steps; cpu: where the accelerator's memory is too small for it",
+    )
     parser.add_argument(
         "--bits", action="store_true", help="hold the bits of run.reduction: ordered against one process, and time it"
     )
@@ -52,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     from samestep.api import verify_job
     from samestep.display.tables import print_proof
 
-    proof = verify_job(loaded.job, steps=options.steps, dropout=options.dropout)
+    device: DeviceChoice = options.reference_device
+    proof = verify_job(loaded.job, steps=options.steps, dropout=options.dropout, reference_device=device)
     if job_options.is_main():
         output_files.write_json(options.json, proof.to_json())
         print_proof(proof)
@@ -87,7 +95,9 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
 
     layouts = layouts_of(options.layouts)
     jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]
-    rows = [row for job in jobs for row in verify_layouts(job, layouts, steps=options.steps, dropout=options.dropout)]
+    device: DeviceChoice = options.reference_device
+    how: dict[str, Any] = {"steps": options.steps, "dropout": options.dropout, "reference_device": device}
+    rows = [row for job in jobs for row in verify_layouts(job, layouts, **how)]
     output_files.write_json(options.json, [row.to_json() for row in rows])
     print_matrix(rows)
     return 0 if all(row.passed for row in rows) else 1

@@ -340,7 +340,7 @@ class Comparison:
 
     def _values(self) -> dict[str, Any]:
         return {
-            "job": plain(self.job),
+            "job": plain(self.job, written=True),
             "processes": self.processes,
             "cores": self.cores,
             "repeats": self.repeats,

@@ -67,7 +67,6 @@ class Abilities:
     several_losses: bool = False  # losses of several terms, each with its own count
     turns: bool = False  # steps in turns, each with its own loss and parameters
     gathers: bool = False  # a task's loss that couples samples, by `gather`
-    scales_shards: bool = False  # whether under fp16 all ranks hear of an overflow in one's shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +125,11 @@ class Trainer(ABC):
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, on the CPU."""
+
+    def state_to_write(self, *, kept: bool) -> dict[str, Tensor]:
+        """`state` on a rank that wants to have it, and nothing on the others; every rank must ask."""
+        state = self.state()
+        return state if kept else {}
 
 
 class TurnTaking(Trainer):

@@ -164,9 +164,9 @@ class LessCommunicationTrainer(NativeTrainer):
         self._look_at_all()
         return super().parameters()
 
-    def state(self) -> dict[str, Tensor]:
+    def _whole_state(self, *, kept: bool) -> dict[str, Tensor]:
         self._look_at_all()
-        return super().state()
+        return super()._whole_state(kept=kept)
 
     def _look_at_all(self) -> None:
         """Put the ranks' mean in the place of this rank's own parameters until the next step; every rank asks."""

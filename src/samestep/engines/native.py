@@ -192,7 +192,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             loss_sum, count = of_step.of(output, micro_batch)
             totals[0] += loss_sum.detach() * micro_batch.weight
             totals[1] += count * micro_batch.weight
-            return loss_sum * (micro_batch.weight * self.gradient_scale(batch))
+            return self._precision.scaled(loss_sum * (micro_batch.weight * self.gradient_scale(batch)))
 
         def forwards_done() -> None:
             of_step.add_terms(totals[2:])
@@ -238,7 +238,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
 
     def scale_and_clip(self, batch: StepBatch, totals: Tensor) -> Tensor:
         """Turn sum / samples into sum / count, clip the whole gradient's norm, and return it as it was before."""
-        self._precision.unscale(self.optimizer)
+        self._precision.unscale(self.optimizer, dist.group.WORLD if self._mesh.grid.size() > 1 else None)
         samples_to_terms = batch.global_samples / totals[1]
         norm = self._gradient_norm() * samples_to_terms
         coefficient = samples_to_terms
@@ -319,7 +319,13 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         )
 
     def state(self) -> dict[str, Tensor]:
-        return self._spread.parts.whole_state(self.model)
+        return self._whole_state(kept=True)
+
+    def state_to_write(self, *, kept: bool) -> dict[str, Tensor]:
+        return self._whole_state(kept=kept)
+
+    def _whole_state(self, *, kept: bool) -> dict[str, Tensor]:
+        return self._spread.parts.whole_state(self.model, kept=kept)
 
     def entries(self) -> Mapping[str, Entry]:
         return model_entries(self._spread.parts)

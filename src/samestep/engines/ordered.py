@@ -72,7 +72,7 @@ class OrderedTrainer(NativeTrainer):
             if not micro_batch.moment.lent:
                 leaf = facts[number[id(micro_batch)]]
                 leaf[0], leaf[1] = loss_sum.detach(), count
-            return loss_sum * (1 / batch.global_samples)
+            return self._precision.scaled(loss_sum * (1 / batch.global_samples))
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
         with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -45,6 +46,8 @@ class Precision:
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(name)
         self._scaler = GradScaler(device.type, enabled=name == "fp16")
+        # Makes the scale, also on a rank that has no loss: an earlier stage of a pipeline unscales gradients, too.
+        self._zero = self._scaler.scale(torch.zeros((), device=device)) if self.scales else None
 
     @property
     def scales(self) -> bool:
@@ -58,15 +61,34 @@ class Precision:
         """What forward, loss, backward and scores run in: with fp64 also what a model casts to float32 is float64."""
         return in_float64(self._name == "fp64")
 
-    def backward(self, loss: Tensor) -> None:
-        self._scaler.scale(loss).backward()
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from."""
+        return self._scaler.scale(loss)
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Bring gradients back to their true size, before they are measured and clipped."""
+    def backward(self, loss: Tensor) -> None:
+        """The backward of what `scaled` gave."""
+        loss.backward()
+
+    def unscale(self, optimizer: Optimizer, everyone: dist.ProcessGroup | None = None) -> None:
+        """Bring gradients back to their true size, before they are measured and clipped.
+
+        `everyone`: the ranks that step together, each of which hears where a gradient of any has overflowed. Ranks
+        with other shards, slices or stages have other gradients.
+        """
+        if self._zero is None:
+            return
         self._scaler.unscale_(optimizer)
+        overflowed = self._scaler._found_inf_per_device(optimizer)
+        if not overflowed:  # this rank has no gradient
+            overflowed[self._zero.device] = torch.zeros_like(self._zero)
+        if everyone is not None:
+            of_any = torch.stack([each.to(self._zero.device) for each in overflowed.values()]).amax()
+            dist.all_reduce(of_any, dist.ReduceOp.MAX, everyone)
+            for each in overflowed.values():
+                each.copy_(of_any)
 
     def update(self, optimizer: Optimizer) -> None:
-        """Step the optimizer, unless a scaled gradient overflowed (on any rank, since they are averaged)."""
+        """Step the optimizer, unless a scaled gradient overflowed on any rank."""
         self._scaler.step(optimizer)
         self._scaler.update()
 

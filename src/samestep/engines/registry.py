@@ -52,18 +52,13 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
         for value in getattr(layout, option).split("+"):
             if value not in getattr(able, option):
                 raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
-    schedule.check(layout, precision)
+    schedule.check(layout)
     if layout.offloads_parameters and layout.zero < 2:
         offload = "parameters" if layout.offloads("parameters") else "parameters-disk"
         raise LayoutError(f'layout "{layout}": offload={offload} is for shards of parameters; use fsdp2 or zero2x2')
     if layout.sequence == "split" and layout.tensor == 1:
         raise LayoutError(
             f'layout "{layout}": sequence=split is for the ranks of tensor parallel; use tp2 sequence=split'
-        )
-    if precision == "fp16" and not able.scales_shards and (layout.zero >= 2 or layout.tensor > 1):
-        # Whether a gradient overflowed is seen by the rank that holds that part of it, and not by the others.
-        raise LayoutError(
-            f'layout "{layout}": recipe.precision is fp16, which shards and slices do not have yet; use bf16'
         )
     if precision not in able.precisions:
         would_do = ", ".join(sorted(able.precisions))
@@ -130,10 +125,10 @@ def check_loss_chunk(rows: int | None, engine: Engine, layout: Layout) -> None:
         return
     if not engine.abilities.chunks_loss:
         raise UserError(f'run.loss_chunk is {rows}, which engine "{engine.name}" does not have; use engine native')
-    if layout.context > 1:
+    if layout.context > 1 and layout.tensor > 1:
         raise LayoutError(
-            f'layout "{layout}": run.loss_chunk is {rows}, and the ranks of context parallel gather their logits '
-            "whole for the loss; use no loss_chunk, or a layout without cp"
+            f'layout "{layout}": run.loss_chunk is {rows}, and either the ranks of context parallel share the rows '
+            "of logits or those of tensor parallel the words; use no loss_chunk, or a layout with one of them"
         )
 
 

@@ -116,8 +116,7 @@ class _Spreading:
             _check_batch_norm(model, layout)
         self.joins = find_batch_buffers(model, details.batch_buffers, layout)
         self.parts = ShardTable.of(model, layout, mesh)
-        # Under fp16 every rank must see whether a gradient overflowed.
-        if layout.zero == 1 and precision != "fp16" and exchange is None:
+        if layout.zero == 1 and exchange is None:
             self.parts.owners = Owners(mesh)
         self.host, self.now = HostMemory(device), ForwardContext()
         # Also where the model is followed and compared.
@@ -186,7 +185,8 @@ class _Spreading:
 
     def chunk_logits(self) -> None:
         if self.details.loss_chunk is not None:
-            chunk_logits(self.model, self.details.loss_chunk)
+            rows_shared = self.mesh.group("context") if self.layout.context > 1 else None
+            chunk_logits(self.model, self.details.loss_chunk, rows_shared)
         self.blocks = with_forward(self.blocks)
 
     def make_exact(self) -> None:

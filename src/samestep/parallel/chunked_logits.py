@@ -5,22 +5,31 @@ The logits of a large vocabulary are the largest tensor of a small language mode
 gives `ChunkedLogits` instead: what it was called with, and how the logits follow from it. The loss may change their
 shape or dtype. Its cross-entropy then takes some rows at a time through the layer, and keeps none of their
 logits: backward computes them once more, chunk by chunk, which costs one more product of the output layer.
+
+Under context parallel every rank has all tokens of what the output layer takes. There each rank computes its own
+share of the rows alone, and what they give is put together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from samestep.data.order import bounds
 from samestep.errors import UserError
+from samestep.parallel import tokens
 from samestep.parallel.attributes import WrappedForward
 from samestep.parallel.blocks import repeated_layers
+from samestep.parallel.context.messages import gradient_summed
 from samestep.parallel.sharding import whole
+from samestep.parallel.tensor import collectives
 
 # What a tensor is asked without its values.
 _FACTS = frozenset(
@@ -40,6 +49,41 @@ class _Source:
     classes: int
     dtypes: tuple[torch.dtype, ...]  # that of the layer's output first
     rows: int  # of a chunk
+    shared: "_Shared | None" = None  # None: this rank computes all rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """Rows that the ranks of a group share out, each of which has the inputs of all of them."""
+
+    group: dist.ProcessGroup
+    # What the layer computes with, by module and name: its parameters, whose gradients are summed over the group.
+    parameters: Mapping[nn.Module, Mapping[str, Tensor]]
+
+    @classmethod
+    def of(cls, layer: nn.Module, group: dist.ProcessGroup) -> "_Shared":
+        def summed(parameter: Tensor | None) -> Any:
+            return (
+                gradient_summed(parameter, group) if parameter is not None and parameter.requires_grad else parameter
+            )
+
+        parameters = {
+            module: {name: summed(parameter) for name, parameter in module._parameters.items()}
+            for module in layer.modules()
+        }
+        return cls(group=group, parameters=parameters)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Code in which the layer has these parameters."""
+        before = {module: dict(module._parameters) for module in self.parameters}
+        for module, parameters in self.parameters.items():
+            module._parameters.update(parameters)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        try:
+            yield
+        finally:
+            for module, parameters in before.items():
+                module._parameters.update(parameters)
 
 
 class ChunkedLogits(Tensor):
@@ -168,6 +212,12 @@ def _cross_entropy(
         raise _wanted_whole("cross_entropy with such arguments")
     of_rows = "none" if reduction == "none" else "sum"
     keywords = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": of_rows}
+    shared = source.shared
+    every, count = target, len(target)
+    if shared is not None:
+        source = replace(source, inputs=tokens.split(source.inputs, shared.group, 0))
+        first, last = bounds(count, shared.group.rank(), shared.group.size())
+        target = target[first:last]
     losses = [
         checkpoint(
             partial(_of_chunk, source, weight=weight, **keywords),
@@ -179,23 +229,28 @@ def _cross_entropy(
         for inputs, targets in zip(source.inputs.split(source.rows), target.split(source.rows), strict=True)
     ]
     if reduction == "none":
-        return torch.cat(losses)
+        of_each = torch.cat(losses)
+        return of_each if shared is None else tokens.gather(of_each, shared.group, count, 0)
     total = torch.stack(losses).sum()
+    if shared is not None:
+        total = collectives.reduce(total, shared.group)
     if reduction == "sum":
         return total
-    return total / (len(target) if target.is_floating_point() else (target != ignore_index).sum())
+    return total / (count if every.is_floating_point() else (every != ignore_index).sum())
 
 
 def _of_chunk(source: _Source, inputs: Tensor, target: Tensor, **keywords: Any) -> Tensor:
-    logits = source.layer(inputs)
+    with nullcontext() if source.shared is None else source.shared.computing():
+        logits = source.layer(inputs)
     for dtype in source.dtypes[1:]:
         logits = logits.to(dtype)
     return whole(F.cross_entropy(logits, target, **keywords))
 
 
-def chunk_logits(model: nn.Module, rows: int) -> None:
+def chunk_logits(model: nn.Module, rows: int, group: dist.ProcessGroup | None = None) -> None:
     """Let the output layer of a model, in training forwards, give logits that are computed `rows` at a time.
 
+    `group`: ranks that all have what the layer takes, and share the rows out.
     Raises UserError where it is not to be found.
     """
     head = output_layer(model)
@@ -207,7 +262,10 @@ def chunk_logits(model: nn.Module, rows: int) -> None:
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         classes = head.out_features
-        return ChunkedLogits(_Source(inputs=inputs, layer=forward, classes=classes, dtypes=(dtype,), rows=rows))
+        shared = None if group is None else _Shared.of(head, group)
+        return ChunkedLogits(
+            _Source(inputs=inputs, layer=forward, classes=classes, dtypes=(dtype,), rows=rows, shared=shared)
+        )
 
     head.forward = WrappedForward(head.forward, chunked)
 

@@ -124,12 +124,18 @@ class ShardTable:
         for name, entry in self.parameters.items():
             yield name, self._whole(name, entry, mine.get(name)).contiguous()
 
-    def whole_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole model's state dict, on the CPU of every rank; every rank must ask."""
+    def whole_state(self, model: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
+        """The whole model's state dict, on the CPU; every rank must ask.
+
+        Of what it holds parts of, a rank has one tensor at a time whole. One that wants to keep none gets {}.
+        """
         mine = model.state_dict()
-        return {
-            name: self._whole(name, entry, mine.get(name)).cpu().contiguous() for name, entry in self.state.items()
-        }
+        found: dict[str, Tensor] = {}
+        for name, entry in self.state.items():
+            value = self._whole(name, entry, mine.get(name))
+            if kept:
+                found[name] = value.cpu().contiguous()
+        return found
 
     def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
         part = self.part(name)

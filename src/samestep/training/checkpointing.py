@@ -98,7 +98,7 @@ class Checkpoints:
 
     def __init__(self, job: Job, session: Session, folder: Path, memory: Path | None = None) -> None:
         """`folder` is the run's; `memory` a folder in the host's memory, for copies from which restarts go on."""
-        self._recipe: dict[str, Any] = plain(job.recipe)
+        self._recipe: dict[str, Any] = plain(job.recipe, written=True)
         if not isinstance(job.recipe.task, str):
             self._recipe["task"] = type(job.recipe.task).__name__  # an object's text holds its address
         self._session = session

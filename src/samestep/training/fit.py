@@ -395,8 +395,8 @@ def _finish(
         profile=_profile(training, job, folder),
     )
     with session.trainer.averaged():
-        state = session.trainer.state()
-        if training.recipe.average is not None and session.is_main:  # it may be the model's own memory
+        state = session.trainer.state_to_write(kept=session.is_main)
+        if training.recipe.average is not None:  # it may be the model's own memory
             state = {name: value.clone() for name, value in state.items()}
     schedule = timeline.gathered() if timeline is not None else None
     if session.is_main:

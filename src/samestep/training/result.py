@@ -174,6 +174,19 @@ def _write_weights(file: Path, state: dict[str, Tensor]) -> None:
     # safetensors writes a file for this user alone and renames it; this one gets what any new file has.
     file.touch()
     mode = file.stat().st_mode
-    # safetensors refuses two names for one tensor; tied weights are written under each of theirs.
-    save_file({name: value.clone().contiguous() for name, value in state.items()}, file)
+    save_file(_apart(state), file)
     file.chmod(mode)
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with a copy of each but the first that lie in one memory.
+
+    safetensors refuses two names for one tensor; tied weights are written under each of theirs.
+    """
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        memory = value.untyped_storage().data_ptr()
+        found[name] = value.clone() if memory in seen else value.contiguous()
+        seen.add(memory)
+    return found

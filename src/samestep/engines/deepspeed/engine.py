@@ -44,7 +44,6 @@ class DeepSpeed(Engine):
         offload=frozenset({"none", "optimizer", "optimizer-disk", "parameters"}),
         config="a ds_config.json",
         packages={"deepspeed": "pip install 'samestep[deepspeed]'"},
-        scales_shards=True,
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:

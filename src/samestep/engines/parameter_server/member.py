@@ -63,9 +63,9 @@ class Member(NativeTrainer):
         self.refresh()
         return super().parameters()
 
-    def state(self) -> dict[str, Tensor]:
+    def _whole_state(self, *, kept: bool) -> dict[str, Tensor]:
         self.refresh()
-        return super().state()
+        return super()._whole_state(kept=kept)
 
     def pieces(self) -> dict[str, Piece]:
         """A server has its shard, and the first worker what no server holds: buffers, and what isn't trained."""

@@ -29,8 +29,15 @@ from samestep.parallel.exact.forward_context import ForwardContext, Portion
 class Length:
     """How many tokens the running forward has in all. One object for each list of blocks."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
+    def __init__(self, now: ForwardContext) -> None:
+        self._now = now
+
+    @property
+    def tokens(self) -> int:
+        return self._now.tokens(self)
+
+    def note(self, tokens: int) -> None:
+        self._now.note_tokens(self, tokens)
 
 
 class AttentionOverAll(TorchFunctionMode):

@@ -31,7 +31,7 @@ from samestep.parallel.context.gathered import Messages, give_all_tokens, parame
 from samestep.parallel.context.hidden import Block, Key, keeps_tokens, look, refused
 from samestep.parallel.context.messages import gather, gradient_shared, gradient_summed, own_part, part_length, split
 from samestep.parallel.context.token_wise import Run, find_token_wise, names_of, runs_of, split_run
-from samestep.parallel.exact.forward_context import ForwardContext, Portion
+from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 from samestep.parallel.sharding import ShardTable
 from samestep.parallel.tensor.compare import Output, alike_numbers, output_of
 from samestep.parallel.tensor.vocab_parallel import agree
@@ -270,7 +270,7 @@ def _pattern(name: str) -> str:
 
 
 def _split_chain(model: nn.Module, chain: Sequence[Block], group: dist.ProcessGroup, now: ForwardContext) -> None:
-    length = Length()
+    length = Length(now)
     for block in chain:
         mode = AttentionOverAll(group, length, now, block.crossing)
         messages = _messages(group, length, mode)
@@ -293,8 +293,10 @@ def _messages(group: dist.ProcessGroup, length: Length, mode: AttentionOverAll) 
 def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessGroup, length: Length) -> None:
     """Split the hidden state before the first block, and gather it after the last."""
 
+    def note(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        length.note(_get(arguments, keywords, hidden).shape[1])
+
     def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        length.tokens = _get(arguments, keywords, hidden).shape[1]
         return _with(arguments, keywords, {hidden: partial(split, group=group)})
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
@@ -302,6 +304,7 @@ def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessG
             return type(output)((gather(output[0], group, length.tokens), *output[1:]))
         return gather(output, group, length.tokens)
 
+    blocks[0].register_forward_pre_hook(NotesTokens(note), with_kwargs=True)
     blocks[0].register_forward_pre_hook(before, with_kwargs=True)
     blocks[-1].register_forward_hook(after)
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from samestep.parallel.attributes import Attributes, WrappedForward, evaluating
 from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
+from samestep.parallel.context.attention import Length
 from samestep.parallel.context.gathered import mixing
 from samestep.parallel.context.messages import gather, gradient_summed, own_part, part_length, split
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
@@ -193,21 +194,21 @@ def _handed(before: TokenWise, each: TokenWise, trace: Trace) -> frozenset[int]:
 
 def split_run(model: nn.Module, run: Run, group: dist.ProcessGroup, now: ForwardContext) -> None:
     """Split the tokens before the first module of a run, and put them together after the last."""
-    lengths: list[int] = [0]  # how many tokens the running forward has in all
+    length = Length(now)
     modules = [model.get_submodule(each.name) for each in run]
     for module, each in zip(modules, run, strict=True):
-        module.register_forward_pre_hook(_splitting(each, group, lengths), with_kwargs=True)
+        module.register_forward_pre_hook(_splitting(each, group, length), with_kwargs=True)
         if any(True for _ in module.children()):  # a lone linear layer draws nothing
-            module.forward = WrappedForward(module.forward, _on_own_tokens(each.dim, group, lengths, now))
-    modules[-1].register_forward_hook(_gathering(run[-1].dim, group, lengths))
+            module.forward = WrappedForward(module.forward, _on_own_tokens(each.dim, group, length, now))
+    modules[-1].register_forward_hook(_gathering(run[-1].dim, group, length))
 
 
-def _splitting(which: TokenWise, group: dist.ProcessGroup, lengths: list[int]) -> Callable[..., Any]:
+def _splitting(which: TokenWise, group: dist.ProcessGroup, length: Length) -> Callable[..., Any]:
     def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         leaves, form = pytree.tree_flatten((arguments, keywords))
         for index, leaf in enumerate(leaves):
             if index in which.inputs - which.handed:
-                lengths[0] = leaf.shape[which.dim]
+                length.note(leaf.shape[which.dim])
                 leaves[index] = (split if leaf.requires_grad else own_part)(leaf, group, which.dim)
             elif index not in which.handed and isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaves[index] = gradient_summed(leaf, group)
@@ -216,18 +217,16 @@ def _splitting(which: TokenWise, group: dist.ProcessGroup, lengths: list[int]) -
     return hook
 
 
-def _gathering(dim: int, group: dist.ProcessGroup, lengths: list[int]) -> Callable[..., Any]:
+def _gathering(dim: int, group: dist.ProcessGroup, length: Length) -> Callable[..., Any]:
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda part: gather(part, group, lengths[0], dim), output)
+        return pytree.tree_map_only(Tensor, lambda part: gather(part, group, length.tokens, dim), output)
 
     return hook
 
 
-def _on_own_tokens(
-    dim: int, group: dist.ProcessGroup, lengths: Sequence[int], now: ForwardContext
-) -> Callable[..., Any]:
+def _on_own_tokens(dim: int, group: dist.ProcessGroup, length: Length, now: ForwardContext) -> Callable[..., Any]:
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        first = group.rank() * part_length(lengths[0], group.size())
+        first = group.rank() * part_length(length.tokens, group.size())
         with now.holding(Portion(activations={dim: first})):
             return forward(*arguments, **keywords)
 

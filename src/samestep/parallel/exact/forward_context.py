@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.data.loader import Moment
 
@@ -33,6 +33,21 @@ class _State:
     calls: dict[str, int] = field(default_factory=dict)
     part: Portion = _WHOLE
     recomputing: bool = False
+    tokens: dict[object, int] = field(default_factory=dict)  # in all, of each list of blocks whose tokens are split
+
+
+class NotesTokens:
+    """A hook at the first of some blocks that notes how many tokens there are before they are split.
+
+    Every stage of a pipeline wants to know, also one that has other blocks: there the hook is called by what stands
+    for the first one.
+    """
+
+    def __init__(self, note: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self._note = note
+
+    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._note(arguments, keywords)
 
 
 class ForwardContext:
@@ -101,11 +116,21 @@ class ForwardContext:
         """Count as `count` does, for a module of which other code has run this forward's next draws."""
         self._state.calls[name] = self._state.calls.get(name, 0) + draws
 
+    def note_tokens(self, of: object, tokens: int) -> None:
+        """Note how many tokens a list of blocks has in all in this forward."""
+        self._state.tokens[of] = tokens
+
+    def tokens(self, of: object) -> int:
+        """How many tokens a list of blocks has in all, as this forward noted; 0 before."""
+        return self._state.tokens.get(of, 0)
+
     def keep(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function to call once in this forward and again in backward, where it finds what it found before."""
         if self._state.moment is None:
             return function
-        found = replace(self._state, calls=dict(self._state.calls), recomputing=True)
+        # Copies, since this forward goes on, and another micro-batch's may come before backward.
+        state = self._state
+        found = replace(state, calls=dict(state.calls), tokens=dict(state.tokens), recomputing=True)
         forward_done = False
 
         def run(*arguments: Any, **keywords: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
 from samestep.parallel.calls import Call, Seen
+from samestep.parallel.exact.forward_context import NotesTokens
 from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.parallel.trace import imagine
 
@@ -35,7 +36,7 @@ def placeholder_module(module: nn.Module, device: torch.device, forward: Forward
     empty = _shallow(module, type(module).__bases__[0] if is_parametrized(module) else type(module))
     for name, value in vars(module).items():
         if name.endswith("_hooks"):
-            vars(empty)[name] = OrderedDict()
+            vars(empty)[name] = _hooks_for_all(value)
         elif isinstance(value, (list, tuple)):  # recurrent layers keep their parameters in a list too
             vars(empty)[name] = pytree.tree_map_only(nn.Parameter, partial(_blank_like, device=device), value)
         elif isinstance(value, Tensor) and value.requires_grad:  # a weight that is computed from others
@@ -65,11 +66,16 @@ def stand_in(module: nn.Module, device: torch.device, forward: Forward, *, held:
     if not held:
         return placeholder_module(module, device, forward)
     standing = _shallow(module, type(module))
-    for name in vars(module):
+    for name, value in vars(module).items():
         if name.endswith("_hooks"):
-            vars(standing)[name] = OrderedDict()
+            vars(standing)[name] = _hooks_for_all(value)
     vars(standing)["forward"] = forward
     return standing
+
+
+def _hooks_for_all(hooks: Mapping[int, Any]) -> "OrderedDict[int, Any]":
+    """What of a module's hooks stays where another stands for it: what every stage wants to know."""
+    return OrderedDict((number, hook) for number, hook in hooks.items() if isinstance(hook, NotesTokens))
 
 
 def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

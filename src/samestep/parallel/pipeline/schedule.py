@@ -60,7 +60,7 @@ def micro_batches(layout: Layout, batch: int, micro_batch: int | None) -> int | 
     return wanted
 
 
-def check(layout: Layout, precision: str) -> None:
+def check(layout: Layout) -> None:
     """Raise LayoutError for what pipelines can't do. For layouts without one nothing is wrong."""
     if layout.pipeline == 1:
         return
@@ -75,14 +75,10 @@ def check(layout: Layout, precision: str) -> None:
             f'layout "{layout}": schedule {layout.schedule} runs {rules.most_stages} '
             f"stage{'s' if rules.most_stages > 1 else ''} a rank, not {layout.stages}; {fix}"
         )
-    if precision == "fp16":
-        # Whether a gradient overflowed is seen by the rank that holds that stage, and not by the others.
-        raise LayoutError(f'layout "{layout}": recipe.precision is fp16, which pipelines do not have; use bf16')
-    if layout.context > 1 or (layout.tensor > 1 and layout.sequence == "split"):
-        what = "context parallel" if layout.context > 1 else "sequence=split"
+    if layout.context > 1 and layout.tensor > 1 and layout.sequence == "split":
         raise LayoutError(
-            f'layout "{layout}": a stage learns how many tokens there are where they are split, at the first block, '
-            f"so pipelines do not have {what} yet; use fsdp2 cp2, or pp2 tp2"
+            f'layout "{layout}": tokens are split twice, and a stage learns how many there are before the first '
+            "split alone; use sequence=whole, or a layout without pp or cp"
         )
     if rules.splits_backward:
         _check_split(layout)

@@ -22,7 +22,7 @@ from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.gathered import Gathered, Messages, find_gathered, give_all_tokens
 from samestep.parallel.context.hidden import keeps_tokens, used_between
 from samestep.parallel.context.messages import gradient_shared, gradient_summed
-from samestep.parallel.exact.forward_context import ForwardContext, Portion
+from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 
 Key = int | str  # a position or a keyword
 
@@ -92,6 +92,7 @@ class Stream:
     def attach(self, model: nn.Module, now: ForwardContext) -> None:
         """Split the tokens where the first block begins, and put them together where the last one ends."""
         blocks = [model.get_submodule(name) for name in self.names]
+        blocks[0].register_forward_pre_hook(NotesTokens(self._note), with_kwargs=True)
         blocks[0].register_forward_pre_hook(self._split, with_kwargs=True)
         for block, summed in zip(blocks, self._summed, strict=True):
             block.register_forward_pre_hook(self._tell_total, with_kwargs=True)
@@ -143,10 +144,11 @@ class Stream:
         first, last = bounds(self.total, dist.get_rank(self._group), dist.get_world_size(self._group))
         return last - first
 
+    def _note(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self.total = argument(arguments, keywords, self._key).shape[self.dim]
+
     def _split(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        given = keywords if isinstance(self._key, str) else arguments
-        hidden = given[self._key]  # pyright: ignore[reportArgumentType, reportCallIssue]
-        self.total = hidden.shape[self.dim]
+        hidden = argument(arguments, keywords, self._key)
         return replaced(arguments, keywords, self._key, tokens.split(hidden, self._group, self.dim))
 
     def _tell_total(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -1,0 +1,38 @@
+"""The tests on the pretended accelerator fail where any one of the mends for accelerators is undone."""
+
+from pathlib import Path
+
+import pytest
+from undone_mends import MENDS, PACKAGE, Mend, problem, unmended
+
+pytestmark = pytest.mark.timeout(300)
+
+FAST, *OTHERS = MENDS
+
+
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.what)
+def test_each_mend_is_there(mend: Mend) -> None:
+    assert (PACKAGE / mend.file).read_text(encoding="utf-8").count(mend.now) == 1
+
+
+def _assert_seen(mend: Mend, folder: Path) -> None:
+    found = problem(mend.task, mend.layout, unmended(mend, folder), seconds=280)
+    assert found is not None
+    assert mend.seen in found
+
+
+def test_a_mend_that_is_undone_is_seen(tmp_path: Path) -> None:
+    _assert_seen(FAST, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mend", OTHERS, ids=lambda mend: mend.what)
+def test_every_mend_that_is_undone_is_seen(mend: Mend, tmp_path: Path) -> None:
+    _assert_seen(mend, tmp_path)
+
+
+@pytest.mark.slow
+def test_nothing_is_wrong_where_none_is_undone() -> None:
+    """Under the layouts of the mends that no other test takes."""
+    for layout in ("fsdp2 offload=parameters", "fsdp2 cp2 offload=parameters"):
+        assert problem("language", layout, PACKAGE.parent, seconds=280) is None
