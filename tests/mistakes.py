@@ -74,3 +74,32 @@ class OtherWeights(Native):
 
 
 CLASSIC = (Summed, MeanOfMeans, Padded, ForgottenSchedule, OtherWeights)
+
+
+class OtherForward(Native):
+    """A module of rank 1 gives other results for the same rows."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        if dist.get_rank() == 1:
+            model.get_submodule("1").register_forward_hook(lambda _, given, result: result * 1.001)
+        return trainer
+
+
+class OtherGradient(Native):
+    """The gradient of one parameter is a tenth too large on every rank."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        model.get_parameter("4.weight").register_hook(lambda gradient: gradient * 1.1)
+        return trainer
+
+
+class OtherDecay(Native):
+    """Norms and biases are decayed as matrices are."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        for group in trainer.optimizer.param_groups:
+            group["weight_decay"] = 0.1
+        return trainer

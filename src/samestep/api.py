@@ -29,6 +29,7 @@ from samestep.layout import Layout, unsized
 from samestep.matrix import Row
 from samestep.parallel.offload.memory import check_offload_folder
 from samestep.proof import Proof, Reference, hold_against, proof_job, reference
+from samestep.proof_departure import Departure, Looked, find, look
 from samestep.recipe import Recipe
 from samestep.run_folder import RunPlace
 from samestep.tasks import TASKS
@@ -176,7 +177,11 @@ def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
 
 
 def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
-    """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first."""
+    """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first.
+
+    Where the steps are others, and this process starts the ranks, both sides take them once more, and the proof says
+    where they depart.
+    """
     if steps < 1:
         raise UserError(f"steps is {steps}; it must be 1 or more")
     job, layout = _settled(job)
@@ -187,7 +192,11 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
     ranks = environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder)) if ranks is None or ranks.rank == 0 else None
-        return _on_ranks(_verify_rank, job, layout, steps, known)
+        proof: Proof = _on_ranks(_verify_rank, job, layout, steps, known)
+        if ranks is not None or proof.same_step or proof.communication is not None or proof.nonfinite:
+            return proof
+        looked = look(job, task, steps, Path(folder))
+        return replace(proof, departure=_on_ranks(_find_rank, job, layout, steps, looked))
 
 
 def verify_layouts(
@@ -343,6 +352,11 @@ def _time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTimin
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
     with _join(job) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
+
+
+def _find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Departure | None:
+    with _join(job) as world:
+        return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)
 
 
 def _bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int | None) -> BitsTaken:

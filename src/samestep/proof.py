@@ -20,6 +20,7 @@ from samestep.launch.device import device_of, release_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
+from samestep.proof_departure import Departure
 from samestep.proof_steps import (
     AVERAGE,
     STATE_KEYS,
@@ -78,6 +79,7 @@ class Proof:
     nonfinite: Sequence[NonFiniteValue] = ()
     communication: str | None = None  # the recipe's way to send less, which is another step by what it is
     rounding: RoundingFound | None = None  # in float32: parameters and optimizer state beside measured rounding
+    departure: Departure | None = None  # the first difference, where it was looked for
 
     @property
     def same_step(self) -> bool:
@@ -105,7 +107,8 @@ class Proof:
         """What there is to say beside the differences: a line for each value that is not finite, and the model's."""
         model = [self.as_built.words()] if self.as_built is not None else []
         rounding = [self.rounding.words()] if self.rounding is not None else []
-        return [*(each.words() for each in self.nonfinite), *rounding, *model, *self._of_communication()]
+        first = [self.departure.words()] if self.departure is not None else []
+        return [*(each.words() for each in self.nonfinite), *first, *rounding, *model, *self._of_communication()]
 
     def _of_communication(self) -> Sequence[str]:
         if self.communication is None:

@@ -153,6 +153,16 @@ def _times_as_fast(mine: Sequence[float], theirs: Sequence[float], by: int, begu
     return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
 
 
+def follows_samples(own: Run, split: Run, by: int) -> bool:
+    """Whether, after as many samples, the split run has the rates of one process with batches of a `by`-th."""
+    name = next(iter(own.step(0)[0].settings), None)
+    if name is None:
+        return False
+    mine, theirs = _rates(own, name), _rates(split, split.names.get(name, name))
+    pairs = [(theirs[at], mine[at * by]) for at in range(len(theirs)) if at * by < len(mine)]
+    return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
+
+
 def _rates(run: Run, name: str) -> list[float]:
     return [float(_settings(run.step(number)).get(name, {}).get("lr", 0.0)) for number in range(run.steps)]
 
