@@ -62,14 +62,21 @@ def train(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> TrainR
 
 
 def verify(
-    recipe: Recipe, layout: str | Layout = "single", *, steps: int = 5, dropout: bool = False, **run: Any
+    recipe: Recipe,
+    layout: str | Layout = "single",
+    *,
+    steps: int = 5,
+    dropout: bool = False,
+    precision: str | None = None,
+    **run: Any,
 ) -> Proof:
     """Take a recipe's first steps under a layout and in one process, in float64, and compare them.
 
-    Both are without dropout, unless `dropout` asks for the recipe's.
+    Both are without dropout, unless `dropout` asks for the recipe's. `precision`: fp32 or bf16, in which the layout
+    takes its steps; one process takes them in float64, and what rounding makes of them is measured.
     `run` is as for `train`, and so are the errors. A difference is no error: see the result's `same_step`.
     """
-    return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps, dropout=dropout)
+    return verify_job(Job(recipe=recipe, run=_run(layout, run)), steps=steps, dropout=dropout, precision=precision)
 
 
 def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequence[Usage]:
@@ -176,7 +183,7 @@ def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
     return rehearse(job, task, layout)
 
 
-def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
+def verify_job(job: Job, *, steps: int = 5, dropout: bool = False, precision: str | None = None) -> Proof:
     """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first.
 
     Where the steps are others, and this process starts the ranks, both sides take them once more, and the proof says
@@ -188,7 +195,7 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
     task = _check(job, layout)
     fork_server.start_early(job)
     _check_contract(job, task, dropout=dropout)
-    job = proof_job(job, dropout=dropout)
+    job = proof_job(job, dropout=dropout, precision=precision)
     ranks = environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = reference(job, task, steps, Path(folder)) if ranks is None or ranks.rank == 0 else None
@@ -200,7 +207,13 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False) -> Proof:
 
 
 def verify_layouts(
-    job: Job, layouts: Sequence[str], *, steps: int = 5, dropout: bool = False, held_out: int | None = None
+    job: Job,
+    layouts: Sequence[str],
+    *,
+    steps: int = 5,
+    dropout: bool = False,
+    precision: str | None = None,
+    held_out: int | None = None,
 ) -> list[Row]:
     """Hold each layout against one process, which takes its steps once for all of them.
 
@@ -214,7 +227,7 @@ def verify_layouts(
     task = _check(_alone(job), Layout())
     _check_contract(_alone(job), task, dropout=dropout)
     passed: Sequence[Passed] | None = None
-    job = proof_job(job, dropout=dropout)
+    job = proof_job(job, dropout=dropout, precision=precision)
     fitting: dict[str, Layout] = {}
     rows: dict[str, Row] = {}
     for text in layouts:

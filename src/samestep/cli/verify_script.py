@@ -32,7 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _OWN = ("alone", "then", "every", "modules", "dtype", "seed", "time_limit", "report", "keep", "launch")
-_OF_JOBS = ("layout", "layouts", "micro_batch", "checkpoint_every", "max_restarts", "folder", "threads", "no_check")
+_OF_JOBS = (
+    "layout",
+    "layouts",
+    "precision",
+    "micro_batch",
+    "checkpoint_every",
+    "max_restarts",
+    "folder",
+    "threads",
+    "no_check",
+)
 
 
 def check_absent(options: argparse.Namespace) -> None:
