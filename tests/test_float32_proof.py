@@ -1,4 +1,4 @@
-"""Proofs in float32 and bfloat16: the right step passes by the rounding that was measured, planted mistakes do not."""
+"""Proofs in float32 and bfloat16: right steps pass by the rounding that was measured, planted mistakes do not."""
 
 import importlib.util
 import math
