@@ -302,7 +302,9 @@ def test_variables_before_a_script_are_its_own(tmp_path: Path, monkeypatch: pyte
     Path("train.py").write_text("", encoding="utf-8")
     script = words("--script", "A_B=1 C='2 x=3' python train.py D=4")
     assert script == ("A_B=1", "C=2 x=3", "train.py", "D=4")
-    start = runs.make_start(ScriptProof(script=script), tmp_path, "alone", script, RecordSettings(folder="", steps=1), 1)
+    start = runs.make_start(
+        ScriptProof(script=script), tmp_path, "alone", script, RecordSettings(folder="", steps=1), 1
+    )
     assert start.command == ("train.py", "D=4")
     assert RecordSettings.read(start.settings_file).variables == {"A_B": "1", "C": "2 x=3"}
     with pytest.raises(UserError, match="--script is empty"):

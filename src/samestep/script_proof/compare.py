@@ -269,6 +269,12 @@ class _Comparison:
                 "losses given to backward differ by {apart:.3g} in step 1 (mean over ranks)",
                 "第 1 步传给 backward 的损失相差 {apart:.3g}（各 rank 的平均）",
             ).format(apart=apart)
+        lost = [number for number, rank in enumerate(self.split.ranks) if not rank.end]
+        if lost or not self.alone.ranks[0].end:
+            yield Words(
+                "the script left without an end that Python knows, as by os._exit: {who}",
+                "脚本没有正常结束（例如 os._exit）：{who}",
+            ).format(who=", ".join([f"rank {number}" for number in lost] or ["alone"]))
         if not any(rank.evaluations for rank in self.alone.ranks):
             yield Words("no evaluation was seen", "没有看到评估")
 

@@ -261,6 +261,8 @@ class Recorder:
         if self._stepping:
             return
         step, number = self._step, self._number(optimizer)
+        if self._ended():  # the script has handled what stops it, and goes on
+            raise Stopped(0)
         if step.tensors is None:  # a closure that was never called
             self._note_gradients(optimizer)
         if self._whole_step():
@@ -271,8 +273,12 @@ class Recorder:
         self._counts[number] += 1
         self._writer.event("step", **step.to_json(), optimizer=number, number=self._counts[number])
         self._step = _Noted()
-        if number == 0 and self._counts[0] == self._settings.steps:
+        if number == 0 and self._ended():
             raise Stopped(0)
+
+    def _ended(self) -> bool:
+        """Whether the last step that is to be noted was taken."""
+        return self._settings.steps is not None and self._counts[0] >= self._settings.steps
 
     def _number(self, optimizer: Any) -> int:
         return next(number for number, each in enumerate(self._optimizers) if each is optimizer)
