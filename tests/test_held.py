@@ -73,8 +73,6 @@ def test_values_that_are_no_numbers_are_not_the_same(references: References, tmp
     held = references.hold(file, "fp64")
     assert held is not None
     assert not held.same
-    json = SameStep(
-        precision="fp64", losses=[1.0], reference=[1.0], parameters=ParametersHeld(**vars(held))
-    ).to_json()
+    json = SameStep(precision="fp64", losses=[1.0], reference=[1.0], parameters=held).to_json()
     assert json["parameters"]["worst"] is None
     assert json["same_step"] is False

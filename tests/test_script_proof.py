@@ -16,12 +16,12 @@ from script_records import Record, Step
 
 from samestep.cli.main import main
 from samestep.errors import UserError
+from samestep.recording.record import Run
+from samestep.recording.samples import rows_of
 from samestep.script_proof import runs
 from samestep.script_proof.compare import Verdict, compare_runs
 from samestep.script_proof.kinds import KINDS
-from samestep.script_proof.record import Run
 from samestep.script_proof.runs import ScriptProof, Start, run_all, words
-from samestep.script_proof.samples import rows_of
 from samestep.script_proof.settings import RecordSettings
 from samestep.subprocess_group import Outcome
 

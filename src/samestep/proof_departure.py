@@ -23,12 +23,11 @@ from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.proof_steps import save, take
-from samestep.script_proof.activations import Activations
-from samestep.script_proof.differences import common_module
-from samestep.script_proof.forward import ModuleApart, first_module_apart
-from samestep.script_proof.record import RankStep
-from samestep.script_proof.samples import rows_of
-from samestep.script_proof.sampling import Keys
+from samestep.recording.activations import Activations
+from samestep.recording.differences import common_module
+from samestep.recording.forward import Keys, ModuleApart, first_module_apart
+from samestep.recording.record import RankStep
+from samestep.recording.samples import rows_of
 from samestep.tasks.base import Task
 from samestep.training.differences import relative, relative_tensors
 from samestep.training.fit import Training

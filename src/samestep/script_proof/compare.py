@@ -10,11 +10,11 @@ import torch
 
 from samestep.comparison.bilingual import Words
 from samestep.errors import UserError
-from samestep.script_proof.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
+from samestep.recording.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
+from samestep.recording.record import Run, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.record import Run, with_names_of
 from samestep.script_proof.runs import AGAIN, ALONE, OWN, SPLIT
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
 from samestep.script_proof.updates import buffer_finding, follows_samples, initial_finding, update_finding

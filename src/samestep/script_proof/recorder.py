@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samestep.script_proof import interception, shards
-from samestep.script_proof.activations import Activations
+from samestep.recording import shards
+from samestep.recording.activations import Activations
+from samestep.recording.samples import random_state, rows_of, tensors_in
+from samestep.recording.store import Writer
+from samestep.script_proof import interception
 from samestep.script_proof.batches import Batches
-from samestep.script_proof.samples import random_state, rows_of, tensors_in
 from samestep.script_proof.settings import RecordSettings
-from samestep.script_proof.store import Writer
 
 Call = Callable[..., Any]
 

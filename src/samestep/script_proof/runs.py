@@ -9,8 +9,8 @@ from pathlib import Path
 
 from samestep import subprocess_group
 from samestep.errors import UserError
+from samestep.recording.record import Run
 from samestep.script_proof.follow import following
-from samestep.script_proof.record import Run
 from samestep.script_proof.sampling import check_steps
 from samestep.script_proof.settings import RecordSettings
 

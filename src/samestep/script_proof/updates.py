@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from samestep.script_proof.differences import Apart, Limits, common_module
+from samestep.recording.differences import Apart, Limits, common_module
+from samestep.recording.record import RankStep, Run, piece_of
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.record import RankStep, Run, piece_of
 
 _RELATIVE = 1e-6  # of settings, which are computed in Python
 
