@@ -230,8 +230,8 @@ def _module_apart(
     shared = sorted(set.intersection(*inputs)) if alone and split else []
     if not shared:
         return None
-    sides = [[RankStep(folder=Path(), values={"forwards": list(each)})] for each in (alone, split)]
-    return first_module_apart(*sides, Keys(alone=shared, split=shared), eps=eps)
+    mine, theirs = ([RankStep(folder=Path(), values={"forwards": list(each)})] for each in (alone, split))
+    return first_module_apart(mine, theirs, Keys(alone=shared, split=shared), eps=eps)
 
 
 def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:

@@ -43,8 +43,10 @@ def train(kind: str) -> None:
         optimizer.zero_grad()
         loss.backward()
         if isinstance(model, Lines):
-            dist.all_reduce(model.weight.grad)
-            model.weight.grad /= size
+            gradient = model.weight.grad
+            assert gradient is not None
+            dist.all_reduce(gradient)
+            gradient /= size
         try:
             optimizer.step()
         except BaseException:
