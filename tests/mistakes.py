@@ -1,6 +1,7 @@
 """The classic mistakes of distributed training, each planted in the native engine."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,3 +75,36 @@ class OtherWeights(Native):
 
 
 CLASSIC = (Summed, MeanOfMeans, Padded, ForgottenSchedule, OtherWeights)
+
+
+def _more(_: nn.Module, given: Any, result: Any) -> Any:
+    return result * 1.001
+
+
+class OtherForward(Native):
+    """A module of rank 1 gives other results for the same rows."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        if dist.get_rank() == 1:
+            model.get_submodule("1").register_forward_hook(_more)
+        return trainer
+
+
+class OtherGradient(Native):
+    """The gradient of one parameter is a tenth too large on every rank."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        model.get_parameter("4.weight").register_hook(lambda gradient: gradient * 1.1)
+        return trainer
+
+
+class OtherDecay(Native):
+    """Norms and biases are decayed as matrices are."""
+
+    def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        for group in trainer.optimizer.param_groups:
+            group["weight_decay"] = 0.1
+        return trainer

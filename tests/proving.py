@@ -18,15 +18,18 @@ STEPS = 3
 Case = tuple[samestep.Recipe, str, Mapping[str, Any]]  # what is trained, its layout, and the run's other settings
 
 
-def prove(cases: Mapping[str, Case], *, steps: int = STEPS, dropout: bool = False) -> dict[str, Proof | str]:
+def prove(
+    cases: Mapping[str, Case], *, steps: int = STEPS, dropout: bool = False, precision: str | None = None
+) -> dict[str, Proof | str]:
     """By name of a case, its proof; or the message of the user error that came instead.
 
     There is one start of ranks for each size of layouts. `dropout`: as the models have it; else it is switched off.
     """
-    jobs = {
-        name: proof_job(Job(recipe=recipe, run=Run(layout=layout, threads=1, **run)), dropout=dropout)
+    given = {
+        name: Job(recipe=recipe, run=Run(layout=layout, threads=1, **run))
         for name, (recipe, layout, run) in cases.items()
     }
+    jobs = {name: proof_job(job, dropout=dropout, precision=precision) for name, job in given.items()}
     with TemporaryDirectory(prefix="samestep-references-") as folder:
         known: dict[str, Reference] = {}
         by_recipe: dict[int, Reference] = {}

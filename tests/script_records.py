@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.script_proof.store import Writer
+from samestep.recording.store import Writer
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Proofs in float32: the right step passes by the rounding that was measured, and each planted mistake does not."""
+"""Proofs in float32 and bfloat16: right steps pass by the rounding that was measured, planted mistakes do not."""
 
 import importlib.util
 import math
@@ -12,7 +12,8 @@ from small_tasks import Lines, Points
 
 import samestep
 from samestep.engines.base import Engine
-from samestep.proof import Proof
+from samestep.job import Job, Run
+from samestep.proof import Proof, proof_job
 from samestep.training.measured_rounding import RoundingFound, beside_rounding, measure, worst_of
 
 EVERY = ("", *MISTAKES, SUMMED)  # "": none
@@ -27,12 +28,12 @@ LINES = samestep.Recipe(task=Lines(), batch=33, steps=8, optimizer=samestep.Adam
 SGD = samestep.Recipe(task=Points(), batch=33, steps=8, optimizer=samestep.SGD(lr=0.1, momentum=0.9))
 
 
-def found(cases: Mapping[str, Case]) -> dict[str, RoundingFound]:
+def found(cases: Mapping[str, Case], *, precision: str = "fp32") -> dict[str, RoundingFound]:
     """What was found of each case, whose verdict is what it says."""
     rounding: dict[str, RoundingFound] = {}
-    for name, proof in prove(cases, steps=5).items():
+    for name, proof in prove(cases, steps=5, precision=precision).items():
         assert isinstance(proof, Proof), proof
-        assert proof.dtype == "float32"
+        assert proof.dtype == {"fp32": "float32", "bf16": "bfloat16"}[precision]
         assert proof.rounding is not None
         rounding[name] = proof.rounding
         wrong = [proof.max_relative_difference[each] for each in ("loss", "grad_norm")]
@@ -43,14 +44,31 @@ def found(cases: Mapping[str, Case]) -> dict[str, RoundingFound]:
 
 
 def check(rounding: Mapping[str, RoundingFound]) -> None:
-    """The right one has a tenth of what is allowed at most, a wrong one ten times as much at least."""
+    """The right one has a tenth of what is allowed at most, a wrong one ten times as much at least.
+
+    Beside the optimizer's rule, where rounding is not measured but computed, the right one has a half.
+    """
     for name, each in rounding.items():
         state = each.optimizer_state
         assert state is not None, name
+        assert each.update is not None, name
         if name.endswith(": "):
             assert max(each.parameters, state) < 0.1, (name, each)
+            assert each.update < 0.5, (name, each)
         else:
             assert max(each.parameters, state) > 10, (name, each)
+
+
+def check_in_bfloat16(rounding: Mapping[str, RoundingFound]) -> None:
+    """Mistakes in the optimizer's settings are seen beside its rule; gradients twice as large beside rounding."""
+    for name, each in rounding.items():
+        assert each.update is not None, name
+        mistake = name.partition(": ")[2]
+        assert each.same is (not mistake), (name, each)
+        if mistake in MISTAKES:
+            assert each.update > 5, (name, each)
+        else:
+            assert each.update < 0.5, (name, each)
 
 
 @pytest.mark.parametrize("kind", [Float32, PlantedAccelerate])
@@ -58,6 +76,13 @@ def test_planted_mistakes_are_seen(kind: type[Float32] | type[PlantedAccelerate]
     engines: dict[str, Engine] = {mistake: kind(mistake) for mistake in EVERY}
     rounding = found({f"points: {mistake}": (POINTS, "dp2", {"engine": each}) for mistake, each in engines.items()})
     check(rounding)
+
+
+@pytest.mark.parametrize("kind", [Float32, pytest.param(PlantedAccelerate, marks=pytest.mark.slow)])
+def test_planted_mistakes_are_seen_in_bfloat16(kind: type[Float32] | type[PlantedAccelerate]) -> None:
+    engines: dict[str, Engine] = {mistake: kind(mistake) for mistake in EVERY}
+    cases: dict[str, Case] = {f"points: {name}": (POINTS, "dp2", {"engine": each}) for name, each in engines.items()}
+    check_in_bfloat16(found(cases, precision="bf16"))
 
 
 def test_padded_lines_and_sgd_pass() -> None:
@@ -84,6 +109,29 @@ def test_planted_mistakes_are_seen_under_deepspeed(layout: str) -> None:
         f"{layout}: {mistake}": (POINTS, layout, {"engine": PlantedDeepSpeed(mistake)}) for mistake in EVERY
     }
     check(found(cases))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install 'samestep[deepspeed]'")
+@pytest.mark.parametrize("layout", ["dp2", "zero1x2", "zero2x2", "fsdp2"])
+def test_planted_mistakes_are_seen_under_deepspeed_in_bfloat16(layout: str) -> None:
+    cases: dict[str, Case] = {
+        f"{layout}: {mistake}": (POINTS, layout, {"engine": PlantedDeepSpeed(mistake)}) for mistake in EVERY
+    }
+    check_in_bfloat16(found(cases, precision="bf16"))
+
+
+@pytest.mark.quick
+def test_what_a_proof_is_asked_for_and_can_not_be_is_told() -> None:
+    job = Job(recipe=POINTS, run=Run(layout="dp2"))
+    assert proof_job(job).recipe.precision == "fp64"
+    assert proof_job(job, precision="bf16").recipe.precision == "bf16"
+    with pytest.raises(samestep.UserError, match="a proof in fp16: use fp64, fp32, bf16"):
+        proof_job(job, precision="fp16")
+    with pytest.raises(
+        samestep.UserError, match='a proof in fp64, which engine "native" does not have; use fp32, bf16'
+    ):
+        proof_job(Job(recipe=POINTS, run=Run(layout="dp2", engine=Float32())), precision="fp64")
 
 
 @pytest.mark.quick

@@ -10,10 +10,10 @@ import torch
 from script_records import Record, Step
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from samestep.recording.store import Writer
 from samestep.script_proof.batches import Batches, iterations
 from samestep.script_proof.compare import compare_runs
 from samestep.script_proof.follow import Following, following
-from samestep.script_proof.store import Writer
 
 GRADIENTS, MOVED = records.weights(1), records.weights(2)
 ROWS = "abcdefghijklmnop"

@@ -16,12 +16,13 @@ from script_records import Record, Step
 
 from samestep.cli.main import main
 from samestep.errors import UserError
+from samestep.recording.record import Run
+from samestep.recording.samples import rows_of
 from samestep.script_proof import runs
 from samestep.script_proof.compare import Verdict, compare_runs
 from samestep.script_proof.kinds import KINDS
-from samestep.script_proof.record import Run
 from samestep.script_proof.runs import ScriptProof, Start, run_all, words
-from samestep.script_proof.samples import rows_of
+from samestep.script_proof.settings import RecordSettings
 from samestep.subprocess_group import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -294,6 +295,20 @@ def test_python_before_a_script_is_taken_off(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("", encoding="utf-8")
     assert words("--script", "python train.py --lr '1 2'") == ("train.py", "--lr", "1 2")
+
+
+def test_variables_before_a_script_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("", encoding="utf-8")
+    script = words("--script", "A_B=1 C='2 x=3' python train.py D=4")
+    assert script == ("A_B=1", "C=2 x=3", "train.py", "D=4")
+    start = runs.make_start(
+        ScriptProof(script=script), tmp_path, "alone", script, RecordSettings(folder="", steps=1), 1
+    )
+    assert start.command == ("train.py", "D=4")
+    assert RecordSettings.read(start.settings_file).variables == {"A_B": "1", "C": "2 x=3"}
+    with pytest.raises(UserError, match="--script is empty"):
+        words("--script", "A=1")
 
 
 # From end to end

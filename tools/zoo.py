@@ -18,8 +18,8 @@ import zoo_tables
 from zoo_runs import forked
 
 from samestep.errors import UserError
+from samestep.recording.record import Run
 from samestep.script_proof.compare import Verdict, compare_runs, losses_of
-from samestep.script_proof.record import Run
 from samestep.script_proof.runs import ScriptProof, Start, make_start, run_all
 
 ROOT = Path(__file__).resolve().parent.parent

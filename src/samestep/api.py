@@ -29,6 +29,7 @@ from samestep.layout import Layout, unsized
 from samestep.matrix import Row
 from samestep.parallel.offload.memory import check_offload_folder
 from samestep.proof import Proof, Reference, hold_against, proof_job, reference
+from samestep.proof_departure import Departure, Looked, find, look
 from samestep.recipe import Recipe
 from samestep.run_folder import RunPlace
 from samestep.tasks import TASKS
@@ -68,16 +69,18 @@ def verify(
     steps: int = 5,
     dropout: bool = False,
     reference_device: DeviceChoice = "auto",
+    precision: str | None = None,
     **run: Any,
 ) -> Proof:
     """Take a recipe's first steps under a layout and in one process, in float64, and compare them.
 
     Both are without dropout, unless `dropout` asks for the recipe's. `reference_device`: "cpu" has the one process
-    take its steps there, where an accelerator has no 32 bytes a parameter for it.
+    take its steps there, where an accelerator has no 32 bytes a parameter for it. `precision`: fp32 or bf16, in which
+    the layout takes its steps; one process takes them in float64, and what rounding makes of them is measured.
     `run` is as for `train`, and so are the errors. A difference is no error: see the result's `same_step`.
     """
     job = Job(recipe=recipe, run=_run(layout, run))
-    return verify_job(job, steps=steps, dropout=dropout, reference_device=reference_device)
+    return verify_job(job, steps=steps, dropout=dropout, precision=precision, reference_device=reference_device)
 
 
 def dry_run(recipe: Recipe, layout: str | Layout = "single", **run: Any) -> Sequence[Usage]:
@@ -184,10 +187,18 @@ def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
     return rehearse(job, task, layout)
 
 
-def verify_job(job: Job, *, steps: int = 5, dropout: bool = False, reference_device: DeviceChoice = "auto") -> Proof:
+def verify_job(
+    job: Job,
+    *,
+    steps: int = 5,
+    dropout: bool = False,
+    precision: str | None = None,
+    reference_device: DeviceChoice = "auto",
+) -> Proof:
     """Hold a job's layout against one process. Rank 0, or this process, takes the reference's steps first.
 
-    They are taken on `reference_device`: the job's own device, or the CPU.
+    They are taken on `reference_device`: the job's own device, or the CPU. Where the steps are others, and this
+    process starts the ranks, both sides take them once more, and the proof says where they depart.
     """
     if steps < 1:
         raise UserError(f"steps is {steps}; it must be 1 or more")
@@ -195,13 +206,17 @@ def verify_job(job: Job, *, steps: int = 5, dropout: bool = False, reference_dev
     task = _check(job, layout)
     fork_server.start_early(job)
     _check_contract(job, task, dropout=dropout)
-    job = proof_job(job, dropout=dropout)
+    job = proof_job(job, dropout=dropout, precision=precision)
     ranks = environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
         known = None
         if ranks is None or ranks.rank == 0:
             known = reference(job, task, steps, Path(folder), device=reference_device)
-        return _on_ranks(_verify_rank, job, layout, steps, known)
+        proof: Proof = _on_ranks(_verify_rank, job, layout, steps, known)
+        if ranks is not None or proof.same_step or proof.communication is not None or proof.nonfinite:
+            return proof
+        looked = look(job, task, steps, Path(folder))
+        return replace(proof, departure=_on_ranks(_find_rank, job, layout, steps, looked))
 
 
 def verify_layouts(
@@ -210,6 +225,7 @@ def verify_layouts(
     *,
     steps: int = 5,
     dropout: bool = False,
+    precision: str | None = None,
     held_out: int | None = None,
     reference_device: DeviceChoice = "auto",
 ) -> list[Row]:
@@ -225,7 +241,7 @@ def verify_layouts(
     task = _check(_alone(job), Layout())
     _check_contract(_alone(job), task, dropout=dropout)
     passed: Sequence[Passed] | None = None
-    job = proof_job(job, dropout=dropout)
+    job = proof_job(job, dropout=dropout, precision=precision)
     fitting: dict[str, Layout] = {}
     rows: dict[str, Row] = {}
     for text in layouts:
@@ -363,6 +379,11 @@ def _time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTimin
 def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
     with _join(job) as world:
         return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
+
+
+def _find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Departure | None:
+    with _join(job) as world:
+        return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)
 
 
 def _bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int | None) -> BitsTaken:

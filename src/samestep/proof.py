@@ -20,10 +20,11 @@ from samestep.launch.device import device_of, release_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
+from samestep.proof_departure import Departure
 from samestep.proof_steps import (
     AVERAGE,
     STATE_KEYS,
-    Float32Runs,
+    RoundedRuns,
     buffers_of,
     clipping,
     gradients_of,
@@ -54,6 +55,7 @@ from samestep.training.nonfinite_values import (
     first_parameter,
     of_sides,
 )
+from samestep.training.update_rule import UpdateRule
 from samestep.visible_devices import DeviceChoice
 
 TOLERANCE = 1e-10
@@ -62,7 +64,10 @@ TOLERANCE = 1e-10
 # of parameters and the optimizer's state by the rounding that was measured. Metrics are shown: a sample at the border
 # of two classes goes from one to the other.
 FLOAT32_TOLERANCE = 1e-4
-_JUDGED_IN_FLOAT32 = ("loss", "grad_norm")
+_JUDGED_IN_LOW_PRECISION = ("loss", "grad_norm")
+_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
+# So many times the measured rounding of losses and norms passes, where that is more than `FLOAT32_TOLERANCE`.
+_TIMES_MEASURED = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,9 @@ class Proof:
     as_built: AsBuilt | None = None  # how far one process is from the model as its task built it
     nonfinite: Sequence[NonFiniteValue] = ()
     communication: str | None = None  # the recipe's way to send less, which is another step by what it is
-    rounding: RoundingFound | None = None  # in float32: parameters and optimizer state beside measured rounding
+    # In float32 and bfloat16: parameters and optimizer state beside measured rounding.
+    rounding: RoundingFound | None = None
+    departure: Departure | None = None  # the first difference, where it was looked for
 
     @property
     def same_step(self) -> bool:
@@ -88,7 +95,7 @@ class Proof:
             return False
         if self.rounding is not None and not self.rounding.same:
             return False
-        judged = _JUDGED_IN_FLOAT32 if self.dtype == "float32" else tuple(self.max_relative_difference)
+        judged = tuple(self.max_relative_difference) if self.dtype == "float64" else _JUDGED_IN_LOW_PRECISION
         return all(self.max_relative_difference[name] < self.tolerance for name in judged)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +113,8 @@ class Proof:
         """What there is to say beside the differences: a line for each value that is not finite, and the model's."""
         model = [self.as_built.words()] if self.as_built is not None else []
         rounding = [self.rounding.words()] if self.rounding is not None else []
-        return [*(each.words() for each in self.nonfinite), *rounding, *model, *self._of_communication()]
+        first = [self.departure.words()] if self.departure is not None else []
+        return [*(each.words() for each in self.nonfinite), *first, *rounding, *model, *self._of_communication()]
 
     def _of_communication(self) -> Sequence[str]:
         if self.communication is None:
@@ -134,14 +142,14 @@ class Reference:
     buffers: Mapping[str, Tensor]  # of the model's state, those that the steps have moved
     as_built: AsBuilt | None = None
     nonfinite: NonFiniteValue | None = None
-    allowed: Allowed | None = None  # what float32 rounding may make of it, where the layout computes in float32
+    allowed: Allowed | None = None  # what rounding may make of it, where the layout does not compute in float64
     state_keys: Sequence[str] = ()  # of the optimizer's state that is compared then
 
 
-def proof_job(job: Job, *, dropout: bool = False) -> Job:
+def proof_job(job: Job, *, dropout: bool = False, precision: str | None = None) -> Job:
     """The job as it is proved: float64 where its engine has that, and no dropout unless it is asked for.
 
-    Raises UserError for an engine that can't take the same step.
+    `precision`: another one, such as bf16. Raises UserError for an engine that can't take the same step.
     """
     recipe, engine = job.recipe, resolve_engine(job.run.engine)
     if not engine.abilities.same_step:
@@ -150,7 +158,13 @@ def proof_job(job: Job, *, dropout: bool = False) -> Job:
             "samestep train shows what it reaches"
         )
     engine.check_proof(job)
-    precision = "fp64" if "fp64" in engine.abilities.precisions else "fp32"
+    if precision is None:
+        precision = "fp64" if "fp64" in engine.abilities.precisions else "fp32"
+    elif precision not in _DTYPES:
+        raise UserError(f"a proof in {precision}: use {', '.join(_DTYPES)}")
+    elif precision not in engine.abilities.precisions:
+        known = ", ".join(name for name in _DTYPES if name in engine.abilities.precisions)
+        raise UserError(f'a proof in {precision}, which engine "{engine.name}" does not have; use {known}')
     return replace(job, recipe=replace(recipe, precision=precision, dropout=recipe.dropout and dropout))
 
 
@@ -188,9 +202,9 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
         optimizers = [recipe.optimizer, *(group.optimizer for group in recipe.groups if group.optimizer)]
         divides = any(not isinstance(optimizer, SGD) for optimizer in optimizers)
         rounding = Rounding() if divides else None
-        float32 = Float32Runs(job, task, folder) if job.recipe.precision == "fp32" else None
-        if float32 is not None:
-            float32.begin(training)
+        rounded = RoundedRuns(job, task, folder) if job.recipe.precision != "fp64" else None
+        if rounded is not None:
+            rounded.begin(training)
 
         def after(report: StepReport) -> None:
             if not first:
@@ -200,8 +214,8 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
                 rounding.add(
                     gradients_of(training), norm * clipping(training, norm), settings_of(training, report.lr)
                 )
-            if float32 is not None:
-                float32.note(training, report)
+            if rounded is not None:
+                rounded.note(training, report)
 
         before = buffers_of(training.session.trainer)
         taken = take(training, steps, ONE_PROCESS, after)
@@ -209,7 +223,7 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
         parameters = {name: value.cpu().clone() for name, value in weights_of(training.session.trainer, recipe)}
         found = first_of_steps(ONE_PROCESS, taken.losses, taken.grad_norms, taken.gradient)
         last = len(taken.losses) - 1
-        state = states_of(training.session.trainer) if float32 is not None else {}
+        state = states_of(training.session.trainer) if rounded is not None else {}
         tensors = {name: as_real(value) for name, value in {**parameters, **state}.items()}
         save(tensors, folder / "parameters.safetensors")
         if rounding is not None:
@@ -225,7 +239,7 @@ def _reference(job: Job, task: Task, steps: int, folder: Path, held_out: int | N
             buffers={name: value for name, value in buffers.items() if not torch.equal(value, before[name])},
             as_built=hold_as_built(job.recipe, task, training.samples, world.device, first[0]) if first else None,
             nonfinite=found or first_parameter(ONE_PROCESS, last, parameters),
-            allowed=float32.measured(world, tensors, len(taken.losses)) if float32 is not None else None,
+            allowed=rounded.measured(world, tensors, taken) if rounded is not None else None,
             state_keys=STATE_KEYS if state else (),
         )
 
@@ -246,7 +260,9 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     dist.broadcast_object_list(parts)
     expected: Reference = parts[0]
     training = Training(job, task, world, layout, held_out=expected.held_out)
-    taken = take(training, steps, str(layout))
+    in_float64 = job.recipe.precision == "fp64"
+    rule = None if in_float64 else UpdateRule(job.recipe, training.total_steps, training.session.trainer)
+    taken = take(training, steps, str(layout), None if rule is None else lambda _: rule.after_step())
     last = len(taken.losses) - 1
     weights = list(weights_of(training.session.trainer, job.recipe))
     compared = _compare_parameters(weights, known, world.device, expected.rounding is not None)
@@ -258,10 +274,11 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
         "parameters": compared.worst,
         "metrics": difference(taken.metrics, expected.metrics),
     }
-    in_float64 = job.recipe.precision == "fp64"
     rounding = None
-    if not in_float64 and expected.allowed is not None:
+    if rule is not None and expected.allowed is not None:
         rounding = _beside_rounding(training.session.trainer, weights, expected, known, world.device)
+        if rule.found is not None:
+            rounding = replace(rounding, update=rule.found.worst, worst_update=rule.found.parameter)
     everyone: list[Any] = [None] * world.world_size
     dist.all_gather_object(everyone, (mine, compared.where, taken.gradient, rounding))
     most = {name: largest(differences[name] for differences, *_ in everyone) for name in mine}
@@ -277,16 +294,22 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
         nonfinite = () if metric is None else (metric,)
     return Proof(
         layout=str(layout),
-        dtype="float64" if in_float64 else "float32",
+        dtype=_DTYPES[job.recipe.precision],
         steps=len(taken.losses),
         max_relative_difference=most,
-        tolerance=TOLERANCE if in_float64 else FLOAT32_TOLERANCE,
+        tolerance=TOLERANCE if in_float64 else _tolerance_of(expected.allowed),
         worst_parameter=worst_parameter,
         as_built=expected.as_built,
         nonfinite=nonfinite,
         communication=job.recipe.communication and job.recipe.communication.kind,
         rounding=worst_of([each for *_, each in everyone if each is not None]),
     )
+
+
+def _tolerance_of(allowed: Allowed | None) -> float:
+    """Of losses and gradient norms where rounding was measured."""
+    measured = allowed.steps if allowed is not None else 0.0
+    return max(FLOAT32_TOLERANCE, _TIMES_MEASURED * measured)
 
 
 def _beside_rounding(
@@ -296,7 +319,7 @@ def _beside_rounding(
     known: Reference | None,
     device: torch.device,
 ) -> RoundingFound:
-    """Parameters and optimizer state in float32, beside what rounding was measured to make of them."""
+    """Parameters and optimizer state beside what rounding was measured to make of them."""
     assert expected.allowed is not None
     typical = expected.allowed.typical
     values = load_file(known.parameters) if known is not None else None

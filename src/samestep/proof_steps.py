@@ -20,6 +20,7 @@ from samestep.parallel.state_shards import innermost
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.training.as_built import dense
+from samestep.training.differences import relative
 from samestep.training.fit import Training
 from samestep.training.measured_rounding import Allowed, GradientFiles, GradientNoise, measure, state_name
 from samestep.training.metrics_log import Bar
@@ -143,8 +144,8 @@ def save(tensors: Mapping[str, Tensor], file: Path) -> None:
     save_file({name: value.contiguous() for name, value in tensors.items()}, file)
 
 
-class Float32Runs:
-    """The steps of one process in float32, several times, beside given ones in float64."""
+class RoundedRuns:
+    """The steps of one process in the job's precision, several times, beside those in float64 that it is told of."""
 
     def __init__(self, job: Job, task: Task, folder: Path) -> None:
         self._job = job
@@ -152,6 +153,7 @@ class Float32Runs:
         self._folder = folder
         self._files = GradientFiles(folder=folder)
         self._before: dict[str, Tensor] = {}
+        self._of_steps = 0.0  # the largest relative difference of losses and norms
 
     def begin(self, exact: Training) -> None:
         """Take notice of the parameters before the first step."""
@@ -161,16 +163,16 @@ class Float32Runs:
         """Take notice of a step in float64."""
         self._files.add(gradients_of(exact), settings_of(exact, report.lr))
 
-    def measured(self, world: World, exact: Mapping[str, Tensor], steps: int) -> Allowed:
-        """Take the steps in float32, and say how far rounding takes them from `exact`."""
+    def measured(self, world: World, exact: Mapping[str, Tensor], taken: Taken) -> Allowed:
+        """Take the steps, and say how far rounding takes them from `exact`."""
         noise = GradientNoise(self._files)
-        runs = [found for way in range(_RUNS) if (found := self._run(world, way, noise, steps)) is not None]
+        runs = [found for way in range(_RUNS) if (found := self._run(world, way, noise, taken)) is not None]
         moves = {name: move for name, move in noise.moves().items() if name in exact}
         place = self._folder / "moves.safetensors"
         save(moves, place)
-        return Allowed(typical=measure(exact, self._before, runs, moves), moves=place)
+        return Allowed(typical=measure(exact, self._before, runs, moves), moves=place, steps=self._of_steps)
 
-    def _run(self, world: World, way: int, noise: GradientNoise, steps: int) -> dict[str, Tensor] | None:
+    def _run(self, world: World, way: int, noise: GradientNoise, taken: Taken) -> dict[str, Tensor] | None:
         """Parameters and state after the steps: the batch in its order or another, and in more micro-batches.
 
         None for a model that takes no micro-batches.
@@ -178,13 +180,16 @@ class Float32Runs:
         given = self._job.run
         micro_batch = -(-self._job.recipe.batch // way) if way > 1 else None
         run = Run(device=given.device, threads=given.threads, workers=given.workers, micro_batch=micro_batch)
-        recipe = replace(self._job.recipe, precision="fp32", communication=None)
+        recipe = replace(self._job.recipe, communication=None)
         training = Training(
             replace(self._job, recipe=recipe, run=run), self._task, world, Layout(), shuffled_within=way or None
         )
         try:
-            for batch, _ in training.steps(stop=steps):
+            for number, (batch, report) in enumerate(training.steps(stop=len(taken.losses))):
                 noise.add(batch.step, gradients_of(training))
+                apart = relative(report.loss.item(), taken.losses[number])
+                norms_apart = relative(report.grad_norm.item(), taken.grad_norms[number])
+                self._of_steps = max(self._of_steps, apart, norms_apart)
         except UserError:
             if micro_batch is None:
                 raise

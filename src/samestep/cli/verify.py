@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the one process takes its steps; cpu: where the accelerator's memory is too small for it",
     )
     parser.add_argument(
+        "--precision",
+        metavar="P",
+        help="fp64, fp32 or bf16, in which steps are taken (default: fp64 where it can be)",
+    )
+    parser.add_argument(
         "--bits", action="store_true", help="hold the bits of run.reduction: ordered against one process, and time it"
     )
     output_files.add_arguments(
@@ -59,8 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from samestep.api import verify_job
     from samestep.display.tables import print_proof
 
-    device: DeviceChoice = options.reference_device
-    proof = verify_job(loaded.job, steps=options.steps, dropout=options.dropout, reference_device=device)
+    proof = verify_job(loaded.job, **_how(options))
     if job_options.is_main():
         output_files.write_json(options.json, proof.to_json())
         print_proof(proof)
@@ -71,6 +75,8 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
     """A line for each layout. A refused layout is a failure where it is the only one that was asked for."""
     if options.more:
         raise UserError(f"{options.more[0]} is a second job file, and --bits takes one; prove them one by one")
+    if options.precision is not None:
+        raise UserError("--precision: --bits compares steps in the recipe's own precision; leave it out")
     if options.dropout:
         raise UserError("--dropout: --bits compares steps with the recipe's dropout as it is; leave it out")
     job_options.prepare(loaded.job)
@@ -95,9 +101,17 @@ def _matrix(options: argparse.Namespace, first: "LoadedJob") -> int:
 
     layouts = layouts_of(options.layouts)
     jobs = [first.job, *(job_options.load(options, file).job for file in options.more)]
-    device: DeviceChoice = options.reference_device
-    how: dict[str, Any] = {"steps": options.steps, "dropout": options.dropout, "reference_device": device}
-    rows = [row for job in jobs for row in verify_layouts(job, layouts, **how)]
+    rows = [row for job in jobs for row in verify_layouts(job, layouts, **_how(options))]
     output_files.write_json(options.json, [row.to_json() for row in rows])
     print_matrix(rows)
     return 0 if all(row.passed for row in rows) else 1
+
+
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    """What proofs of one layout and of many both take."""
+    return {
+        "steps": options.steps,
+        "dropout": options.dropout,
+        "precision": options.precision,
+        "reference_device": options.reference_device,
+    }

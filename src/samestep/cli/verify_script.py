@@ -19,7 +19,8 @@ _PROCESSES, _STEPS, _TIME_LIMIT = 2, 10, 600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a script of your own", "run as it stands, alone and split, under a recorder")
     add = group.add_argument
-    add("--script", metavar="COMMAND", help='"train.py --batch-size 16", or "-m package.train"; with --processes N')
+    command = '"train.py --batch-size 16", or "-m package.train", after NAME=VALUE; with --processes N'
+    add("--script", metavar="COMMAND", help=command)
     add("--alone", metavar="COMMAND", help="the same with other arguments, for one process")
     add("--then", metavar="COMMAND", help="what goes on where the split run has ended: a resumption")
     add("--every", type=int, metavar="N", help="compare tensors in each N-th step (default: 1)")
@@ -32,7 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _OWN = ("alone", "then", "every", "modules", "dtype", "seed", "time_limit", "report", "keep", "launch")
-_OF_JOBS = ("layout", "layouts", "micro_batch", "checkpoint_every", "max_restarts", "folder", "threads", "no_check")
+_OF_JOBS = (
+    "layout",
+    "layouts",
+    "precision",
+    "micro_batch",
+    "checkpoint_every",
+    "max_restarts",
+    "folder",
+    "threads",
+    "no_check",
+)
 
 
 def check_absent(options: argparse.Namespace) -> None:

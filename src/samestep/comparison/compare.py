@@ -14,6 +14,7 @@ from typing import Any
 from samestep import environment, subprocess_group
 from samestep.api import check_job
 from samestep.comparison import kept, results
+from samestep.comparison.held import References
 from samestep.comparison.methods import METHODS, SINGLE, Method, chosen
 from samestep.comparison.results import Comparison, Row, SameStep, best, explain, machine, short_job
 from samestep.contract.check import check_contract
@@ -28,6 +29,7 @@ from samestep.layout import Layout
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.training.metrics_log import Bar
+from samestep.training.result import MODEL_FILE
 from samestep.validation import checked
 
 
@@ -154,8 +156,9 @@ def compare_job(
     budget = cores_of(job, processes)
     planned = entries(_evaluated(job, task, evaluations), task, picked, budget)
     with TemporaryDirectory(prefix="samestep-compare-") as folder, subprocess_group.signals_raise():
-        runner = _Runner(Path(folder), time_limit)
-        rows = runner.all_rows(planned, _reference_entry(job, task, budget), repeats)
+        alone = _reference_entry(job, task, budget)
+        runner = _Runner(Path(folder), time_limit, References(alone.job, task, results.STEPS, Path(folder)))
+        rows = runner.all_rows(planned, alone, repeats)
     return Comparison(job=job, processes=processes, cores=budget, repeats=repeats, rows=rows, machine=machine())
 
 
@@ -215,7 +218,8 @@ def _reference_entry(job: Job, task: Task, budget: int) -> MethodJob:
 class _Runner:
     """Runs methods one at a time, in a folder whose files live no longer than a run."""
 
-    def __init__(self, folder: Path, time_limit: float) -> None:
+    def __init__(self, folder: Path, time_limit: float, references: References) -> None:
+        self._references = references
         self._folder = folder
         self._time_limit = time_limit
         self._count = 0
@@ -254,7 +258,12 @@ class _Runner:
         precision = row.method.precision or best(entry.precisions)
 
         def read(folder: Path, seconds: float) -> Row:
-            held = SameStep(precision=precision, losses=results.losses(folder), reference=known)
+            held = SameStep(
+                precision=precision,
+                losses=results.losses(folder),
+                reference=known,
+                parameters=self._references.hold(folder / MODEL_FILE, precision),
+            )
             return replace(row, same_step=held)
 
         return self._ended(row, short_job(entry.job, precision), read)

@@ -18,7 +18,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from samestep.comparison.bilingual import Words
+from samestep.comparison.held import ParametersHeld
 from samestep.comparison.methods import SINGLE, SINGLE_CORE, Method
+from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.handwritten import FAILED, REFUSED
 from samestep.job import Job
 from samestep.jobfile import plain
@@ -211,11 +213,12 @@ TOLERANCES = {"fp64": TOLERANCE, "fp32": FLOAT32_TOLERANCE, "bf16": BFLOAT16_TOL
 
 @dataclass(frozen=True, kw_only=True)
 class SameStep:
-    """A method's first losses beside those of one process in float64."""
+    """A method's first losses, and the parameters after them, beside those of one process in float64."""
 
     precision: str
     losses: Sequence[float]
     reference: Sequence[float]
+    parameters: ParametersHeld | None = None  # after the last of the steps; None: the method leaves no weights
 
     @property
     def difference(self) -> float:
@@ -230,11 +233,12 @@ class SameStep:
 
     @property
     def same(self) -> bool:
-        return self.difference < self.tolerance
+        return self.difference < self.tolerance and (self.parameters is None or self.parameters.same)
 
     def to_json(self) -> dict[str, Any]:
         difference = self.difference if math.isfinite(self.difference) else None  # JSON has no infinity
-        return {**asdict(self), "difference": difference, "tolerance": self.tolerance, "same_step": self.same}
+        values = {**asdict(self), "difference": difference, "tolerance": self.tolerance, "same_step": self.same}
+        return without_nonfinite(values)
 
 
 def short_job(job: Job, precision: str) -> Job:

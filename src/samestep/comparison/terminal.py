@@ -90,6 +90,8 @@ def verdict(row: Row) -> str:
     if row.same_step is None:
         return ""
     held = row.same_step
+    if held.parameters is not None and not held.parameters.same and held.difference < held.tolerance:
+        return f"NO, {held.parameters.parameter} in {held.precision}"
     return f"{'yes' if held.same else 'NO'}, {held.difference:.0e} in {held.precision}"
 
 

@@ -16,7 +16,7 @@ from samestep.ranks import Ranks
 from samestep.tasks.registry import resolve
 from samestep.training import usage as usages
 from samestep.training.metrics_log import Records
-from samestep.training.result import TrainResult, write_report
+from samestep.training.result import MODEL_FILE, TrainResult, write_report, write_weights
 
 
 def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -> None:
@@ -58,6 +58,7 @@ def train(job: Job, folder: Path, *, ranks: Ranks, meet_at: str | None = None) -
             threads=threads,
             device=device.type,
         )
+        write_weights(folder / MODEL_FILE, loop.model.state_dict())
     if world_size > 1:
         leave_process_group()
 

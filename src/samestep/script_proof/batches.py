@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.script_proof.store import Writer, events
+from samestep.recording.store import Writer, events
 
 Indices = list[int]
 

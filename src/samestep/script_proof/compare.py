@@ -10,14 +10,14 @@ import torch
 
 from samestep.comparison.bilingual import Words
 from samestep.errors import UserError
-from samestep.script_proof.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
+from samestep.recording.differences import Apart, Limits, common_module, compare_tensors, limits_of, overall
+from samestep.recording.record import Run, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.record import Run, with_names_of
 from samestep.script_proof.runs import AGAIN, ALONE, OWN, SPLIT
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
-from samestep.script_proof.updates import buffer_finding, initial_finding, update_finding
+from samestep.script_proof.updates import buffer_finding, follows_samples, initial_finding, update_finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class _Comparison:
                 "parameters": max((each.parameters_noise for each in numbers), default=0.0),
             },
             curve=numbers,
-            notes=list(self._notes(found)),
+            notes=[*self._notes(found), *self._schedule_note(finding)],
             losses={name: losses_of(run) for name, run in self._runs().items()},
         )
 
@@ -269,8 +269,25 @@ class _Comparison:
                 "losses given to backward differ by {apart:.3g} in step 1 (mean over ranks)",
                 "第 1 步传给 backward 的损失相差 {apart:.3g}（各 rank 的平均）",
             ).format(apart=apart)
+        lost = [number for number, rank in enumerate(self.split.ranks) if not rank.end]
+        if lost or not self.alone.ranks[0].end:
+            yield Words(
+                "the script left without an end that Python knows, as by os._exit: {who}",
+                "脚本没有正常结束（例如 os._exit）：{who}",
+            ).format(who=", ".join([f"rank {number}" for number in lost] or ["alone"]))
         if not any(rank.evaluations for rank in self.alone.ranks):
             yield Words("no evaluation was seen", "没有看到评估")
+
+    def _schedule_note(self, finding: Finding | None) -> Iterator[Words]:
+        """A schedule that is stepped for each rank may be meant to follow samples, as Accelerate's does."""
+        if finding is None or finding.kind != "schedule-steps" or self.own is None:
+            return
+        if follows_samples(self.own, self.split, finding.facts["by"]):
+            yield Words(
+                "after as many samples the learning rate is that of one process with its own, smaller batches: the "
+                "schedule follows samples, not steps",
+                "看过同样多的样本之后，学习率与单个进程用自己较小的批次时相同：调度器跟随的是样本数，而不是步数",
+            )
 
 
 def losses_of(run: Run) -> list[float]:

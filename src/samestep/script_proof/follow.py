@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.recording.record import Run
 from samestep.script_proof.batches import Iteration, iterations
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.record import Run
 from samestep.script_proof.sampling import check_steps, sampling
 
 

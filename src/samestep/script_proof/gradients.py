@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from samestep.script_proof.differences import Apart, Limits, common_module, together
-from samestep.script_proof.forward import ModuleApart, first_module_apart
+from samestep.recording.differences import Apart, Limits, common_module, together
+from samestep.recording.forward import Keys, ModuleApart, first_module_apart
+from samestep.recording.record import RankStep, Run
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.record import RankStep, Run
-from samestep.script_proof.sampling import Keys
 
 # What is left of a difference once a multiple is taken off: so small, and the multiple is what it is.
 _REST = 0.02

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samestep.script_proof import interception, shards
-from samestep.script_proof.activations import Activations
+from samestep.recording import shards
+from samestep.recording.activations import Activations
+from samestep.recording.samples import random_state, rows_of, tensors_in
+from samestep.recording.store import Writer
+from samestep.script_proof import interception
 from samestep.script_proof.batches import Batches
-from samestep.script_proof.samples import random_state, rows_of, tensors_in
 from samestep.script_proof.settings import RecordSettings
-from samestep.script_proof.store import Writer
 
 Call = Callable[..., Any]
 
@@ -261,6 +262,8 @@ class Recorder:
         if self._stepping:
             return
         step, number = self._step, self._number(optimizer)
+        if self._ended():  # the script has handled what stops it, and goes on
+            raise Stopped(0)
         if step.tensors is None:  # a closure that was never called
             self._note_gradients(optimizer)
         if self._whole_step():
@@ -271,8 +274,12 @@ class Recorder:
         self._counts[number] += 1
         self._writer.event("step", **step.to_json(), optimizer=number, number=self._counts[number])
         self._step = _Noted()
-        if number == 0 and self._counts[0] == self._settings.steps:
+        if number == 0 and self._ended():
             raise Stopped(0)
+
+    def _ended(self) -> bool:
+        """Whether the last step that is to be noted was taken."""
+        return self._settings.steps is not None and self._counts[0] >= self._settings.steps
 
     def _number(self, optimizer: Any) -> int:
         return next(number for number, each in enumerate(self._optimizers) if each is optimizer)

@@ -28,7 +28,8 @@ def main(arguments: Sequence[str]) -> None:
     recorder = Recorder(settings, rank=ranks.rank if ranks else 0, world_size=ranks.world_size if ranks else 1)
     recorder.install()
     try:
-        _run(command, engines)
+        with environment.given(settings.variables):
+            _run(command, engines)
     except Stopped:
         recorder.end("stopped")
     except SystemExit as ended:

@@ -1,5 +1,6 @@
 """The runs of a proof: the script alone, alone once more with its rows in another order, and split over ranks."""
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -8,8 +9,8 @@ from pathlib import Path
 
 from samestep import subprocess_group
 from samestep.errors import UserError
+from samestep.recording.record import Run
 from samestep.script_proof.follow import following
-from samestep.script_proof.record import Run
 from samestep.script_proof.sampling import check_steps
 from samestep.script_proof.settings import RecordSettings
 
@@ -21,7 +22,7 @@ OWN = "alone-own"  # the run alone with its own batches, where it was run once m
 class ScriptProof:
     """What the user asks for."""
 
-    script: tuple[str, ...]  # train.py and its arguments, or -m, a module and its arguments
+    script: tuple[str, ...]  # train.py and its arguments, or -m, a module and its arguments; NAME=VALUE before it
     alone: tuple[str, ...] | None = None  # with one process; None: the same
     then: tuple[str, ...] | None = None  # what goes on where the split run has ended
     processes: int = 2
@@ -57,6 +58,7 @@ def words(flag: str, text: str, *, script: bool = True) -> tuple[str, ...]:
         raise UserError(f"{flag} {text}: a quote has no end") from None
     if not script:
         return found
+    variables, found = with_variables(found)
     if found[:1] == ("python",) or found[:1] == ("python3",):
         found = found[1:]
     if not found:
@@ -70,7 +72,16 @@ def words(flag: str, text: str, *, script: bool = True) -> tuple[str, ...]:
         raise UserError(
             f"{flag} {found[0]}: this is no script of Python's; use train.py or -m module, without a launcher"
         )
-    return found
+    return (*(f"{name}={value}" for name, value in variables.items()), *found)
+
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+
+
+def with_variables(command: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The variables that stand before a command, as in a shell, and the rest of it."""
+    count = next((at for at, word in enumerate(command) if not _ASSIGNMENT.match(word)), len(command))
+    return dict(word.split("=", 1) for word in command[:count]), tuple(command[count:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +165,8 @@ def make_start(
     """Make the folder of a run, and write its settings there."""
     place = folder / name
     place.mkdir(parents=True)
-    settings = replace(settings, folder=str(place))
+    variables, command = with_variables(command)
+    settings = replace(settings, folder=str(place), variables=variables)
     further = proof.launch if name.startswith(SPLIT) else ()
     start = Start(name=name, command=command, settings=settings, ranks=ranks, place=place, further=further)
     settings.write(start.settings_file)

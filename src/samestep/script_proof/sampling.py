@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.recording.forward import Keys, rows_of_forward
+from samestep.recording.record import Row, Run
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.record import Row, Run
 
 Rows = Counter[Row]
 
@@ -20,14 +21,6 @@ class Sampling:
     finding: Finding | None = None  # what is wrong in the step after them
     mistake: str | None = None  # why steps can't be compared, and what to pass
     seen: bool = True  # whether samples were seen at all
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keys:
-    """Which inputs name a sample, in each run: the same ones where both have them."""
-
-    alone: Sequence[str]
-    split: Sequence[str]
 
 
 def sampling(alone: Run, split: Run, again: Run, *, given: bool = False) -> Sampling:
@@ -83,12 +76,6 @@ def _first_inputs(run: Run) -> dict[str, list[str]]:
             for name, hashes in forward["rows"].items():
                 found.setdefault(name, []).extend(hashes)
     return found
-
-
-def rows_of_forward(forward: Mapping[str, Any], keys: Sequence[str]) -> list[Row]:
-    """The samples of one forward, in their order."""
-    columns = [forward["rows"][name] for name in keys if name in forward["rows"]]
-    return list(zip(*columns, strict=True)) if columns else []
 
 
 def rows_in_step(run: Run, number: int) -> int:

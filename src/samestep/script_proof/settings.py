@@ -1,7 +1,8 @@
 """What the recorder of a rank is told, by a file that the prover writes."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ class RecordSettings:
     dtype: str | None = None  # torch.set_default_dtype before the script's first line
     seed: int | None = None  # of torch, numpy and random before the script's first line
     variant: Variant = "as-is"
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment, for the script
     follow: str | None = None  # the folder of a run whose batches this one is given
     times: int = 1  # how many times as large the batches of these samplers are made, for the lengths of DataLoaders
     widened: tuple[int, ...] = ()

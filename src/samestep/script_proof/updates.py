@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from samestep.script_proof.differences import Apart, Limits, common_module
+from samestep.recording.differences import Apart, Limits, common_module
+from samestep.recording.record import RankStep, Run, piece_of
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.record import RankStep, Run, piece_of
 
 _RELATIVE = 1e-6  # of settings, which are computed in Python
 
@@ -150,6 +150,16 @@ def _learning_rate(
 def _times_as_fast(mine: Sequence[float], theirs: Sequence[float], by: int, begun: int) -> bool:
     """Whether the split run's schedule makes `by` steps in each of the other's, of which `begun` before the first."""
     pairs = [(theirs[at], mine[at * by + begun]) for at in range(len(theirs)) if at * by + begun < len(mine)]
+    return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
+
+
+def follows_samples(own: Run, split: Run, by: int) -> bool:
+    """Whether, after as many samples, the split run has the rates of one process with batches of a `by`-th."""
+    name = next(iter(own.step(0)[0].settings), None)
+    if name is None:
+        return False
+    mine, theirs = _rates(own, name), _rates(split, split.names.get(name, name))
+    pairs = [(theirs[at], mine[at * by]) for at in range(len(theirs)) if at * by < len(mine)]
     return len(pairs) > 1 and all(_equal(one, other) for one, other in pairs)
 
 

@@ -1,7 +1,8 @@
-"""What float32 rounding makes of a job's steps, measured: how far a parameter may be from the steps in float64.
+"""What rounding makes of a job's steps, measured: how far a parameter may be from the steps in float64.
 
-One process takes the same steps in float32 several times, with its batch in other orders and in micro-batches. By how
-far each of these is from float64 is what rounding does to this job; a layout in float32 may be a few times as far.
+One process takes the same steps in float32, or bfloat16, several times, with its batch in other orders and in
+micro-batches. By how far each of these is from float64 is what rounding does to this job; a layout in the same
+precision may be a few times as far.
 
 Under AdamW rounding moves a number whose gradient is nearly zero by a whole step. How far it may move each number is
 computed of the gradients' measured rounding (`Moves`) and taken off first, on both sides.
@@ -41,10 +42,13 @@ class RoundingFound:
     worst_parameter: str
     optimizer_state: float | None  # None: the engine's state can't be read
     worst_state: str
+    update: float | None = None  # beside the optimizer's rule; None: no rule, or no state to read
+    worst_update: str = ""
 
     @property
     def same(self) -> bool:
-        return self.parameters < 1 and (self.optimizer_state is None or self.optimizer_state < 1)
+        judged = (self.parameters, self.optimizer_state, self.update)
+        return all(each < 1 for each in judged if each is not None)
 
     def words(self) -> str:
         state = (
@@ -52,9 +56,14 @@ class RoundingFound:
             if self.optimizer_state is None
             else f"the optimizer's state {self.optimizer_state:.2g} ({self.worst_state})"
         )
+        update = (
+            ""
+            if self.update is None
+            else f"; of the rounding of the optimizer's rule the update has {self.update:.2g} ({self.worst_update})"
+        )
         return (
-            f"of the measured rounding of float32 that is allowed, the parameters have {self.parameters:.2g} "
-            f"({self.worst_parameter}), {state}"
+            f"of the measured rounding that is allowed, the parameters have {self.parameters:.2g} "
+            f"({self.worst_parameter}), {state}{update}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +76,14 @@ def worst_of(found: Sequence[RoundingFound]) -> RoundingFound | None:
         return None
     parameters = max(found, key=lambda each: each.parameters)
     state = max(found, key=lambda each: each.optimizer_state or 0.0)
-    return replace(parameters, optimizer_state=state.optimizer_state, worst_state=state.worst_state)
+    update = max(found, key=lambda each: each.update or 0.0)
+    return replace(
+        parameters,
+        optimizer_state=state.optimizer_state,
+        worst_state=state.worst_state,
+        update=update.update,
+        worst_update=update.worst_update,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +92,7 @@ class Allowed:
 
     typical: Mapping[str, float]  # by tensor: the root mean square of a number's rounding
     moves: Path  # safetensors: what is taken off each number's difference first, by parameter
+    steps: float = 0.0  # by how much the losses and gradient norms of single steps differed, relative; the largest
 
 
 @dataclass(kw_only=True)

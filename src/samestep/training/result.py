@@ -104,7 +104,7 @@ def write(
     )
     if schedule is not None:
         _write_json(result.folder / SCHEDULE_FILE, schedule)
-    _write_weights(result.folder / MODEL_FILE, state)
+    write_weights(result.folder / MODEL_FILE, state)
 
 
 def write_report(
@@ -168,7 +168,8 @@ def check_weights(complex: Sequence[str], precision: str) -> None:
         )
 
 
-def _write_weights(file: Path, state: dict[str, Tensor]) -> None:
+def write_weights(file: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a whole model's parameters and buffers as safetensors."""
     from safetensors.torch import save_file
 
     # safetensors writes a file for this user alone and renames it; this one gets what any new file has.

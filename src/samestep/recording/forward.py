@@ -4,8 +4,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.script_proof.record import RankStep, Row
-from samestep.script_proof.sampling import Keys, rows_of_forward
+from samestep.recording.record import RankStep, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Which inputs name a sample, in each run: the same ones where both have them."""
+
+    alone: Sequence[str]
+    split: Sequence[str]
+
+
+def rows_of_forward(forward: Mapping[str, Any], keys: Sequence[str]) -> list[Row]:
+    """The samples of one forward, in their order."""
+    columns = [forward["rows"][name] for name in keys if name in forward["rows"]]
+    return list(zip(*columns, strict=True)) if columns else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.script_proof.samples import tensors_in
-from samestep.script_proof.shards import named_modules
+from samestep.recording.samples import tensors_in
+from samestep.recording.shards import named_modules
 
 _MOST_ROWS = 256
 _MOST_CALLS = 1000

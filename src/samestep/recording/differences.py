@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from samestep.script_proof.record import Joined, Run, piece_of
+from samestep.recording.record import Joined, Run, piece_of
 
 # A difference counts from so many times the noise that was measured: rounding draws again in every sum.
 NOISES = 20.0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.script_proof.store import events, load
+from samestep.recording.store import events, load
 
 Row = tuple[str, ...]
 

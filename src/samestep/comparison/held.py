@@ -1,0 +1,89 @@
+"""Parameters after a method's first steps beside those of one process, by the means of a proof.
+
+Losses of a few steps say little of the update: a wrong decay hardly moves them. In float64 every parameter is held to
+a proof's tolerance; in float32 and bfloat16 to what rounding was measured to make of this job's steps.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from samestep.job import Job
+from samestep.parallel.complex_parameters import as_real
+from samestep.proof import TOLERANCE, Reference, reference
+from samestep.tasks.base import Task
+from samestep.training.differences import relative_tensors
+from samestep.training.measured_rounding import beside_rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParametersHeld:
+    """The parameter that is farthest from one process's, by what is allowed: below 1 it may be rounding."""
+
+    worst: float
+    parameter: str
+
+    @property
+    def same(self) -> bool:
+        return self.worst < 1
+
+
+class References:
+    """The steps of one process in float64, and their rounding in each precision: taken when first asked for."""
+
+    def __init__(self, job: Job, task: Task, steps: int, folder: Path) -> None:
+        """`job`: as its steps are compared, whatever its precision."""
+        self._job = job
+        self._task = task
+        self._steps = steps
+        self._folder = folder
+        self._known: dict[str, Reference] = {}
+
+    def hold(self, weights: Path, precision: str) -> ParametersHeld | None:
+        """The weights that a run in this precision has left; None where it left none that can be read."""
+        try:
+            mine = load_file(weights)
+        except (OSError, SafetensorError):
+            return None
+        known = self._of(precision)
+        theirs = load_file(known.parameters)
+        shared = {name: as_real(value) for name, value in mine.items() if name in theirs}
+        if not shared:
+            return None
+        apart = _in_float64 if known.allowed is None else _beside_rounding
+        found = apart(shared, theirs, known)
+        name = max(found, key=lambda name: found[name])
+        return ParametersHeld(worst=found[name], parameter=name)
+
+    def _of(self, precision: str) -> Reference:
+        if precision not in self._known:
+            place = self._folder / f"reference-{precision}"
+            place.mkdir()
+            job = replace(self._job, recipe=replace(self._job.recipe, precision=precision))
+            # Metrics aren't compared, so a few held-out samples are enough.
+            self._known[precision] = reference(job, self._task, self._steps, place, held_out=job.recipe.batch)
+        return self._known[precision]
+
+
+def _in_float64(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
+    moves = load_file(known.rounding) if known.rounding is not None else {}
+    squares = sum(theirs[name].double().square().sum().item() for name in mine)
+    floor = math.sqrt(squares / sum(value.numel() for value in mine.values()))
+    return {
+        name: relative_tensors(value.double(), theirs[name], floor, rounding=moves.get(name)) / TOLERANCE
+        for name, value in mine.items()
+    }
+
+
+def _beside_rounding(mine: dict[str, Tensor], theirs: dict[str, Tensor], known: Reference) -> dict[str, float]:
+    assert known.allowed is not None
+    moves = load_file(known.allowed.moves)
+    typical = known.allowed.typical
+    return {
+        name: beside_rounding(value, theirs[name], moves.get(name), typical.get(name, 0.0))
+        for name, value in mine.items()
+    }

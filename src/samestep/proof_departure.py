@@ -1,0 +1,253 @@
+"""Where a proof's steps depart: the first module, by the means of the recorder that proves scripts.
+
+A proof that fails is taken once more, on both sides: in each forward of a step every module's output is noted, two
+numbers for each sample, and after it the parameters and the optimizer's averages of gradients. What is looked at
+first is what comes first: the forward, the gradients, the update.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from samestep.engines.base import StepReport, Trainer
+from samestep.job import Job, Run
+from samestep.launch.world import World, join
+from samestep.layout import Layout
+from samestep.parallel.complex_parameters import as_real
+from samestep.proof_steps import save, take
+from samestep.recording.activations import Activations
+from samestep.recording.differences import common_module
+from samestep.recording.forward import Keys, ModuleApart, first_module_apart
+from samestep.recording.record import RankStep
+from samestep.recording.samples import rows_of
+from samestep.tasks.base import Task
+from samestep.training.differences import relative, relative_tensors
+from samestep.training.fit import Training
+from samestep.training.measured_rounding import state_name
+
+# The optimizer's state that is a sum of gradients: after the first step it is the gradient, times a number.
+_GRADIENTS = ("exp_avg", "momentum_buffer")
+_MOST_STEPS = 10  # that are looked at
+# Relative to a tensor's largest number, or to the root mean square of all. Rounding has made less of the gradients
+# of every right layout of the tests. Under AdamW it may move a number by a whole step, so parameters are
+# looked at only in float64, and by a wider limit.
+_LIMITS = {"fp64": 1e-9, "fp32": 1e-3}
+_PARAMETERS_LIMIT = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """The first difference between a layout's steps and those of one process."""
+
+    step: int  # from 1
+    what: str  # forward, loss, gradient, parameters
+    module: str | None  # or parameter; None: all of them, or none that can be told
+    relative: float
+
+    def words(self) -> str:
+        where = f" of {self.module}" if self.module else ""
+        return f"first difference: step {self.step}, {self.what}{where} (relative {self.relative:.2g})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """What one process did, step by step."""
+
+    folder: Path  # in it a file of tensors for each step
+    losses: Sequence[float]
+    forwards: Sequence[Sequence[Mapping[str, Any]]]  # of each step
+
+
+class _Watch:
+    """Notes the forwards of a model that is trained, as the recorder of scripts does."""
+
+    def __init__(self) -> None:
+        self.forwards: list[dict[str, Any]] = []
+        self._root: nn.Module | None = None
+        self._depth = 0
+        self._activations: Activations | None = None
+
+    def called(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._depth == 0 and not self._enters(module, args, kwargs):
+            return call(module, *args, **kwargs)
+        self._depth += 1
+        try:
+            result = call(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._activations is not None:
+            self._activations.add(module, result)
+            if self._depth == 0:
+                self.forwards[-1]["activations"] = self._activations.to_json()
+                self._activations = None
+        return result
+
+    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether a model's forward begins here. A block that is computed again in backward is no model."""
+        if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
+            return False
+        if self._root is None:
+            self._root = module
+        rows = rows_of(args, kwargs) if module is self._root else None
+        if rows is None:
+            return False
+        self.forwards.append({"rows": dict(rows.hashes)})
+        self._activations = Activations(module, "", rows.batch)
+        return True
+
+
+@contextmanager
+def _watched() -> Iterator[_Watch]:
+    watch, call = _Watch(), nn.Module.__call__
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        return watch.called(call, module, args, kwargs)
+
+    nn.Module.__call__ = called
+    try:
+        yield watch
+    finally:
+        nn.Module.__call__ = call
+
+
+def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
+    """The steps of one process in float64. `job` is one that `proof_job` made."""
+    given = job.run
+    alone = Run(device=given.device, threads=given.threads, workers=given.workers)
+
+    recipe = replace(job.recipe, precision="fp64", communication=None)
+    forwards: list[list[dict[str, Any]]] = []
+    with join(alone=True, device=alone.device, threads=alone.threads) as world, _watched() as watch:
+        training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout())
+
+        def after(_: StepReport) -> None:
+            tensors = dict(_tensors(training.session.trainer))
+            save({name: value.cpu().clone() for name, value in tensors.items()}, _file(folder, len(forwards)))
+            forwards.append(watch.forwards)
+            watch.forwards = []
+
+        taken = take(training, min(steps, _MOST_STEPS), "where it departs: one process", after)
+    return Looked(folder=folder, losses=taken.losses, forwards=forwards)
+
+
+def find(job: Job, task: Task, world: World, layout: Layout, steps: int, known: Looked | None) -> Departure | None:
+    """Take the same steps on this rank under a layout, and say where they depart first; rank 0 knows the others.
+
+    None where they do not, in the steps that are looked at. Every rank returns the same.
+    """
+    training = Training(job, task, world, layout)
+    comparison = _Comparison(training=training, known=known, world=world, precision=job.recipe.precision)
+    with _watched() as watch:
+        comparison.watch = watch
+        take(training, min(steps, _MOST_STEPS), f"where it departs: {layout}", comparison.after)
+    return comparison.found
+
+
+class _Comparison:
+    """Holds each step of a layout against that of one process, until one departs."""
+
+    def __init__(self, *, training: Training, known: Looked | None, world: World, precision: str) -> None:
+        self.watch = _Watch()
+        self.found: Departure | None = None
+        self._training = training
+        self._known = known
+        self._world = world
+        self._limit = _LIMITS["fp64" if precision == "fp64" else "fp32"]
+        self._exact = precision == "fp64"
+        self._step = 0
+
+    def after(self, report: StepReport) -> None:
+        forwards, self.watch.forwards = self.watch.forwards, []
+        if self.found is None:
+            self.found = self._forward(forwards, report.loss.item()) or self._update()
+        self._step += 1
+
+    def _forward(self, forwards: Sequence[Mapping[str, Any]], loss: float) -> Departure | None:
+        everyone: list[Any] = [None] * self._world.world_size
+        dist.all_gather_object(everyone, forwards)
+        answer: list[Any] = [None]
+        if self._known is not None:
+            answer = [self._first_module(self._known, [each for mine in everyone for each in mine], loss)]
+        dist.broadcast_object_list(answer)
+        return answer[0]
+
+    def _first_module(self, known: Looked, split: Sequence[Mapping[str, Any]], loss: float) -> Departure | None:
+        alone = known.forwards[self._step]
+        module = _module_apart(alone, split, eps=self._limit / 100)
+        if module is not None:
+            return self._departure("forward", module.module or None, module.relative)
+        apart = relative(loss, known.losses[self._step])
+        return self._departure("loss", None, apart) if not apart <= self._limit else None
+
+    def _update(self) -> Departure | None:
+        values = load_file(_file(self._known.folder, self._step)) if self._known is not None else {}
+        named = {name: value.cpu() for name, value in _tensors(self._training.session.trainer)}
+        gradients = {name: value for name, value in named.items() if name.endswith(")")}
+        found = self._departing("gradient", gradients, values, self._limit)
+        if found is None and self._exact:
+            weights = {name: value for name, value in named.items() if name not in gradients}
+            found = self._departing("parameters", weights, values, _PARAMETERS_LIMIT)
+        return found
+
+    def _departing(
+        self, what: str, mine: Mapping[str, Tensor], values: Mapping[str, Tensor], limit: float
+    ) -> Departure | None:
+        """Every rank has the whole of each, and may have another one than the others."""
+        floor = _usual(mine.values())
+        apart = {}
+        for name, value in mine.items():
+            theirs = values.get(name, torch.zeros_like(value, dtype=torch.float64)).to(self._world.device)
+            dist.broadcast(theirs, src=0)
+            apart[name] = relative_tensors(value.double(), theirs.cpu(), floor)
+        everyone: list[Any] = [None] * self._world.world_size
+        dist.all_gather_object(everyone, apart)
+        most = {name: max(each[name] for each in everyone) for name in apart}
+        names = [name for name, value in most.items() if not value <= limit]
+        if not names:
+            return None
+        module = common_module([name.partition(" (")[0] for name in names])
+        worst = max(most[name] for name in names)
+        return self._departure(what, module if len(names) < len(most) else None, worst)
+
+    def _departure(self, what: str, module: str | None, apart: float) -> Departure:
+        return Departure(step=self._step + 1, what=what, module=module, relative=apart)
+
+
+def _module_apart(
+    alone: Sequence[Mapping[str, Any]], split: Sequence[Mapping[str, Any]], *, eps: float
+) -> ModuleApart | None:
+    inputs = [set(forward["rows"]) for forward in (*alone, *split)]
+    shared = sorted(set.intersection(*inputs)) if alone and split else []
+    if not shared:
+        return None
+    mine, theirs = ([RankStep(folder=Path(), values={"forwards": list(each)})] for each in (alone, split))
+    return first_module_apart(mine, theirs, Keys(alone=shared, split=shared), eps=eps)
+
+
+def _tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, and of each the optimizer's averages of gradients, as far as they can be read."""
+    yield from ((name, as_real(value)) for name, value in trainer.parameters())
+    yield from ((state_name(name, key), as_real(value)) for name, key, value in trainer.optimizer_state(_GRADIENTS))
+
+
+def _usual(tensors: Iterable[Tensor]) -> float:
+    """The root mean square of all."""
+    squares = numbers = 0.0
+    for each in tensors:
+        squares += each.double().square().sum().item()
+        numbers += each.numel()
+    return math.sqrt(squares / numbers) if numbers else 0.0
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"looked-{step}.safetensors"

@@ -1,0 +1,74 @@
+"""A training on one rank of several that does what its argument says: what `verify --script` meets in the wild."""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("kind")
+parser.add_argument("--data", required="needs-data" in sys.argv)
+given = parser.parse_args()
+
+
+class Lines:
+    """Right, and no nn.Module."""
+
+    def __init__(self) -> None:
+        self.weight = nn.Parameter(torch.ones(2, 4) / 3)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight.T
+
+
+def train(kind: str) -> None:
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    if kind == "not-alone":
+        assert size > 1, "this script is for several ranks"
+    model = Lines() if kind == "no-module" else DistributedDataParallel(nn.Linear(4, 2))
+    parameters = [model.weight] if isinstance(model, Lines) else list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    data = torch.randn(6, 8, 4)
+    for step in range(1000 if kind == "long" else 6):
+        loss = model(data[step % 6, rank::size]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if isinstance(model, Lines):
+            gradient = model.weight.grad
+            assert gradient is not None
+            dist.all_reduce(gradient)
+            gradient /= size
+        try:
+            optimizer.step()
+        except BaseException:
+            if kind != "goes-on":
+                raise
+        if kind == "exits" and step == 2 and rank == size - 1:
+            sys.exit(3)
+        if kind == "leaves" and step == 2:
+            os._exit(0)
+        if kind == "traceback":
+            try:
+                raise ValueError("handled")
+            except ValueError:
+                traceback.print_exc()
+    dist.destroy_process_group()
+
+
+if given.kind == "endless":
+    time.sleep(600)
+elif given.kind == "own-processes":
+    process = multiprocessing.get_context("fork").Process(target=train, args=("",))
+    process.start()
+    process.join()
+elif given.kind != "nothing":
+    train(given.kind)

@@ -1,0 +1,58 @@
+"""`verify --script` on scripts that are odd, or no trainings: one clear message each, and nothing left running."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REFUSED = {
+    "nothing": r"alone, ended without a step of a torch\.optim optimizer; use one that trains",
+    "endless": r"odd_training\.py endless with 1 process did not end within 3 s; --steps N stops it",
+    "not-alone": r"(?s)failed \(verify needs one that works with one process.*this script is for several ranks",
+    "needs-data": r"(?s)failed.*the following arguments are required: --data",
+    "own-processes": r"took no step of an optimizer in its own process, and started others",
+    "exits": r"with 1 process failed",
+}
+JUDGED = ("no-module", "leaves", "traceback", "goes-on", "long")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *REFUSED, *JUDGED]
+    path = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "src")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("kind", "message"), REFUSED.items(), ids=REFUSED)
+def test_what_can_not_be_proved_is_told(found: dict[str, Any], kind: str, message: str) -> None:
+    assert isinstance(found[kind], str), found[kind]
+    assert re.search(message, found[kind])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", JUDGED)
+def test_an_odd_script_is_judged(found: dict[str, Any], kind: str) -> None:
+    assert found[kind]["same_step"], found[kind]
+    assert found[kind]["steps"] == (3 if kind == "leaves" else 4)
+
+
+@pytest.mark.timeout(120)
+def test_what_was_not_seen_is_said(found: dict[str, Any]) -> None:
+    assert any("no samples were seen" in note for note in found["no-module"]["notes"])
+    assert any("left without an end that Python knows" in note for note in found["leaves"]["notes"])
+
+
+@pytest.mark.timeout(120)
+def test_nothing_is_left_running(found: dict[str, Any]) -> None:
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert found
+    assert "odd_training.py" not in left
