@@ -23,22 +23,24 @@ from typing import Any
 from samestep import jobfile
 from samestep.api import train_job
 
+# A few tens of outer steps, which is too few for a momentum.
+DILOCO: Mapping[str, Any] = {"kind": "diloco", "every": 16, "bits": 4, "outer_lr": 1.0, "outer_momentum": 0.0}
 # Options that fit a training of so many steps.
-METHODS: Mapping[str, Callable[[int], dict[str, Any] | None]] = {
+METHODS: Mapping[str, Callable[[int], Mapping[str, Any] | None]] = {
     "none": lambda steps: None,
     "bf16": lambda steps: {"kind": "bf16"},
     "powersgd": lambda steps: {"kind": "powersgd", "rank": 2, "start": max(1, steps // 20)},
     "one-bit-adam": lambda steps: {"kind": "one-bit-adam", "warmup": max(1, steps // 6)},
     "zero-one-adam": lambda steps: {
         "kind": "zero-one-adam",
-        "variance_scaler": 2,
-        "variance_stop": max(1, steps // 2),
-        "local_scaler": max(1, steps // 8),
-        "local_most": 4,
+        "variance_scaler": 4,
+        "variance_stop": max(1, steps // 5),
+        "local_scaler": max(1, steps // 16),
+        "local_most": 16,
     },
     "local-sgd": lambda steps: {"kind": "local-sgd", "every": 10, "start": max(1, steps // 20)},
-    "diloco": lambda steps: {"kind": "diloco", "every": 16, "bits": 4, "outer_lr": 1.0, "outer_momentum": 0.0},
-    "diloco-streaming": lambda steps: {"kind": "diloco", "every": 16, "fragments": 4, "overlap": 2, "bits": 4},
+    "diloco": lambda steps: DILOCO,
+    "diloco-streaming": lambda steps: {**DILOCO, "fragments": 4, "overlap": 2},
 }
 VALUES = ("accuracy", "perplexity", "loss")  # the first of these that an evaluation gives is shown
 PLAIN = "none"
