@@ -1,6 +1,6 @@
 """How long a step takes over a slow link, with each method of `recipe.communication`.
 
-    python benchmarks/compression_links.py examples/reviews.yaml [--links 1gbit,100mbit,100mbit+20ms] [--steps 64]
+    python benchmarks/compression_links.py examples/reviews.yaml [--links 1gbit,100mbit,100mbit+20ms] [--steps 54]
         [--methods none,diloco] [--set KEY=VALUE] [--json build/links.json]
 
 Each method trains for a few steps on two hosts of one rank each, made of Linux namespaces (root needed; see
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path)
     parser.add_argument("--links", default=LINKS, help="RATE or RATE+DELAYms, by commas; a RATE is 1gbit or 100mbit")
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=54)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path)

@@ -221,11 +221,12 @@ def picture(rows: Rows, links: Links) -> str:
 
 def _panel(title: str, rows: Rows, across: Scale, of: Callable[[Trained], Sequence[float]]) -> Panel:
     curves: list[Curve] = []
-    for number, (method, trained) in enumerate(rows.items()):
+    for method, trained in rows.items():
         columns = zip(*(of(each) for each in trained), strict=True)
         values = zip(*([point[3] for point in each.curve] for each in trained), strict=True)
         points = [(statistics.mean(x), statistics.mean(y)) for x, y in zip(columns, values, strict=True)]
-        curves.append(Curve(name=method, colour=number % len(COLOURS), dash=0, points=points))
+        colour = list(METHODS).index(method) % len(COLOURS)  # a method's own, whatever others are shown
+        curves.append(Curve(name=method, colour=colour, dash=0, points=points))
     return Panel(title=title, curves=curves, across=across, up=Scale(base=None))
 
 
