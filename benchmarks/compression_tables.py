@@ -1,0 +1,234 @@
+"""Tables and pictures of what compression.py and compression_links.py have measured.
+
+    python benchmarks/compression_tables.py build/reviews-*.json [--links build/links-*.json] [--docs]
+
+A table for each job and number of steps: bytes, the last value as mean over the seeds with the least and the most,
+and whether the mean is within what plain data parallelism has over the seeds. With `--links` also the seconds of all
+steps over each link: how many steps of each kind the training took, times what such a step takes over the link; start
+and evaluations are not in it. `--docs` writes the tables into docs/less-communication.md and its Chinese page, and a
+picture of each table's curves into docs/pictures.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.compression import METHODS, PLAIN, Trained
+from benchmarks.compression_links import OverLink
+from samestep.display.curves_svg import COLOURS, Curve, Panel, Scale, svg
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = {"en": DOCS / "less-communication.md", "zh": DOCS / "zh" / "less-communication.md"}
+MARKS = re.compile(r"(<!-- benchmarks/compression_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "en": {
+        "heads": "method | MB sent | x fewer | {value} at the end (least to most) | within the spread of `none`",
+        "link": "{link}, s",
+        "gbit": "{rate} Gbit/s",
+        "mbit": "{rate} Mbit/s",
+        "delay": "{link} and {delay} ms",
+        "title": "`examples/{job}.yaml`, {steps} steps, {seeds} seeds:",
+        "one": "`examples/{job}.yaml`, {steps} steps, one seed:",
+        "picture": "![{value} over bytes sent and over time]({file})",
+        "yes": "yes",
+        "no": "no",
+        "accuracy": "accuracy",
+        "perplexity": "perplexity",
+        "loss": "loss",
+    },
+    "zh": {
+        "heads": "方法 | 发送 MB | 少多少倍 | 最后的{value}（最小到最大） | 在 `none` 的种子之间",
+        "link": "{link}，秒",
+        "gbit": "{rate} Gbit/s",
+        "mbit": "{rate} Mbit/s",
+        "delay": "{link}、{delay} ms",
+        "title": "`examples/{job}.yaml`，{steps} 步，{seeds} 个种子：",
+        "one": "`examples/{job}.yaml`，{steps} 步，一个种子：",
+        "picture": "![{value}随发送的字节和时间的变化]({file})",
+        "yes": "是",
+        "no": "否",
+        "accuracy": "准确率",
+        "perplexity": "困惑度",
+        "loss": "损失",
+    },
+}
+
+Rows = Mapping[str, Sequence[Trained]]  # the trainings of one job and number of steps, by method
+
+
+class Links:
+    """What steps take over links."""
+
+    def __init__(self, found: Sequence[OverLink]) -> None:
+        self._kinds = {(each.job, each.method, each.link): each.kinds for each in found}
+
+    def of(self, rows: Rows) -> list[str]:
+        """The links that every method of a table was measured over."""
+        ((first, *_), *_) = rows.values()
+        links = {link: None for job, _, link in self._kinds if job == first.job}
+        return [link for link in links if all((first.job, method, link) in self._kinds for method in rows)]
+
+    def seconds(self, trained: Trained, link: str) -> list[float]:
+        """Of all steps up to each evaluation."""
+        times = {kind: self._step(trained, link, int(kind)) for kind in trained.kinds}
+        return [
+            sum(counts[number] * times[kind] for kind, counts in trained.kinds.items())
+            for number in range(len(trained.curve))
+        ]
+
+    def _step(self, trained: Trained, link: str, sent: int) -> float:
+        """Seconds of a step that sends so many bytes.
+
+        A warm-up's step may not have been measured with the method itself: it is that of plain data parallelism.
+        """
+        measured = self._kinds[trained.job, trained.method, link]
+        known = {**self._kinds.get((trained.job, PLAIN, link), {}), **measured}
+        return known[min(known, key=lambda kind: abs(int(kind) - sent))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--links", nargs="*", type=Path, default=[])
+    parser.add_argument("--docs", action="store_true", help="write tables and pictures into the docs")
+    options = parser.parse_args()
+    found = [Trained(**each) for file in options.files for each in json.loads(file.read_text("utf-8"))]
+    links = Links([OverLink(**each) for file in options.links for each in json.loads(file.read_text("utf-8"))])
+    for rows in by_training(found):
+        show(rows, links)
+    if options.docs:
+        write_docs(by_training(found), links)
+
+
+def by_training(found: Sequence[Trained]) -> list[Rows]:
+    """The rows of each job and number of steps, by method."""
+    trainings: dict[tuple[str, int], dict[str, list[Trained]]] = {}
+    for each in found:
+        trainings.setdefault((each.job, each.steps), {}).setdefault(each.method, []).append(each)
+    order = list(METHODS)
+    return [dict(sorted(rows.items(), key=lambda row: order.index(row[0]))) for rows in trainings.values()]
+
+
+def heads(rows: Rows, links: Links, words: Mapping[str, str]) -> list[str]:
+    ((first, *_), *_) = rows.values()
+    names = words["heads"].format(value=words[first.value]).split(" | ")
+    return [*names, *(words["link"].format(link=in_words(link, words)) for link in links.of(rows))]
+
+
+def in_words(link: str, words: Mapping[str, str]) -> str:
+    """A link as compression_links.py names it, such as "100mbit+20ms", for a reader."""
+    rate, _, delay = link.partition("+")
+    shown = words[rate[-4:]].format(rate=rate[:-4])
+    return words["delay"].format(link=shown, delay=delay.removesuffix("ms")) if delay else shown
+
+
+def cells(rows: Rows, links: Links, method: str, words: Mapping[str, str]) -> list[str]:
+    """Bytes, how many times fewer, the last value over the seeds, whether its mean is within plain's, and times."""
+    mine, plain = rows[method], rows.get(PLAIN)
+    sent = statistics.mean(each.sent for each in mine)
+    last = [each.reached for each in mine]
+    fewer, within = "", ""
+    if plain is not None:
+        fewer = f"{statistics.mean(each.sent for each in plain) / sent:.1f}"
+        if len(plain) > 1 and method != PLAIN:
+            theirs = [each.reached for each in plain]
+            good = _better(mine[0].value)
+            enough = good(statistics.mean(last), max(theirs) if good is _less else min(theirs))
+            within = words["yes" if enough else "no"]
+    digits = 3 if mine[0].value == "accuracy" else 1
+    shown = f"{statistics.mean(last):.{digits}f} ({min(last):.{digits}f}-{max(last):.{digits}f})"
+    times = [statistics.mean(links.seconds(each, link)[-1] for each in mine) for link in links.of(rows)]
+    return [f"{sent / 1e6:.1f}", fewer, shown, within, *(f"{seconds:.0f}" for seconds in times)]
+
+
+def _less(value: float, limit: float) -> bool:
+    return value <= limit
+
+
+def _more(value: float, limit: float) -> bool:
+    return value >= limit
+
+
+def _better(value: str) -> Callable[[float, float], bool]:
+    """How a value compares with the worst that plain data parallelism has: accuracies are to be high, losses low."""
+    return _more if value == "accuracy" else _less
+
+
+def show(rows: Rows, links: Links) -> None:
+    plain, *_ = rows.values()
+    first = plain[0]
+    seeds = ", ".join(str(each.seed) for each in plain)
+    table = Table(title=f"{first.job}: {first.steps} steps, seeds {seeds}")
+    for name in heads(rows, links, WORDS["en"]):
+        table.add_column(name.replace("`", ""), justify="right")
+    table.add_column("ms a step", justify="right")
+    for method in rows:
+        milliseconds = f"{1e3 * statistics.median(each.step_seconds for each in rows[method]):.0f}"
+        table.add_row(method, *cells(rows, links, method, WORDS["en"]), milliseconds)
+    Console().print(table)
+
+
+def write_docs(trainings: Sequence[Rows], links: Links) -> None:
+    for language, page in PAGES.items():
+        text = "\n\n".join(section(rows, links, language) for rows in trainings)
+        before = page.read_text(encoding="utf-8")
+        page.write_text(MARKS.sub(lambda marks, text=text: f"{marks[1]}\n{text}\n\n{marks[2]}", before), "utf-8")
+    for rows in trainings:
+        (DOCS / "pictures" / picture_name(rows)).write_text(picture(rows, links), encoding="utf-8")
+
+
+def section(rows: Rows, links: Links, language: str) -> str:
+    """A title, a table and a picture in Markdown."""
+    words = WORDS[language]
+    ((first, *others), *_) = rows.values()
+    named = {"job": first.job, "steps": f"{first.steps:,}", "seeds": 1 + len(others)}
+    names = heads(rows, links, words)
+    lines = [f"| {' | '.join(names)} |", f"| --- |{' ---: |' * 3} --- |{' ---: |' * (len(names) - 5)}"]
+    lines += [f"| {' | '.join([f'`{method}`', *cells(rows, links, method, words)])} |" for method in rows]
+    folder = "pictures" if language == "en" else "../pictures"
+    shown = words["picture"].format(value=words[first.value], file=f"{folder}/{picture_name(rows)}")
+    return "\n\n".join([words["title" if others else "one"].format(**named), "\n".join(lines), shown])
+
+
+def picture_name(rows: Rows) -> str:
+    ((first, *_), *_) = rows.values()
+    return f"compression-{first.job}-{first.steps}.svg"
+
+
+def picture(rows: Rows, links: Links) -> str:
+    """The means over the seeds of each method, over bytes, and over seconds of each link."""
+    ((first, *_), *_) = rows.values()
+    title = f"{first.job}, {first.steps} steps: {first.value}"
+    panels = [
+        _panel(
+            f"{title} over MB sent", rows, Scale(base=10), lambda each: [sent / 1e6 for _, _, sent, _ in each.curve]
+        )
+    ]
+    for link in links.of(rows):
+        name = f"{title} over seconds of steps, {in_words(link, WORDS['en'])}"
+        panels.append(_panel(name, rows, Scale(base=None), lambda each, link=link: links.seconds(each, link)))
+    return svg(title, panels)
+
+
+def _panel(title: str, rows: Rows, across: Scale, of: Callable[[Trained], Sequence[float]]) -> Panel:
+    curves: list[Curve] = []
+    for method, trained in rows.items():
+        columns = zip(*(of(each) for each in trained), strict=True)
+        values = zip(*([point[3] for point in each.curve] for each in trained), strict=True)
+        points = [(statistics.mean(x), statistics.mean(y)) for x, y in zip(columns, values, strict=True)]
+        colour = list(METHODS).index(method) % len(COLOURS)  # a method's own, whatever others are shown
+        curves.append(Curve(name=method, colour=colour, dash=0, points=points))
+    return Panel(title=title, curves=curves, across=across, up=Scale(base=None))
+
+
+if __name__ == "__main__":
+    main()

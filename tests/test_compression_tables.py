@@ -1,0 +1,103 @@
+"""benchmarks/compression_tables.py, which writes the tables and pictures of docs/less-communication.md."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def modules() -> Any:
+    """The two programs."""
+    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        from benchmarks import compression_tables
+
+        yield compression_tables
+    finally:
+        sys.path.remove(str(ROOT))
+        sys.path.remove(str(ROOT / "tools"))
+
+
+def trained(modules: Any, method: str, values: Sequence[float], kinds: Mapping[str, Sequence[int]], seed: int) -> Any:
+    """A training of 20 steps that was evaluated in its middle and at its end."""
+    sent = [sum(int(kind) * counts[number] for kind, counts in kinds.items()) for number in range(2)]
+    return modules.Trained(
+        job="reviews",
+        method=method,
+        seed=seed,
+        communication=None,
+        value="accuracy",
+        curve=[(10, 1.0, sent[0], values[0]), (20, 2.0, sent[1], values[1])],
+        kinds=kinds,
+        step_seconds=0.1,
+    )
+
+
+def rows_of(modules: Any) -> Any:
+    plain = {"1000": [10, 20]}
+    one_bit = {"998": [4, 4], "40": [6, 16]}
+    found = [trained(modules, "one-bit-adam", (0.4, last), one_bit, seed) for seed, last in enumerate((0.5, 0.6))]
+    found += [trained(modules, "none", (0.5, last), plain, seed) for seed, last in enumerate((0.54, 0.62))]
+    (rows,) = modules.by_training(found)
+    return rows
+
+
+def links_of(modules: Any, **of_methods: Mapping[str, float]) -> Any:
+    return modules.Links(
+        [
+            modules.OverLink(job="reviews", method=method.replace("_", "-"), link="100mbit+20ms", kinds=kinds)
+            for method, kinds in of_methods.items()
+        ]
+    )
+
+
+def test_the_time_over_a_link_is_that_of_the_steps_of_each_kind(modules: Any) -> None:
+    rows = rows_of(modules)
+    links = links_of(modules, none={"1000": 2.0}, one_bit_adam={"998": 1.5, "40": 0.25})
+    assert list(rows) == ["none", "one-bit-adam"]
+    assert links.of(rows) == ["100mbit+20ms"]
+    assert links.seconds(rows["none"][0], "100mbit+20ms") == [20.0, 40.0]
+    assert links.seconds(rows["one-bit-adam"][0], "100mbit+20ms") == [4 * 1.5 + 6 * 0.25, 4 * 1.5 + 16 * 0.25]
+
+
+def test_a_kind_that_was_not_measured_is_plain_data_parallelism_s(modules: Any) -> None:
+    rows = rows_of(modules)
+    links = links_of(modules, none={"1000": 2.0}, one_bit_adam={"40": 0.25})
+    assert links.seconds(rows["one-bit-adam"][0], "100mbit+20ms") == [4 * 2.0 + 6 * 0.25, 4 * 2.0 + 16 * 0.25]
+
+
+def test_a_link_over_which_a_method_was_not_measured_has_no_column(modules: Any) -> None:
+    rows = rows_of(modules)
+    assert links_of(modules, none={"1000": 2.0}).of(rows) == []
+
+
+def test_a_row_has_bytes_values_and_whether_the_mean_is_within_the_spread(modules: Any) -> None:
+    rows = rows_of(modules)
+    links = links_of(modules, none={"1000": 2.0}, one_bit_adam={"998": 1.5, "40": 0.25})
+    words = modules.WORDS["en"]
+    assert modules.cells(rows, links, "none", words) == ["0.0", "1.0", "0.580 (0.540-0.620)", "", "40"]
+    sent = 4 * 998 + 16 * 40
+    assert modules.cells(rows, links, "one-bit-adam", words)[1:] == [
+        f"{20_000 / sent:.1f}",
+        "0.550 (0.500-0.600)",
+        "yes",  # 0.55 is above the least of `none`, 0.54
+        "10",
+    ]
+    assert modules.heads(rows, links, words)[-1] == "100 Mbit/s and 20 ms, s"
+    assert modules.heads(rows, links, modules.WORDS["zh"])[-1] == "100 Mbit/s、20 ms，秒"
+
+
+def test_the_picture_has_a_panel_for_bytes_and_for_each_link(modules: Any) -> None:
+    rows = rows_of(modules)
+    links = links_of(modules, none={"1000": 2.0}, one_bit_adam={"998": 1.5, "40": 0.25})
+    picture = modules.picture(rows, links)
+    assert picture.count("<polyline") == 4
+    assert "accuracy over seconds of steps, 100 Mbit/s and 20 ms" in picture
