@@ -5,7 +5,8 @@
 
 A table for each number of hosts and processes, a column for each job and precision, a row for each way. The starts of
 files that measured one way of one column are put together. `--docs` writes them into docs/compare.md and
-docs/zh/compare.md, and the ways that most people know into the README.
+docs/zh/compare.md, and the ways that most people know into the README. Tables and columns that the page has and no
+file measured stay as they are.
 """
 
 import argparse
@@ -37,7 +38,7 @@ SHORT = (
     "shared",
     "shared-compiled",
 )
-MARKS = re.compile(r"(<!-- benchmarks/turns_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKS = re.compile(r"(<!-- benchmarks/turns_tables.py -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 CHINESE = {
     "hand-written, no messages": "手写，不通信",
     "hand-written DDP": "手写 DDP",
@@ -48,6 +49,10 @@ CHINESE = {
 }
 
 Row = Mapping[str, Any]
+
+
+# A table of a page: by column and way, both as the page calls them, what stands there.
+Columns = dict[str, dict[str, str]]
 
 
 class Ranks(NamedTuple):
@@ -65,18 +70,37 @@ def main() -> None:
     options = parser.parse_args()
     measured = joined([row for file in options.files for row in json.loads(file.read_text(encoding="utf-8"))])
     known = [[row for row in rows if row["way"] in SHORT] for rows in measured]
+    if not options.docs:
+        print(text_of(tables(measured, "en"), "en"))
+        return
     for language in PAGES:
-        text = tables(measured, language)
-        if options.docs:
-            write_between_marks(PAGES[language], text)
-            write_between_marks(SHORT_PAGES[language], tables(known, language))
-        elif language == "en":
-            print(text)
+        for page, rows in ((PAGES[language], measured), (SHORT_PAGES[language], known)):
+            before = page.read_text(encoding="utf-8")
+            page.write_text(updated(before, tables(rows, language), language), encoding="utf-8")
 
 
-def write_between_marks(page: Path, text: str) -> None:
-    before = page.read_text(encoding="utf-8")
-    page.write_text(MARKS.sub(lambda marks: f"{marks[1]}\n{text}\n\n{marks[2]}", before), "utf-8")
+def updated(page: str, measured: Mapping[str, Columns], language: str) -> str:
+    """A page's text with these tables' columns in place of the same ones, or behind those that it has."""
+
+    def between(marks: re.Match[str]) -> str:
+        found = read(marks[2])
+        for title, columns in measured.items():
+            found[title] = {**found.get(title, {}), **columns}
+        return f"{marks[1]}\n{text_of(found, language)}\n\n{marks[3]}"
+
+    return MARKS.sub(between, page)
+
+
+def read(text: str) -> dict[str, Columns]:
+    """By title, the tables in a text that `text_of` has written."""
+    found: dict[str, Columns] = {}
+    for title, table in re.findall(r"^([^|\n]+)\n\n((?:\|.*(?:\n|$))+)", text, re.MULTILINE):
+        head, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
+        columns = found[title] = {name: {} for name in head[1:]}
+        for way, *cells in rows:
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column[way] = cell
+    return found
 
 
 def joined(rows: Sequence[Row]) -> list[list[Row]]:
@@ -101,14 +125,22 @@ def _of_all_starts(rows: Sequence[Row]) -> Row:
     }
 
 
-def tables(measured: Sequence[Sequence[Row]], language: str) -> str:
-    """Markdown: a title and a table for each kind of place."""
-    places: dict[Ranks, list[Sequence[Row]]] = {}
+def tables(measured: Sequence[Sequence[Row]], language: str) -> dict[str, Columns]:
+    """By title, the table of each kind of place: a column for each job and precision."""
+    places: dict[str, Columns] = {}
     for rows in measured:
         first = rows[0]
         ranks = Ranks(hosts=first["hosts"], processes=first["processes"], rate=first["rate"])
-        places.setdefault(ranks, []).append(sorted(rows, key=lambda row: list(WAYS).index(row["way"])))
-    return "\n\n".join(f"{title(ranks, language)}\n\n{table(columns, language)}" for ranks, columns in places.items())
+        column = {words(WAYS[row["way"]].title, language): cell(row) for row in rows}
+        places.setdefault(title(ranks, language), {})[words(f"{first['job']}, {first['precision']}", language)] = (
+            column
+        )
+    return places
+
+
+def text_of(places: Mapping[str, Columns], language: str) -> str:
+    """Markdown: titles and tables."""
+    return "\n\n".join(f"{title}\n\n{table(columns, language)}" for title, columns in places.items())
 
 
 def title(ranks: Ranks, language: str) -> str:
@@ -123,15 +155,13 @@ def title(ranks: Ranks, language: str) -> str:
     }[language]
 
 
-def table(columns: Sequence[Sequence[Row]], language: str) -> str:
+def table(columns: Columns, language: str) -> str:
     """A row for each way that any column has."""
-    heads = [f"{rows[0]['job']}, {rows[0]['precision']}" for rows in columns]
-    lines = [["way" if language == "en" else "方式", *(words(head, language) for head in heads)]]
-    lines.append(["---"] * (len(columns) + 1))
-    for way in WAYS:
-        cells = [next((cell(row) for row in rows if row["way"] == way), "") for rows in columns]
+    lines = [["way" if language == "en" else "方式", *columns], ["---"] * (len(columns) + 1)]
+    for way in (words(each.title, language) for each in WAYS.values()):
+        cells = [column.get(way, "") for column in columns.values()]
         if any(cells):
-            lines.append([words(WAYS[way].title, language), *cells])
+            lines.append([way, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

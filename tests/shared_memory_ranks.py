@@ -25,6 +25,8 @@ NO_COMPILER = {"CXX": "no-such-compiler"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
 # One number, some that fill no line, more than a slot of one MiB, and many slots.
+# The last two are refused by gloo, over which the hosts' leaders send.
+OVER_HOSTS = (torch.float64, torch.complex64, torch.int16, torch.float8_e4m3fn)
 LENGTHS = (1, 77, 300_001, 1_500_003)
 
 
@@ -154,16 +156,26 @@ def wrong_over_hosts(hosts: str) -> list[str]:
                 group.allgather([gathered], [own]).wait()
                 if not all(torch.equal(each, own) for each in gathered):
                     found.append(f"ranks differ after all-reduce {operation} of {length}")
-            # The last two are refused by gloo, over which the hosts' leaders broadcast.
-            for root, dtype in product(range(n), (torch.float64, torch.complex64, torch.int16, torch.float8_e4m3fn)):
+            for dtype in OVER_HOSTS:
+                given = [part.to(dtype) for part in parts]
+                whole, lists = torch.empty(n * length, dtype=dtype), [torch.empty_like(part) for part in given]
+                group._allgather_base(whole, given[rank].clone()).wait()
+                group.allgather([lists], [given[rank].clone()]).wait()
+                if not all(map(_same_bytes, (whole, *lists), (torch.cat(given), *given))):
+                    found.append(f"all-gather of {length} {dtype}")
+            for root, dtype in product(range(n), OVER_HOSTS):
                 given, options = parts[rank].to(dtype, copy=True), dist.BroadcastOptions()
                 options.rootRank = root
                 group.broadcast([given], options).wait()
-                if not torch.equal(given.view(torch.uint8), parts[root].to(dtype).view(torch.uint8)):
+                if not _same_bytes(given, parts[root].to(dtype)):
                     found.append(f"broadcast from {root} of {length} {dtype}")
             group.barrier().wait()
         group.close()
     return found
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def asked_in_another_order() -> list[float]:

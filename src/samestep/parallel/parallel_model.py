@@ -188,10 +188,12 @@ class WholeModel(ParallelModel):
         self.repeated.check(_times(len(micro_batches), self.parts.layout))
         if self.parts.owners is not None:
             self.parts.owners.settle()
-        if self._rows is not None:
-            self._rows.exchange()
+        used_by_any = None if self._rows is None else self._rows.exchange(self._used.noted())
         average_experts(self.model, self.parts)  # while it is not taken away yet where only others used them
-        self._used.settle()
+        if used_by_any is None:
+            self._used.settle()
+        else:
+            self._used.forget(used_by_any)
         if self.parts.owners is not None:
             self.parts.owners.sum_replicas(self.model.parameters())
         self.buffers.settle()

@@ -14,7 +14,7 @@ shared memory does with whole gradients: so what comes out has the same bits. Ov
 with more, gloo's order depends on where in a message a number stands, and sums differ by their rounding.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,13 +82,21 @@ def touched_rows(gradient: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Touched:
+    """What a rank touched of a table."""
+
+    count: int  # of rows; _NO_GRADIENT where it has no gradient at all
+    rows: Tensor  # their numbers, in order; only the first ones where the message had no room for all
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Own:
     """This rank's gradient of a table, and the rows that it touched."""
 
     table: Table
     gradient: Tensor
     rows: Tensor
-    by_rank: Sequence[Tensor] = ()  # the rows that each rank touched
+    by_rank: Sequence[Tensor]  # the rows that each rank touched
 
 
 class RowExchange:
@@ -101,33 +109,33 @@ class RowExchange:
         self._ranks = dist.get_world_size(group)
         # Within each host sums are taken first: only an all-reduce goes between hosts in one stream a host.
         self._in_hosts = isinstance(group, KernelGroup) and not isinstance(group, SharedMemoryGroup)
+        self._room = [0] * len(tables)  # for how many numbers of each table a step's first message has room
         for table in tables:
             dist.broadcast(table.parameter.detach(), group=group, group_src=0)
 
-    def exchange(self) -> None:
-        """Leave the mean over the ranks in each table's gradient; where no rank used one, it keeps none."""
-        if not self.tables:
-            return
+    def exchange(self, flags: Sequence[bool] = ()) -> list[bool]:
+        """Leave the mean over the ranks in each table's gradient; where no rank used one, it keeps none.
+
+        `flags`: as many on every rank. Returns which of them any rank has set: they go in a message that is sent
+        anyhow.
+        """
         touched = [
             None if (gradient := table.parameter.grad) is None else touched_rows(gradient) for table in self.tables
         ]
-        counts = self._gather_counts([_NO_GRADIENT if rows is None else len(rows) for rows in touched])
         whole: list[_Own] = []
-        in_rows: list[tuple[_Own, list[int]]] = []
-        for table, rows, of_ranks in zip(self.tables, touched, counts.t().tolist(), strict=True):
-            if max(of_ranks) == _NO_GRADIENT:
-                continue
-            own = _own(table, rows)
-            of_ranks = [max(0, count) for count in of_ranks]
-            if self._may_pay(table, max(of_ranks)):
-                in_rows.append((own, of_ranks))
-            else:
-                whole.append(own)
         own_rows: list[_Own] = []
         any_rows: list[tuple[_Own, Tensor]] = []
-        for own in self._gather_numbers(in_rows):
-            union = _union(own.by_rank, own.table.rows)
-            way = self._way(own, len(union))
+        of_tables, any_flags = self._touched_by_ranks(touched, flags)
+        for table, rows, by_rank in zip(self.tables, touched, of_tables, strict=True):
+            most = max(each.count for each in by_rank)
+            if most == _NO_GRADIENT:
+                continue
+            own = _own(table, rows, [each.rows for each in by_rank])
+            if not self._may_pay(table, most):
+                whole.append(own)
+                continue
+            union = _union(own.by_rank, table.rows)
+            way = self._way(table, most, len(union))
             if way == "all":
                 whole.append(own)
             elif way == "own":
@@ -137,6 +145,7 @@ class RowExchange:
         self._sum_rows_of_any(any_rows)
         self._sum_own_rows(own_rows)
         self._sum_whole(whole)
+        return any_flags
 
     # The choice.
 
@@ -144,11 +153,10 @@ class RowExchange:
         """Whether rows could be fewer bytes than all, where the ranks touched `most` at most."""
         return min(self._bytes_of_own(table, most), self._bytes_of_any(table, most, most)) < self._bytes_of_all(table)
 
-    def _way(self, own: _Own, union: int) -> Literal["all", "own", "any"]:
-        table, most = own.table, max(map(len, own.by_rank))
+    def _way(self, table: Table, most: int, union: int) -> Literal["all", "own", "any"]:
         costs = {"any": self._bytes_of_any(table, most, union), "all": self._bytes_of_all(table)}
         # Half precision is summed in float32 by an all-reduce, which rows that are added one by one are not.
-        if not self._in_hosts and (self._ranks == 2 or own.gradient.element_size() >= 4):
+        if not self._in_hosts and (self._ranks == 2 or table.parameter.element_size() >= 4):
             costs["own"] = self._bytes_of_own(table, most)
         best: Any = min(costs, key=lambda way: costs[way])
         return best
@@ -171,23 +179,45 @@ class RowExchange:
         dist.all_gather(everyone, mine, group=self._group)
         return everyone
 
-    def _gather_counts(self, counts: Sequence[int]) -> Tensor:
-        """[ranks, tables]: how many rows of each table a rank has touched."""
-        device = self.tables[0].parameter.device
-        return torch.stack(self._gather(torch.tensor(counts, dtype=torch.int64, device=device)))
+    def _touched_by_ranks(
+        self, touched: Sequence[Tensor | None], flags: Sequence[bool]
+    ) -> tuple[list[list[_Touched]], list[bool]]:
+        """What each rank touched of each table, and which flags any rank has set.
 
-    def _gather_numbers(self, tables: Sequence[tuple[_Own, list[int]]]) -> Iterable[_Own]:
-        """The numbers of the rows that each rank touched, of all tables in one message."""
-        if not tables:
-            return
-        places = [max(of_ranks) for _, of_ranks in tables]
-        padded = [_padded(own.rows.to(torch.int32), place) for (own, _), place in zip(tables, places, strict=True)]
-        everyone = [each.split(places) for each in self._gather(torch.cat(padded))]
-        for number, (own, of_ranks) in enumerate(tables):
-            by_rank = [
-                theirs[number][:count].to(torch.int64) for theirs, count in zip(everyone, of_ranks, strict=True)
-            ]
-            yield _Own(table=own.table, gradient=own.gradient, rows=own.rows, by_rank=by_rank)
+        One message has the counts and the numbers of rows, for which each table has the room that it needed in the
+        last step and a little more: two messages, the counts first, would be twice as late. Only the numbers of
+        tables that need more go again.
+        """
+        found, any_flags = self._gather_touched(touched, self._room, flags)
+        most = [max(each.count for each in by_rank) for by_rank in found]
+        needed = [max(0, n) if self._may_pay(table, n) else 0 for table, n in zip(self.tables, most, strict=True)]
+        short = [number for number, n in enumerate(needed) if n > self._room[number]]
+        if short:
+            again, _ = self._gather_touched([touched[each] for each in short], [needed[each] for each in short])
+            for number, by_rank in zip(short, again, strict=True):
+                found[number] = by_rank
+        self._room = [n + n // 8 for n in needed]
+        return found, any_flags
+
+    def _gather_touched(
+        self, touched: Sequence[Tensor | None], room: Sequence[int], flags: Sequence[bool] = ()
+    ) -> tuple[list[list[_Touched]], list[bool]]:
+        """What each rank touched of some tables, with no more numbers than there is room for; flags of any rank."""
+        device = self.tables[0].parameter.device
+        counts = [_NO_GRADIENT if each is None else len(each) for each in touched]
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        rows = (nothing if each is None else each.to(torch.int32) for each in touched)
+        padded = [_padded(each[:places], places) for each, places in zip(rows, room, strict=True)]
+        head = torch.tensor([*counts, *flags], dtype=torch.int32, device=device)
+        found: list[list[_Touched]] = [[] for _ in touched]
+        any_flags = [False] * len(flags)
+        for message in self._gather(torch.cat([head, *padded])):
+            theirs, *numbers = message.split([len(head), *room])
+            of_rank = theirs.tolist()
+            for by_rank, count, some in zip(found, of_rank, numbers, strict=False):  # behind the counts are the flags
+                by_rank.append(_Touched(count=count, rows=some[: max(0, count)].to(torch.int64)))
+            any_flags = [one or bool(other) for one, other in zip(any_flags, of_rank[len(counts) :], strict=True)]
+        return found, any_flags
 
     def _sum_own_rows(self, tables: Sequence[_Own]) -> None:
         for some in _by_dtype(tables, lambda own: own):
@@ -223,7 +253,7 @@ class RowExchange:
             work.wait()
 
 
-def _own(table: Table, rows: Tensor | None) -> _Own:
+def _own(table: Table, rows: Tensor | None, by_rank: Sequence[Tensor]) -> _Own:
     """A gradient that can be written into, of zeros where only other ranks used the table."""
     parameter = table.parameter
     if parameter.grad is None:
@@ -232,7 +262,7 @@ def _own(table: Table, rows: Tensor | None) -> _Own:
         parameter.grad = parameter.grad.contiguous()
     if rows is None:
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
-    return _Own(table=table, gradient=parameter.grad, rows=rows)
+    return _Own(table=table, gradient=parameter.grad, rows=rows, by_rank=by_rank)
 
 
 def _padded(values: Tensor, length: int) -> Tensor:

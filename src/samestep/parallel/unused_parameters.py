@@ -30,6 +30,14 @@ class Used(ABC):
     def settle(self) -> None:
         """After the last backward of a step: a parameter that no rank used has no gradient."""
 
+    def noted(self) -> list[bool]:
+        """Which parameters this rank used in the step, for a message that is sent anyhow; `forget` then ends it."""
+        return []
+
+    def forget(self, used: Sequence[int]) -> None:
+        """Take away the gradients of parameters that no rank used. `used`: whether any did, as `noted` has them."""
+        assert not used
+
 
 class UsedAlone(Used):
     """One process: autograd leaves what wasn't used without a gradient by itself."""
@@ -61,10 +69,13 @@ class _UsedByRanks(Used):
 
     def _by_any(self, *also: int) -> list[int]:
         """Whether any rank used each parameter, and the largest of what else every rank gives."""
-        used, self._used = self._used, [False] * len(self._used)
-        return largest([*used, *also], self._group, self._device_type)
+        return largest([*self.noted(), *also], self._group, self._device_type)
 
-    def _forget(self, used: Sequence[int]) -> None:
+    def noted(self) -> list[bool]:
+        noted, self._used = self._used, [False] * len(self._used)
+        return noted
+
+    def forget(self, used: Sequence[int]) -> None:
         for name, parameter in self._parameters.items():
             if not used[self._numbers[name]]:
                 parameter.grad = None
@@ -82,7 +93,7 @@ class UsedByReplicas(_UsedByRanks):
         return depending(loss, self._parameters.values())
 
     def settle(self) -> None:
-        self._forget(self._by_any())
+        self.forget(self._by_any())
 
 
 class UsedByShards(_UsedByRanks):
@@ -140,7 +151,7 @@ class UsedByShards(_UsedByRanks):
         self._calls = 0
         if most != -least:
             raise UserError(_OTHER_BLOCKS.format("in another order"))
-        self._forget(used)
+        self.forget(used)
 
 
 _OTHER_BLOCKS = (

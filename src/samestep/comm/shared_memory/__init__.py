@@ -8,7 +8,7 @@ In the order of reading:
 - `backend`: makes a group, as `torch.distributed` asks for one, with the fastest kernel that all its ranks can have.
 - `host`: which ranks of a group share a host; asked of the ranks, group by group.
 - `region`: the memory that the ranks of a group share. It has no name that could outlive them.
-- `hierarchical`: all-reduce, broadcast and barrier over several hosts, by one of those in each host.
+- `hierarchical`: all-reduce, all-gather, broadcast and barrier over several hosts, by one of those in each host.
 - `kernel`: what runs in that memory, one interface with two implementations: `compiled` (kernel.cpp, built on first
   use by `build`) and `interpreted` (PyTorch's operators on views of the region, where there is no compiler).
 """

@@ -7,14 +7,16 @@ A ring over all n ranks sends 2(n-1)/n of a message through every link between h
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions
 
-from samestep.comm.shared_memory.kernel import AVERAGE, OPERATIONS, Kernel
+from samestep.comm.shared_memory.kernel import AVERAGE, OPERATIONS, HostKernel
 
 _BY_NUMBER = {number: operation for operation, number in OPERATIONS.items()}
 
@@ -33,11 +35,24 @@ class Hosts:
     def count(self) -> int:
         return len(set(self.of_rank))
 
+    @property
+    def most(self) -> int:
+        """How many ranks the fullest host has."""
+        return max(map(self.of_rank.count, self.of_rank))
+
+    @cached_property
+    def place_of_rank(self) -> Tensor:
+        """Where each rank stands in a list of hosts with `most` places each."""
+        places = [host * self.most + self.ranks_on(host).index(rank) for rank, host in enumerate(self.of_rank)]
+        return torch.tensor(places)
+
 
 class HierarchicalKernel:
     """`Kernel` for ranks on several hosts."""
 
-    def __init__(self, hosts: Hosts, rank: int, local: Kernel | None, leaders: dist.ProcessGroupGloo | None) -> None:
+    def __init__(
+        self, hosts: Hosts, rank: int, local: HostKernel | None, leaders: dist.ProcessGroupGloo | None
+    ) -> None:
         """`local`: of the ranks on this host, None for one rank alone; `leaders`: None on a rank that leads none."""
         self._hosts = hosts
         self._host = hosts.of_rank[rank]
@@ -73,10 +88,26 @@ class HierarchicalKernel:
         if self._leaders is not None:
             options = dist.BroadcastOptions()
             options.rootRank = host
-            with self._or_all_raise():  # as bytes: gloo broadcasts no int16, and no float of 8 bits
-                self._leaders.broadcast([tensor.view(-1).view(torch.uint8)], options).wait()
+            with self._or_all_raise():
+                self._leaders.broadcast([_as_bytes(tensor)], options).wait()
         if host != self._host and self._local is not None:
             self._local.broadcast(tensor, 0)
+
+    def all_gather(self, given: Tensor, out: Tensor) -> None:
+        message, place = _as_bytes(given), self._hosts.place_of_rank
+        # [hosts, ranks, bytes]: as many ranks of each host as the fullest one has, since gloo gathers equal parts
+        blocks = torch.empty(self._hosts.count, self._hosts.most, len(message), dtype=torch.uint8)
+        block = blocks[self._host]
+        if self._local is not None:
+            self._local.all_gather(message, block[: len(self._hosts.ranks_on(self._host))])
+        else:
+            block[0] = message
+        if self._leaders is not None:
+            with self._or_all_raise():
+                self._leaders.allgather([list(blocks)], [block.clone()], AllgatherOptions()).wait()
+        if self._local is not None:
+            self._local.broadcast(blocks, 0)
+        torch.index_select(blocks.flatten(0, 1), 0, place, out=_as_bytes(out).view(len(place), len(message)))
 
     @contextmanager
     def _or_all_raise(self) -> Iterator[None]:
@@ -94,6 +125,11 @@ class HierarchicalKernel:
     def close(self) -> None:
         if self._local is not None:
             self._local.close()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes, in a row; gloo sends no int16, and no float of 8 bits."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _divide(tensor: Tensor, n: int) -> None:

@@ -53,6 +53,10 @@ class Kernel(Protocol):
         """`tensor` becomes that of rank `root` of this group; of any dtype."""
         ...
 
+    def all_gather(self, given: Tensor, out: Tensor) -> None:
+        """`out`: what every rank gave, in the order of the ranks; of any dtype."""
+        ...
+
     def abort(self) -> None:
         """Let every rank that waits raise."""
         ...
@@ -67,10 +71,6 @@ class HostKernel(Kernel, Protocol):
 
     def reduce_scatter(self, given: Tensor, out: Tensor, operation: int) -> None:
         """`given`: as many numbers as `out` for each rank, in the order of the ranks; `out`: this rank's sum."""
-        ...
-
-    def all_gather(self, given: Tensor, out: Tensor) -> None:
-        """`out`: what every rank gave, in the order of the ranks; of any dtype."""
         ...
 
 

@@ -40,7 +40,7 @@ def gloo_group(gloo: dist.ProcessGroupGloo) -> dist.ProcessGroup:
 
 
 class KernelGroup(dist.ProcessGroup):
-    """Takes over all-reduce, broadcast and barrier of dense CPU tensors, for ranks on one host or several.
+    """Takes over all-reduce, all-gather, broadcast and barrier of dense CPU tensors, on one host or several.
 
     What else is asked of it, point-to-point messages among them, goes to gloo. Which of the two runs a collective
     depends on its arguments alone, so all ranks choose the same.
@@ -91,9 +91,43 @@ class KernelGroup(dist.ProcessGroup):
         opts = dist.BarrierOptions() if opts is None else opts
         return self._run("barrier", 0, opts, [], self.kernel.barrier)
 
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._gathers([output], [input]):
+            return self.fallback.all_gather_single(output, input, opts)
+        return self._gather([output], [input], opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._gathers([output], [input]):
+            return self.fallback._allgather_base(output, input, opts)
+        return self._gather([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._gathers(outputs, inputs):
+            return self.fallback.all_gather_single_coalesced(outputs, inputs, opts)
+        return self._gather(outputs, inputs, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._gathers(outputs, inputs):
+            return self.fallback.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        return self._gather(outputs, inputs, opts)
+
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = AllgatherOptions() if opts is None else opts
-        return self.fallback.allgather(output_tensors, input_tensors, opts)
+        if len(output_tensors) != 1 or not _alike(output_tensors[0], input_tensors[0]):
+            return self.fallback.allgather(output_tensors, input_tensors, opts)
+        (parts,), (given,) = output_tensors, input_tensors
+
+        def run() -> None:
+            whole = given.new_empty(len(parts), given.numel())
+            self.kernel.all_gather(given, whole)
+            for part, numbers in zip(parts, whole, strict=True):
+                part.copy_(numbers.view_as(part))
+
+        return self._run("all-gather", given.nbytes * self.size(), opts, output_tensors, run)
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
         return self.fallback.reduce_scatter(*args, **kwargs)
@@ -134,6 +168,18 @@ class KernelGroup(dist.ProcessGroup):
 
         return self._run("all-reduce", _bytes(tensors), opts, tensors, run)
 
+    def _gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        return all(map(_dense, (*outputs, *inputs))) and all(
+            out.nbytes == given.nbytes * self.size() for out, given in zip(outputs, inputs, strict=True)
+        )
+
+    def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        def run() -> None:
+            for out, given in zip(outputs, inputs, strict=True):
+                self.kernel.all_gather(given, out)
+
+        return self._run("all-gather", _bytes(outputs), opts, outputs, run)
+
     def _run(self, kind: str, message: int, opts: Any, result: Any, collective: Callable[[], None]) -> Any:
         self._entered += 1
         for count in self.counters:
@@ -150,49 +196,11 @@ class KernelGroup(dist.ProcessGroup):
 
 
 class SharedMemoryGroup(KernelGroup):
-    """Takes over all-gather and reduce-scatter as well, for ranks that all share one host."""
+    """Takes over reduce-scatter as well, for ranks that all share one host."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo, kernel: HostKernel) -> None:
         super().__init__(gloo, kernel)
         self._host = kernel
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        opts = AllgatherOptions() if opts is None else opts
-        if not self._gathers([output], [input]):
-            return self.fallback.all_gather_single(output, input, opts)
-        return self._gather([output], [input], opts)
-
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        opts = AllgatherOptions() if opts is None else opts
-        if not self._gathers([output], [input]):
-            return self.fallback._allgather_base(output, input, opts)
-        return self._gather([output], [input], opts)
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = AllgatherOptions() if opts is None else opts
-        if not self._gathers(outputs, inputs):
-            return self.fallback.all_gather_single_coalesced(outputs, inputs, opts)
-        return self._gather(outputs, inputs, opts)
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = AllgatherOptions() if opts is None else opts
-        if not self._gathers(outputs, inputs):
-            return self.fallback.allgather_into_tensor_coalesced(outputs, inputs, opts)
-        return self._gather(outputs, inputs, opts)
-
-    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        opts = AllgatherOptions() if opts is None else opts
-        if len(output_tensors) != 1 or not _alike(output_tensors[0], input_tensors[0]):
-            return self.fallback.allgather(output_tensors, input_tensors, opts)
-        (parts,), (given,) = output_tensors, input_tensors
-
-        def run() -> None:
-            whole = given.new_empty(len(parts), given.numel())
-            self._host.all_gather(given, whole)
-            for part, numbers in zip(parts, whole, strict=True):
-                part.copy_(numbers.view_as(part))
-
-        return self._run("all-gather", given.nbytes * self.size(), opts, output_tensors, run)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -217,18 +225,6 @@ class SharedMemoryGroup(KernelGroup):
         if not self._scatters(outputs, inputs, opts):
             return self.fallback.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return self._scatter(outputs, inputs, opts)
-
-    def _gathers(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-        return all(map(_dense, (*outputs, *inputs))) and all(
-            out.nbytes == given.nbytes * self.size() for out, given in zip(outputs, inputs, strict=True)
-        )
-
-    def _gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
-        def run() -> None:
-            for out, given in zip(outputs, inputs, strict=True):
-                self._host.all_gather(given, out)
-
-        return self._run("all-gather", _bytes(outputs), opts, outputs, run)
 
     def _scatters(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> bool:
         return (
