@@ -214,6 +214,9 @@ def test_every_key_is_described_with_its_default(page: Path) -> None:
             assert given == (list(default) if isinstance(default, tuple) else default), key
 
 
+# A step of samestep may take as much of the same step in a hand-written loop.
+MOST_OVERHEAD = 1.05
+
 SOURCES = [page for page in PAGES if page.stem.partition(".")[0] in ("ARCHITECTURE", "CONTRIBUTING")]
 
 
@@ -252,11 +255,14 @@ def test_every_option_of_a_layout_is_described(page: Path) -> None:
         assert f"`{preset}`" in text
 
 
-def test_the_readmes_show_the_same_overhead() -> None:
-    row = re.compile(r"^\| \d+ \| [\d.]+ \| [\d.]+ \| [\d.]+", re.MULTILINE)
-    english, chinese = (row.findall(read(page)) for page in PAIRS[0])
+def test_the_readmes_show_the_same_overhead_within_its_limit() -> None:
+    row = re.compile(r"^\| \d+ \| [\d.]+ \| [\d.]+ \| ([\d.]+)\D+([\d.]+)\D+([\d.]+)", re.MULTILINE)
+    english, chinese = ([match.groups() for match in row.finditer(read(page))] for page in PAIRS[0])
     assert len(english) == 2
     assert english == chinese
+    for median, least, most in english:
+        assert float(least) <= float(median) <= float(most)
+        assert float(median) <= MOST_OVERHEAD
 
 
 @pytest.mark.parametrize("page", PAIRS[0], ids=name_of)
