@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import chromium
@@ -12,12 +13,12 @@ from torch import nn
 
 from samestep.cli.main import main
 from samestep.errors import UserError
-from samestep.layout import Layout
+from samestep.layout import Layout, Schedule
 from samestep.planning import collectives, operators, pipeline_events
 from samestep.planning.accuracy import errors_of
 from samestep.planning.collectives import Group
 from samestep.planning.hardware import DEVICES, Cluster, cluster_of, device_of
-from samestep.planning.memory import memory_of, state_bytes, whole_activations
+from samestep.planning.memory import in_flight, memory_of, state_bytes, whole_activations
 from samestep.planning.module_memory import module_memory
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.price import Price
@@ -194,6 +195,20 @@ def test_schedules_keep_what_the_papers_and_primus_say() -> None:
         layout = Layout(pipeline=8, schedule=schedule, stages=stages)  # type: ignore[arg-type]
         peaks = [max(rank.total for rank in memory_of(job, each, 1)) for each in (layout, Layout(pipeline=8))]
         assert peaks[0] / peaks[1] == pytest.approx(ratio, abs=0.03)
+
+
+@pytest.mark.parametrize("schedule", pipeline_events.SPLIT_BACKWARD)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (4, 8), (8, 16)])
+def test_what_split_backwards_keep_is_counted_in_their_orders(
+    schedule: Schedule, ranks: int, micro_batches: int
+) -> None:
+    layout = Layout(pipeline=ranks, schedule=schedule, stages=2)
+    orders = pipeline_events.orders(schedule, ranks=ranks, stages_a_rank=2, micro_batches=micro_batches)
+    layers = [2] * (2 * ranks)
+    peaks = [max(accumulate(2 * ((kind == "F") - (kind in "BW")) for _, kind, _ in order)) for order in orders]
+    found = [in_flight(layout, micro_batches, rank, tuple(layers)) for rank in range(ranks)]
+    assert max(found) == max(peaks)
+    assert all(mine >= counted for mine, counted in zip(found, peaks, strict=True))
 
 
 class _GPTLayer(nn.Module):

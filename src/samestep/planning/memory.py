@@ -6,7 +6,7 @@ follow ZeRO's table (Rajbhandari et al., arXiv 1910.02054, figure 1): 2 + 2 + 12
 stage says.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil
@@ -199,10 +199,15 @@ def kept_activations(
 def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, ...]) -> int:
     """Layers whose activations a pipeline rank keeps at its peak, summed over micro-batches: counted in its order.
 
-    Where the backward is split, activations stay until the gradients of weights are computed.
+    Where the backward is split, activations stay until the gradients of weights are computed: in the orders of these
+    schedules, those of as many micro-batches as there are ranks, in each of a rank's stages.
     """
     if layout.pipeline == 1:
         return sum(layers)
+    if layout.schedule in pipeline_events.SPLIT_BACKWARD:
+        owner = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
+        own = sum(count for count, at in zip(layers, owner, strict=True) if at == rank)
+        return min(layout.pipeline, micro_batches) * own
     number = min(micro_batches, 4 * layout.pipeline)  # more repeat the same peak
     if layout.schedule == "gpipe":
         number = micro_batches
@@ -211,10 +216,9 @@ def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, 
     made = pipeline_events.orders(
         layout.schedule, ranks=layout.pipeline, stages_a_rank=layout.stages_a_rank, micro_batches=number
     )[rank]
-    ends: Mapping[str, int] = {"F": 1, "B": -1, "W": -1, "I": 0}
     held = peak = 0
     for stage, kind, _ in made:
-        held += ends[kind] * layers[stage]
+        held += layers[stage] if kind == "F" else -layers[stage]
         peak = max(peak, held)
     return peak
 

@@ -12,6 +12,7 @@ from samestep.errors import UserError
 from samestep.layout import Layout, Recompute, Schedule
 from samestep.planning.hardware import Cluster
 from samestep.planning.memory import RankMemory, fits, memory_of, offloaded_bytes
+from samestep.planning.pipeline_events import SPLIT_BACKWARD
 from samestep.planning.shapes import Transformer
 from samestep.planning.stage_time import Job
 from samestep.planning.step_time import StepTime, step_time
@@ -19,6 +20,7 @@ from samestep.planning.step_time import StepTime, step_time
 _PLAYED = 24  # of the best by estimate, how many are played event by event
 _MOST_STAGES = 64
 _MOST_CHUNKS = 8  # stages a rank
+_MOST_ZERO_BUBBLE = 16  # pipeline ranks for which schedules without bubbles are tried
 _LONG = 16384  # tokens of a sample from which context parallel is tried
 _RECOMPUTES: Sequence[Recompute] = ("none", "selective", "full")
 _TOKENS_A_STEP = 4 * 2**20
@@ -190,6 +192,21 @@ def _details(job: Job, layout: Layout, samples: int) -> Iterator[tuple[Layout, i
         for scheduled in _schedules(layout, job.model.layers, micro_batches):
             for recompute in _RECOMPUTES:
                 yield replace(scheduled, recompute=recompute), micro_batch
+        if job.software.zero_bubble:
+            for scheduled in _zero_bubbles(layout, job.model.layers, micro_batches):
+                yield scheduled, micro_batch
+
+
+def _zero_bubbles(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:
+    """Schedules that compute gradients of weights where a rank would wait (Qi et al., arXiv 2401.10241).
+
+    They go with neither recomputation nor shards of parameters.
+    """
+    wanted = 1 < layout.pipeline <= _MOST_ZERO_BUBBLE and layout.zero <= 1
+    if not wanted or micro_batches % layout.pipeline or 2 * layout.pipeline > layers:
+        return
+    for schedule in SPLIT_BACKWARD:
+        yield replace(layout, schedule=schedule, stages=2)
 
 
 def _schedules(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:

@@ -94,7 +94,7 @@ def estimated(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) 
     sends = 2 * max(stage.send for stage in stages)
     each = busy / layout.stages_a_rank
     idle = (layout.pipeline - 1) * (each + sends)
-    if layout.schedule in ("interleaved-zero-bubble", "zbv-zero-bubble"):
+    if layout.schedule in pipeline_events.SPLIT_BACKWARD:
         idle /= 3
     steady = micro_batches * layout.stages_a_rank * sends if layout.schedule != "gpipe" else 0.0
     return micro_batches * busy + idle + min(steady, 0.1 * micro_batches * busy)
