@@ -50,8 +50,24 @@ def test_products_and_passes_of_a_step_are_counted() -> None:
     work = counted.found()
     # Forward, and the gradient of the weight; the input needs none.
     assert work.flops == 2 * (2 * 3 * 8 * 4)
+    assert work.product_elements == 2 * (3 * 8 + 8 * 4 + 3 * 4)
+    assert work.attention_flops == 0
     assert 2 <= sum(work.products.values()) < work.operators
     assert work.bytes > 2 * given.nbytes
+
+
+@pytest.mark.quick
+def test_attention_of_a_step_is_counted_by_itself() -> None:
+    query, key, value = (torch.zeros(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    counted = CountedWork()
+    with counted:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
+    work = counted.found()
+    assert work.attention_flops == (2 + 5) * 2 * (2 * 4 * 16 * 16 * 8)
+    assert work.flops == work.attention_flops
+    seconds = replace(RATES, attention_flop=1e-9).computing(work, 2)
+    assert seconds["attention"] == pytest.approx(work.attention_flops * 1e-9 / 1.8)
+    assert seconds["operators"] == pytest.approx(work.operators * 1e-5)
 
 
 @pytest.mark.quick
@@ -75,10 +91,19 @@ def test_layouts_that_the_job_can_have_are_ranked(two: JobPlan) -> None:
     assert all(refused.values())
 
 
+def test_pipelines_are_tried_with_other_schedules_and_more_micro_batches(two: JobPlan) -> None:
+    tried = {(each.layout, each.micro_batch) for each in two.predictions}
+    assert ("pp2", 2) in tried  # 16 samples in 8 micro-batches
+    told = {*(layout for layout, _ in tried), *(layout for layout, _ in two.refused)}
+    assert {"pp2 schedule=interleaved-1f1b stages=2", "pp2 schedule=zbv-zero-bubble stages=2"} <= told
+
+
 def test_what_does_not_fit_is_no_best_layout() -> None:
     found = plan_job(job(), replace(PLACE, memory=1.0))
     assert not found.fitting
     assert any(each.layout.endswith("recompute=full") for each in found.predictions)
+    assert {each.micro_batch for each in found.predictions if each.layout == "single"} == {None, 4}
+    assert {each.micro_batch for each in found.predictions if each.layout == "fsdp2 recompute=full"} == {None, 1}
     with pytest.raises(UserError, match=r'no layout fits on 2 x this machine: the smallest, ".*", needs'):
         _ = found.best
 

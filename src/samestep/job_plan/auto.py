@@ -33,7 +33,7 @@ def with_layout(job: Job) -> Chosen:
     check_here(job)
     plan = plan_job(job, this_machine(job.run.processes, job.recipe.precision), limit=_LIMIT)
     best = plan.best
-    run = replace(job.run, layout=best.layout, processes=None)
+    run = replace(job.run, layout=best.layout, micro_batch=best.micro_batch, processes=None)
     return Chosen(job=replace(job, run=run), prediction=best, why=_why(plan))
 
 

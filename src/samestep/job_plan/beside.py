@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PLAN_FILE = "plan.json"
 STEP = "step"
 _FIRST = 3  # steps that are not like the others: buffers and optimizer state are made, and bytes are counted
-_COMPUTE = ("products", "passes", "operators")
+_COMPUTE = ("products", "attention", "passes", "operators")
 _MESSAGES = ("messages", "bytes sent")
 _HELD = ("parameters", "optimizer_state", "activations", "gathered_and_gradients")
 
@@ -52,10 +52,10 @@ def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequ
         own = min(max(report.get("own_step_seconds") or [step]), step)
         found = [
             Term(name=STEP, planned=plan["step_seconds"], measured=step, unit="s"),
-            Term(name="computing", planned=sum(parts[cause] for cause in _COMPUTE), measured=own, unit="s"),
+            Term(name="computing", planned=sum(parts.get(cause, 0.0) for cause in _COMPUTE), measured=own, unit="s"),
             Term(
                 name="messages and waiting",
-                planned=sum(parts[cause] for cause in _MESSAGES),
+                planned=sum(parts.get(cause, 0.0) for cause in _MESSAGES),
                 measured=step - own,
                 unit="s",
             ),

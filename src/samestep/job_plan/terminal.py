@@ -17,13 +17,15 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     table = Table(title=f"layouts on {machine.name}, {machine.devices:,} {_unit(plan)}: predicted")
     for title in ("layout", "bound by"):
         table.add_column(title, no_wrap=True)
-    for title in ("memory a rank", "s a step", "times the best"):
+    sizes = len({each.micro_batch for each in plan.predictions}) > 1
+    for title in (*(["micro-batch"] if sizes else []), "memory a rank", "s a step", "times the best"):
         table.add_column(title, justify="right", no_wrap=True)
     best = plan.best
     for each in plan.predictions[:most]:
         table.add_row(
             each.layout,
             each.bound if each.fits else "does not fit",
+            *([str(each.micro_batch or "whole")] if sizes else []),
             bytes_shown(each.peak_bytes),
             f"{each.seconds:.3g}",
             f"{each.seconds / best.seconds:.2f}",

@@ -229,6 +229,7 @@ LINKS: Mapping[str, Link] = {
 
 _RACK = 72  # devices that NVLink joins in an NVL72
 
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """A device's part of the host that it stands in."""

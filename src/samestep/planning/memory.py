@@ -76,6 +76,7 @@ def _rank(
     of_shared = state_bytes(shared, layout, job.software, further=layout.expert)
     of_experts = state_bytes(experts, layout, job.software)
     weights, gradients, state = (one + other for one, other in zip(of_shared, of_experts, strict=True))
+    gradients, state = gradients * model.trained, state * model.trained
     kept = kept_activations(model, micro_batch, layout, job.software, job.precision)
     at_once = in_flight(layout, micro_batches, rank, tuple(layers))
     activations = at_once * kept
@@ -135,7 +136,7 @@ def state_bytes(
 def offloaded_bytes(model: Transformer, layout: Layout) -> float:
     """Bytes of weights and optimizer state that a rank of a layout without a pipeline keeps in the host's memory."""
     parameters = model.parameters / layout.tensor
-    state = parameters * _OPTIMIZER_STATE / (layout.shard if layout.zero >= 1 else 1)
+    state = parameters * model.trained * _OPTIMIZER_STATE / (layout.shard if layout.zero >= 1 else 1)
     if layout.offloads_parameters:
         return state + 2.0 * parameters / (layout.shard if layout.zero >= 3 else 1)
     return state if layout.offloads("optimizer") else 0.0
@@ -229,4 +230,4 @@ def _gathered(model: Transformer, layout: Layout, software: Software) -> float:
         return 0.0
     layer = sum(layer_parameters(model, layout))
     ends = model.embedding_parameters / layout.tensor
-    return 2.0 * max(_GATHERED_LAYERS * layer, ends) + software.gradient_bytes * max(layer, ends)
+    return 2.0 * max(_GATHERED_LAYERS * layer, ends) + software.gradient_bytes * model.trained * max(layer, ends)

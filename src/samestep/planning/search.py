@@ -4,6 +4,7 @@ Candidates are pruned in three passes: sizes that divide nothing are never made,
 pipeline is estimated from its slowest rank before the best ones are played event by event.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from samestep.errors import UserError
 from samestep.layout import Layout, Recompute, Schedule
 from samestep.planning.hardware import Cluster
 from samestep.planning.memory import RankMemory, fits, memory_of, offloaded_bytes
+from samestep.planning.offload import offloads_of
 from samestep.planning.pipeline_events import SPLIT_BACKWARD
 from samestep.planning.shapes import Transformer
 from samestep.planning.stage_time import Job
@@ -85,7 +87,9 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
     fitting: list[tuple[float, Layout, int, list[RankMemory]]] = []
     tried = 0
     smallest: tuple[float, Layout] | None = None
-    for layout, micro_batch in candidates(job, cluster):
+    waiting = deque(candidates(job, cluster))
+    while waiting:
+        layout, micro_batch = waiting.popleft()
         tried += 1
         memory = memory_of(job, layout, micro_batch)
         peak = max(rank.total for rank in memory)
@@ -94,6 +98,8 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
         if fits(memory, cluster.device):
             seconds = step_time(job, layout, micro_batch, cluster, played=False).seconds
             fitting.append((seconds, layout, micro_batch, memory))
+        elif layout.offload == "none" and job.software.offloads:
+            waiting.extend((offloaded, micro_batch) for offloaded in offloads_of(layout))
     if not fitting:
         raise UserError(_nothing_fits(job, cluster, smallest))
     fitting.sort(key=lambda found: found[0])

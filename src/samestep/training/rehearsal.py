@@ -146,9 +146,8 @@ class _RehearsedTraining(Training):
                 if batch.step < last:
                     take()
                 else:
-                    stack.enter_context(counted)
                     stack.enter_context(work)
-                    _, usage = usages.measured(session.trainer, take)
+                    _, usage = usages.measured(session.trainer, take, counted)
         assert usage is not None  # a job has at least a sample, and steps go over its samples again and again
         return usage, counted.found(), work.found()
 
