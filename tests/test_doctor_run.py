@@ -314,4 +314,4 @@ def test_cut_and_foreign_lines_are_no_reason_to_fail(tmp_path: Path) -> None:
 def test_every_check_gets_along_with_nothing(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}", encoding="utf-8")
     assert odd(list(read(tmp_path))) == []
-    assert len(CHECKS) == 11
+    assert len(CHECKS) == 12

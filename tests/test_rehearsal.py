@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from small_tasks import Points
+from tiny_models import Tiny
 
 import samestep
-from samestep import jobfile
 from samestep.api import rehearse_job
 from samestep.cli.main import main
 from samestep.job import Job, Run
 from samestep.recipe import Recipe
 from samestep.training.rehearsal import Rehearsal
 
-ROOT = Path(__file__).resolve().parent.parent
 PARAMETERS = 4 * 16 + 16 + 2 * 16 + 16 * 3 + 3  # of Points: a linear layer, a norm, a linear layer
 
 
@@ -40,7 +39,7 @@ def test_a_rank_is_rehearsed_to_the_byte(layout: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["tp2", "tp2 sequence=split"])
 def test_slices_are_rehearsed_to_the_byte(layout: str) -> None:
-    recipe = jobfile.load(ROOT / "examples" / "proof" / "language.yaml").job.recipe
+    recipe = samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4)
     really = samestep.dry_run(recipe, layout, threads=1)
     (found,) = rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 2)
     assert found.usage.to_json() == really[0].to_json()
