@@ -78,6 +78,29 @@ def test_nothing_is_allocated() -> None:
     assert time.monotonic() - began < 100  # filling 16 GB and computing with them would take longer
 
 
+@pytest.mark.timeout(120)
+def test_a_pipeline_of_shards_of_slices_over_4096_ranks(tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("\n".join(f"some words of line {number}" for number in range(2000)), encoding="utf-8")
+    data = {"source": str(text), "length": 16, "vocabulary": 300}
+    model = {"type": "llama", "layers": 8, "hidden": 64, "heads": 8, "feed_forward": 128}
+    recipe = {"task": "causal-lm", "batch": 512, "steps": 4, "data": data, "model": model}
+    (tmp_path / "job.yaml").write_text(json.dumps({"recipe": recipe}), encoding="utf-8")
+    began = time.monotonic()
+    out = tmp_path / "out.json"
+    words = ["train", str(tmp_path / "job.yaml"), "--layout", "pp8 fsdp64 tp8", "--dry-run", "--world", "4096"]
+    assert main([*words, "--json", str(out)]) == 0
+    assert time.monotonic() - began < 60
+    first, middle, last = json.loads(out.read_text(encoding="utf-8"))["ranks"]
+    assert [each["pipeline_rank"] for each in (first, middle, last)] == [0, 4, 7]
+    for each in (first, middle, last):
+        axes = {(found["axis"], found["ranks"]) for found in each["collectives"]}
+        assert {("tensor", 8), ("shard", 64), ("pipeline", 2)} <= axes
+    # A layer's four square and three wide matrices and two norms, in 8 slices and 64 shards; norms are not sliced.
+    layer = (4 * 64 * 64 + 3 * 64 * 128) // 8 + 2 * 64
+    assert middle["usage_bytes"]["parameters"] == pytest.approx(4 * layer / 64, rel=0.05)
+
+
 class Asking(Points):
     """Its loss asks for a value."""
 
