@@ -26,8 +26,8 @@ CAUSES: Sequence[str] = (*COMPUTE, "messages", "bytes sent")
 # (docs/communication.md), for want of a measurement.
 _MESSAGE_SECONDS, _BYTE_SECONDS = 1e-4, 1 / 2e9
 _SECONDS = 0.2  # of each measurement
-_SIDE = 512  # of a large product
-_FLAT = (2048, 128, 128)  # rows, columns and inner side of a product that is bound by reading and writing
+_ROWS, _LAYERS = 2048, 6  # tokens, and linear layers one after the other, whose products are measured
+_WIDE, _NARROW = 512, 128  # columns of the layers: large products, and such as are bound by reading and writing
 _HEADS = (4, 4, 256, 64)  # samples, heads, tokens and columns of the attention that is measured
 _PASSES = (2048, 512)  # rows and columns of the tensors that passes go over: 4 MiB, as activations have
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,19 +120,20 @@ def measured_rates(precision: str) -> Rates:
     before, kept = torch.get_num_threads(), keep_freed_memory(environment.snapshot())
     try:
         dtype = _DTYPES.get(precision, torch.float32)
-        by_threads: dict[int, float] = {}
+        by_threads: dict[int, tuple[float, StepWork]] = {}
         for threads in dict.fromkeys((1, cores())):
             torch.set_num_threads(threads)
-            by_threads[threads] = _product_seconds((_SIDE, _SIDE, _SIDE), dtype)
+            by_threads[threads] = _products(_WIDE, dtype)
         torch.set_num_threads(1)
+        wide, narrow = by_threads[1], _products(_NARROW, dtype)
         rates = Rates(
-            **_of_products(by_threads[1], _product_seconds(_FLAT, dtype)),
+            **_of_products([wide, narrow]),
             attention_flop=_attention_seconds(dtype),
             byte=0.0,
             operator=0.0,
             message=_MESSAGE_SECONDS,
             byte_sent=_BYTE_SECONDS,
-            speedup={threads: max(by_threads[1] / seconds, 1.0) for threads, seconds in by_threads.items()},
+            speedup={threads: max(wide[0] / seconds, 1.0) for threads, (seconds, _) in by_threads.items()},
         )
         rates = replace(rates, byte=_pass_seconds(rates))
         return replace(rates, operator=_operator_seconds(rates))
@@ -168,22 +169,21 @@ def _repeated(run: Callable[[], object]) -> float:
     return fastest
 
 
-def _product_seconds(sides: tuple[int, int, int], dtype: torch.dtype) -> float:
-    rows, columns, inner = sides
-    one, other = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
-    return _repeated(lambda: one @ other)
+def _products(columns: int, dtype: torch.dtype) -> tuple[float, StepWork]:
+    """Forward and backward of linear layers, whose factors come from memory as in a training, and their work."""
+    layers = nn.Sequential(*(nn.Linear(columns, columns, bias=False) for _ in range(_LAYERS))).to(dtype)
+    given = torch.randn(_ROWS, columns).to(dtype).requires_grad_()
+    return _of_step(lambda: layers(given).sum())
 
 
-def _of_products(large: float, flat: float) -> dict[str, float]:
-    """Seconds of a FLOP and of a number that is read or written, by which both products take what was measured."""
-    sides = ((_SIDE, _SIDE, _SIDE), _FLAT)
-    rows = [[2.0 * m * n * k, float(m * k + k * n + m * n)] for m, n, k in sides]
-    found = torch.linalg.solve(
-        torch.tensor(rows, dtype=torch.float64), torch.tensor([large, flat], dtype=torch.float64)
-    )
+def _of_products(measured: Sequence[tuple[float, StepWork]]) -> dict[str, float]:
+    """Seconds of a FLOP and of a number that is read or written, by which two steps take what was measured."""
+    rows = [[work.product_flops, work.product_elements] for _, work in measured]
+    seconds = [each for each, _ in measured]
+    found = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64))
     flop, element = found.tolist()
-    if element < 0 or flop < 0:  # a flat product that is no slower
-        return {"flop": large / rows[0][0], "product_element": 0.0}
+    if flop <= 0 or element < 0:  # narrow layers are no slower
+        return {"flop": seconds[0] / rows[0][0], "product_element": 0.0}
     return {"flop": flop, "product_element": element}
 
 
