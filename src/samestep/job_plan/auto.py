@@ -10,7 +10,7 @@ from samestep.job import Job
 from samestep.job_plan.beside import Term
 from samestep.job_plan.machine import this_machine
 from samestep.job_plan.plan import JobPlan, plan_job
-from samestep.job_plan.predict import Prediction
+from samestep.job_plan.predict import Prediction, slower_by
 from samestep.launch.device import accelerators
 
 _LIMIT = 60.0  # seconds of rehearsing
@@ -52,12 +52,11 @@ def _why(plan: JobPlan) -> list[str]:
     if not others:
         return [*lines, "no other layout fits"]
     other = others[0]
-    more = {cause: other.parts[cause] - best.parts[cause] for cause in best.parts}
-    cause = max(more, key=lambda each: more[each])
+    cause, more = slower_by(other, best)
     return [
         *lines,
         f'the next, "{other.layout}", {other.seconds / best.seconds - 1:+.0%} ({other.seconds:.3g} s): '
-        f"{cause} {more[cause]:+.2g} s",
+        f"{cause} {more:+.2g} s",
     ]
 
 

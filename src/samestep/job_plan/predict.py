@@ -58,6 +58,13 @@ class Prediction:
         }
 
 
+def slower_by(other: Prediction, best: Prediction) -> tuple[str, float]:
+    """The cause that takes most more time than in the best layout, and the seconds."""
+    more = {cause: other.parts[cause] - best.parts[cause] for cause in best.parts}
+    cause = max(more, key=lambda each: more[each])
+    return cause, more[cause]
+
+
 def peak_of(usage: Usage) -> int:
     """Bytes of a rank at the fullest moment of a step, counted tensor by tensor."""
     return usage.parameters + usage.optimizer_state + usage.activations + usage.gathered_and_gradients

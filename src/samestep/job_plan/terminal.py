@@ -8,6 +8,7 @@ from rich.table import Table
 from samestep.display.tables import bytes_shown
 from samestep.job_plan.measure import Measured
 from samestep.job_plan.plan import JobPlan
+from samestep.job_plan.predict import Prediction, slower_by
 
 
 def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> None:
@@ -20,6 +21,7 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     sizes = len({each.micro_batch for each in plan.predictions}) > 1
     for title in (*(["micro-batch"] if sizes else []), "memory a rank", "s a step", "times the best"):
         table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("slower by", no_wrap=True)
     best = plan.best
     for each in plan.predictions[:most]:
         table.add_row(
@@ -29,6 +31,7 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
             bytes_shown(each.peak_bytes),
             f"{each.seconds:.3g}",
             f"{each.seconds / best.seconds:.2f}",
+            _slower(each, best),
         )
     console.print(table)
     shares = sorted(best.parts.items(), key=lambda part: -part[1])
@@ -40,6 +43,11 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
         "out for want of time; --json has the reasons",
         soft_wrap=True,
     )
+
+
+def _slower(each: Prediction, best: Prediction) -> str:
+    cause, seconds = slower_by(each, best)
+    return f"{seconds:+.2g} s {cause}" if seconds > 0 else ""
 
 
 def print_measured(rows: Sequence[Measured], console: Console | None = None) -> None:
