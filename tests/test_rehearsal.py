@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from small_tasks import Points
 from tiny_models import Tiny
 
 import samestep
-from samestep.api import rehearse_job
+from samestep.api import dry_run_layouts, rehearse_job
 from samestep.cli.main import main
 from samestep.job import Job, Run
 from samestep.recipe import Recipe
@@ -43,6 +44,18 @@ def test_slices_are_rehearsed_to_the_byte(layout: str) -> None:
     really = samestep.dry_run(recipe, layout, threads=1)
     (found,) = rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 2)
     assert found.usage.to_json() == really[0].to_json()
+
+
+@pytest.mark.timeout(300)
+def test_many_layouts_are_counted_in_one_start() -> None:
+    job = Job(recipe=samestep.Recipe(task=Points(), batch=16, steps=4), run=Run(threads=1))
+    found = dry_run_layouts(job, ["dp2", "zero1x2", "cp2", "tp3"])
+    for layout in ("dp2", "zero1x2"):
+        (rank, *_) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
+        assert not isinstance(found[layout], str)
+        assert found[layout][0] == rank.usage
+    assert "tokens" in str(found["cp2"])
+    assert isinstance(found["tp3"], str)
 
 
 @pytest.mark.timeout(120)

@@ -153,8 +153,9 @@ class _RehearsedTraining(Training):
 
 
 def _few_of(batch: StepBatch, layout: Layout) -> StepBatch:
-    """As few micro-batches as every schedule is made for: enough for what a first step makes."""
-    return replace(batch, micro_batches=batch.micro_batches[: max(layout.pipeline, 2)])
+    """As few micro-batches as the schedule is made for: enough for what a first step makes."""
+    few = 2 if layout.schedule in ("1f1b", "gpipe") else max(layout.pipeline, 2)
+    return replace(batch, micro_batches=batch.micro_batches[:few])
 
 
 def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valueless) -> Rehearsal:
