@@ -4,8 +4,8 @@
     python benchmarks/planning.py measure FILE        # takes their steps; wants a machine that does nothing else
     python benchmarks/planning.py write FILE          # the table of docs/planning.md, in both languages
 
-The rates are measured for a second, and corrected by steps of one job (CALIBRATION), as by `--measure`. The steps
-of the other jobs are predicted by them, and took no part in it.
+The rates are measured for seconds, those of messages as by `samestep comm`, and corrected by steps of one job
+(CALIBRATION), as by `--measure`. The steps of the other jobs are predicted by them, and took no part in it.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from typing import Any
 
 from samestep import jobfile
 from samestep.api import rehearse_job, time_steps_job
+from samestep.comm_bench.request import Asked, parse_sizes
+from samestep.comm_bench.run import measured as comm_measured
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.job_plan.machine import CAUSES, Machine, this_machine
@@ -35,6 +37,19 @@ HEADS: Mapping[str, Sequence[str]] = {
     "en": ("job", "layout", "predicted, s", "measured, s", "error", "MB predicted", "MB measured"),
     "zh": ("作业", "布局", "预测（秒）", "实测（秒）", "误差", "MB 预测", "MB 实测"),
 }
+# Of all rows, and of one job.
+SUMMARY: Mapping[str, tuple[str, str]] = {
+    "en": (
+        "{rows} rows: mean error {mean:.1%}, median {median:.1%}, largest {largest:.0%}; {within} within 10 %. "
+        "Largest error of memory {memory:.2%}.",
+        "{name}: tau {tau:.2f}, and the best by plan takes {times:.2f} times the best measured.",
+    ),
+    "zh": (
+        "共 {rows} 行：平均误差 {mean:.1%}，中位数 {median:.1%}，最大 {largest:.0%}；{within} 行在 10% 以内。"
+        "内存的最大误差 {memory:.2%}。",
+        "{name}：tau {tau:.2f}，规划的最佳布局是实测最快的 {times:.2f} 倍。",
+    ),
+}
 TWO = ("single", "dp2", "zero1x2", "zero2x2", "fsdp2", "tp2", "tp2 sequence=split", "pp2", "cp2")
 # Layers, hidden size, tokens, batch, and layouts.
 JOBS: Mapping[str, tuple[int, int, int, int, Sequence[str]]] = {
@@ -43,7 +58,7 @@ JOBS: Mapping[str, tuple[int, int, int, int, Sequence[str]]] = {
     "2 x 384": (2, 384, 64, 16, (*TWO, "fsdp4", "pp2 dp2")),
 }
 CALIBRATION = "3 x 192"
-STEPS = 8
+STEPS, TURNS = 8, 3  # steps of a start, of which the median counts; starts of a layout, of which the fastest counts
 
 
 def main() -> None:
@@ -61,12 +76,30 @@ def main() -> None:
             found: dict[str, Any] = {"rehearsed": {name: rehearsed(job_of(name, text), name) for name in JOBS}}
         else:
             found = pickle.loads(options.file.read_bytes())
-            found["machine"] = this_machine(None, "fp32")
+            found["machine"] = this_machine(None, "fp32", comm=all_reduces(Path(folder) / "comm.json"))
+            turns = [measured(found["rehearsed"], text) for _ in range(TURNS)]
             found["measured"] = {
-                name: {layout: timed(job_of(name, text), layout) for layout in layouts}
+                name: {layout: min(turn[name][layout] for turn in turns) for layout in layouts}
                 for name, layouts in found["rehearsed"].items()
             }
         options.file.write_bytes(pickle.dumps(found))
+
+
+def all_reduces(file: Path) -> Path:
+    """What `samestep comm --processes 2 --collectives all-reduce --json FILE` measures."""
+    report = comm_measured(
+        Asked(sizes=parse_sizes("1KB,64KB,1MB,16MB"), device="cpu", collectives=("all-reduce",)), 2
+    )
+    assert report is not None  # this process is no rank
+    file.write_text(json.dumps(report.to_json()), encoding="utf-8")
+    return file
+
+
+def measured(rehearsed: Mapping[str, Any], text: Path) -> dict[str, dict[str, tuple[float, int]]]:
+    """One turn of all layouts: another program that runs meanwhile disturbs one turn of a layout, not all."""
+    return {
+        name: {layout: timed(job_of(name, text), layout) for layout in layouts} for name, layouts in rehearsed.items()
+    }
 
 
 def words() -> str:
@@ -125,9 +158,8 @@ def write(found: Mapping[str, Any]) -> None:
     others = [name for name in JOBS if name != CALIBRATION]
     factors = corrections([row for _, row in rows_of(found, found["machine"], [CALIBRATION])])
     rows = rows_of(found, corrected(found["machine"], factors), others)
-    told = [summary("corrected", rows), summary("measured rates alone", rows_of(found, found["machine"], others))]
-    print("\n".join(told))
     print({cause: round(factors[cause], 2) for cause in CAUSES})
+    print("without --measure:", summary(rows_of(found, found["machine"], others), "en"))
     for language, page in PAGES.items():
         text = page.read_text(encoding="utf-8")
         before, marker, rest = text.partition("<!-- measured -->\n")
@@ -137,8 +169,11 @@ def write(found: Mapping[str, Any]) -> None:
             )
         _, _, after = rest.partition("<!-- /measured -->")
         page.write_text(
-            f"{before}<!-- measured -->\n{table(rows, HEADS[language])}<!-- /measured -->{after}", "utf-8"
+            f"{before}<!-- measured -->\n{table(rows, HEADS[language])}\n{summary(rows, language)}\n"
+            f"<!-- /measured -->{after}",
+            "utf-8",
         )
+    print(summary(rows, "en"))
 
 
 def table(rows: Sequence[tuple[str, Measured]], heads: Sequence[str]) -> str:
@@ -153,17 +188,27 @@ def table(rows: Sequence[tuple[str, Measured]], heads: Sequence[str]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def summary(title: str, rows: Sequence[tuple[str, Measured]]) -> str:
+def summary(rows: Sequence[tuple[str, Measured]], language: str) -> str:
     errors = [abs(row.error) for _, row in rows if row.error is not None]
-    told = [f"{title}: {len(rows)} rows, median error {median(errors):.1%}, largest {max(errors):.0%}"]
+    memory = max(abs(row.prediction.peak_bytes / row.peak_bytes - 1) for _, row in rows)
+    whole, each = SUMMARY[language]
+    told = [
+        whole.format(
+            rows=len(rows),
+            mean=sum(errors) / len(errors),
+            median=median(errors),
+            largest=max(errors),
+            within=sum(error <= 0.1 for error in errors),
+            memory=memory,
+        )
+    ]
     for name in dict.fromkeys(name for name, _ in rows):
-        mine = [row for each, row in rows if each == name]
+        mine = [row for job, row in rows if job == name]
         tau = kendall_tau([row.prediction.seconds for row in mine], [row.seconds or 0.0 for row in mine])
         best = min(mine, key=lambda row: row.prediction.seconds).seconds or 0.0
         fastest = min(row.seconds or 0.0 for row in mine)
-        told.append(f"  {name}: tau {tau:.2f}, the best by plan takes {best / fastest:.2f} times the best measured")
-    memory = [abs(row.prediction.peak_bytes / row.peak_bytes - 1) for _, row in rows]
-    return "\n".join([*told, f"  memory: largest error {max(memory):.2%}"])
+        told.append(each.format(name=name, tau=tau, times=best / fastest))
+    return " ".join(told)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,26 @@ def test_a_good_run_of_which_all_is_known_has_no_warning(tmp_path: Path) -> None
     assert odd(list(read(write_run(tmp_path)))) == []
 
 
+def test_the_term_of_a_plan_that_was_off_is_named(tmp_path: Path) -> None:
+    usage = {"parameters": 4 << 20, "optimizer_state": 8 << 20, "activations": 2 << 20}
+    usage |= {"gathered_and_gradients": 4 << 20, "sent": {"all-reduce": 0}}
+    causes = {"products": 0.004, "passes": 0.002, "operators": 0.002, "messages": 0.001, "bytes sent": 0.001}
+    plan = {"step_seconds": 0.010, "seconds_by_cause": causes, "usage_bytes": [usage]}
+    report = {**REPORT, "own_step_seconds": [0.008, 0.008], "usage_bytes": [usage, usage]}
+    file = write_run(tmp_path, report=report) / "plan.json"
+    file.write_text(json.dumps(plan), encoding="utf-8")
+    assert odd(list(read(tmp_path))) == []
+    slow = {**plan, "step_seconds": 0.020, "seconds_by_cause": {**causes, "messages": 0.011}}
+    more = {**usage, "activations": 3 << 20}
+    file.write_text(json.dumps({**slow, "usage_bytes": [more]}), encoding="utf-8")
+    time_, memory = (each for each in read(tmp_path) if each.subject == "plan")
+    assert "messages and waiting, 0.012 s planned, 0.002 s measured" in time_.text
+    assert "--comm" in (time_.remedy or "")
+    assert "activations, 3 MiB planned, 2 MiB measured" in memory.text
+    file.write_text(json.dumps({"seconds_by_cause": 3, "usage_bytes": [1]}), encoding="utf-8")
+    assert odd(list(read(tmp_path))) == [("plan", "warning")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planted:
     """A fault in a run's files, and the finding that tells it."""
@@ -294,4 +314,4 @@ def test_cut_and_foreign_lines_are_no_reason_to_fail(tmp_path: Path) -> None:
 def test_every_check_gets_along_with_nothing(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}", encoding="utf-8")
     assert odd(list(read(tmp_path))) == []
-    assert len(CHECKS) == 11
+    assert len(CHECKS) == 12

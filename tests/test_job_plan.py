@@ -11,9 +11,11 @@ import torch
 from small_tasks import Points
 
 from samestep.cli.main import main
+from samestep.doctor.run import read
 from samestep.errors import UserError
 from samestep.job import Job, Run
 from samestep.job_plan.auto import check_here
+from samestep.job_plan.beside import furthest, terms
 from samestep.job_plan.layouts import layouts_of
 from samestep.job_plan.machine import CAUSES, Machine, Rates, devices_of, message_rates
 from samestep.job_plan.measure import Measured, corrections, measured_plan
@@ -48,8 +50,24 @@ def test_products_and_passes_of_a_step_are_counted() -> None:
     work = counted.found()
     # Forward, and the gradient of the weight; the input needs none.
     assert work.flops == 2 * (2 * 3 * 8 * 4)
+    assert work.product_elements == 2 * (3 * 8 + 8 * 4 + 3 * 4)
+    assert work.attention_flops == 0
     assert 2 <= sum(work.products.values()) < work.operators
     assert work.bytes > 2 * given.nbytes
+
+
+@pytest.mark.quick
+def test_attention_of_a_step_is_counted_by_itself() -> None:
+    query, key, value = (torch.zeros(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    counted = CountedWork()
+    with counted:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
+    work = counted.found()
+    assert work.attention_flops == (2 + 5) * 2 * (2 * 4 * 16 * 16 * 8)
+    assert work.flops == work.attention_flops
+    seconds = replace(RATES, attention_flop=1e-9).computing(work, 2)
+    assert seconds["attention"] == pytest.approx(work.attention_flops * 1e-9 / 1.8)
+    assert seconds["operators"] == pytest.approx(work.operators * 1e-5)
 
 
 @pytest.mark.quick
@@ -73,10 +91,19 @@ def test_layouts_that_the_job_can_have_are_ranked(two: JobPlan) -> None:
     assert all(refused.values())
 
 
+def test_pipelines_are_tried_with_other_schedules_and_more_micro_batches(two: JobPlan) -> None:
+    tried = {(each.layout, each.micro_batch) for each in two.predictions}
+    assert ("pp2", 2) in tried  # 16 samples in 8 micro-batches
+    told = {*(layout for layout, _ in tried), *(layout for layout, _ in two.refused)}
+    assert {"pp2 schedule=interleaved-1f1b stages=2", "pp2 schedule=zbv-zero-bubble stages=2"} <= told
+
+
 def test_what_does_not_fit_is_no_best_layout() -> None:
     found = plan_job(job(), replace(PLACE, memory=1.0))
     assert not found.fitting
     assert any(each.layout.endswith("recompute=full") for each in found.predictions)
+    assert {each.micro_batch for each in found.predictions if each.layout == "single"} == {None, 4}
+    assert {each.micro_batch for each in found.predictions if each.layout == "fsdp2 recompute=full"} == {None, 1}
     with pytest.raises(UserError, match=r'no layout fits on 2 x this machine: the smallest, ".*", needs'):
         _ = found.best
 
@@ -188,11 +215,49 @@ def test_words_that_do_not_go_together(
 def test_a_layout_is_found_and_told_before_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("recipe: {task: regression, steps: 3, batch: 64}\nrun: {layout: auto, processes: 2}\n")
-    assert main(["train", str(file), "--folder", str(tmp_path / "run")]) == 0
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "layout auto" in line]
-    layout = line.partition('"')[2].partition('"')[0]
+    folder = tmp_path / "run"
+    assert main(["train", str(file), "--folder", str(folder)]) == 0
+    shown = capsys.readouterr()
+    told = [line for line in shown.err.splitlines() if line.startswith("samestep: ")]
+    (first,) = [number for number, line in enumerate(told) if "layout auto" in line]
+    layout = told[first].partition('"')[2].partition('"')[0]
+    assert told[first + 1].startswith("samestep: its step: ")
+    assert told[first + 2].startswith("samestep: the next, ")
     assert Layout.parse(layout).size <= 2
-    assert json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))["layout"] == layout
+    assert json.loads((folder / "report.json").read_text(encoding="utf-8"))["layout"] == layout
+    # Beside the run, and again by doctor.
+    assert "time of a step, planned and measured: step " in shown.out
+    assert json.loads((folder / "plan.json").read_text(encoding="utf-8"))["layout"] == layout
+    assert [each for each in read(folder) if each.subject == "plan"]
+
+
+@pytest.mark.quick
+def test_the_term_that_is_off_is_named() -> None:
+    usage = {"parameters": 100, "optimizer_state": 200, "activations": 50, "gathered_and_gradients": 100}
+    plan = {
+        "step_seconds": 0.12,
+        "seconds_by_cause": {
+            "products": 0.05,
+            "passes": 0.03,
+            "operators": 0.02,
+            "messages": 0.01,
+            "bytes sent": 0.01,
+        },
+        "usage_bytes": [{**usage, "sent": {"all-reduce": 100}}],
+    }
+    held = [{**usage, "activations": 80, "sent": {"all-reduce": 100}}, {**usage, "sent": {"all-reduce": 90}}]
+    report = {"own_step_seconds": [0.1, 0.09], "usage_bytes": held}
+    found = {each.name: each for each in terms(plan, report, [9.0, 9.0, 9.0, 0.2, 0.2, 0.2])}
+    assert found["step"].error == pytest.approx(-0.4)
+    assert found["computing"].error == pytest.approx(0.0)
+    assert found["messages and waiting"].planned == pytest.approx(0.02)
+    assert found["messages and waiting"].measured == pytest.approx(0.1)
+    time, memory = (furthest(list(found.values()), unit) for unit in ("s", "B"))
+    assert time is not None
+    assert time.name == "messages and waiting"
+    assert memory is not None
+    assert (memory.name, memory.planned, memory.measured) == ("activations", 50, 80)
+    assert terms(plan, {}, []) == []
 
 
 @pytest.mark.quick

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import chromium
@@ -13,13 +15,14 @@ from torch import nn
 
 from samestep.cli.main import main
 from samestep.errors import UserError
-from samestep.layout import Layout
+from samestep.layout import Layout, Schedule
 from samestep.planning import collectives, operators, pipeline_events
 from samestep.planning.accuracy import errors_of
 from samestep.planning.collectives import Group
 from samestep.planning.hardware import DEVICES, Cluster, cluster_of, device_of
-from samestep.planning.memory import memory_of, state_bytes, whole_activations
+from samestep.planning.memory import in_flight, memory_of, state_bytes, whole_activations
 from samestep.planning.module_memory import module_memory
+from samestep.planning.offload import offload_seconds
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.price import Price
 from samestep.planning.published import PredictedRow, kendall_tau, predict, read_rows
@@ -197,6 +200,20 @@ def test_schedules_keep_what_the_papers_and_primus_say() -> None:
         assert peaks[0] / peaks[1] == pytest.approx(ratio, abs=0.03)
 
 
+@pytest.mark.parametrize("schedule", pipeline_events.SPLIT_BACKWARD)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (4, 8), (8, 16)])
+def test_what_split_backwards_keep_is_counted_in_their_orders(
+    schedule: Schedule, ranks: int, micro_batches: int
+) -> None:
+    layout = Layout(pipeline=ranks, schedule=schedule, stages=2)
+    orders = pipeline_events.orders(schedule, ranks=ranks, stages_a_rank=2, micro_batches=micro_batches)
+    layers = [2] * (2 * ranks)
+    peaks = [max(accumulate(2 * ((kind == "F") - (kind in "BW")) for _, kind, _ in order)) for order in orders]
+    found = [in_flight(layout, micro_batches, rank, tuple(layers)) for rank in range(ranks)]
+    assert max(found) == max(peaks)
+    assert all(mine >= counted for mine, counted in zip(found, peaks, strict=True))
+
+
 class _GPTLayer(nn.Module):
     """A layer of GPT with unfused attention and dropout, in 16 bits."""
 
@@ -293,6 +310,51 @@ def test_levers_need_ever_fewer_devices() -> None:
     assert devices == sorted(devices, reverse=True)
     assert devices[-1] == 1
     assert levers[-1].host_bytes >= 14 * KNOWN["llama-3-8b"].parameters
+
+
+def test_offload_takes_what_its_copies_and_the_host_take() -> None:
+    job, cluster = _job(known_model("llama-2-7b"), 8, "samestep"), cluster_of("h100", 8)
+    plain = Layout(shard=8, zero=3, recompute="full")
+    owned = job.model.parameters / 8
+    # Gradients down and weights up over PCIe 5.0, two bytes each; Adam's 32 bytes a parameter in the host's memory.
+    by_hand = owned * 4 / (0.8 * 64e9) + owned * 32 / (0.8 * 614.4e9 / 8)
+    away = replace(plain, offload="optimizer")
+    assert offload_seconds(job, away, 1, 1, cluster) == pytest.approx(by_hand, rel=0.01)
+    times = [step_time(job, layout, 1, cluster) for layout in (plain, away)]
+    assert times[1].parts["offload"] == pytest.approx(by_hand, rel=0.01)
+    assert times[0].seconds < times[1].seconds < times[0].seconds + 1.1 * by_hand
+    # A layer's input in 16 bits, down and up.
+    kept = 32 * 2.0 * job.model.seq * job.model.hidden
+    activations = replace(plain, offload="activations")
+    assert offload_seconds(job, activations, 1, 3, cluster) == pytest.approx(3 * 2 * kept / (0.8 * 64e9))
+
+
+def test_what_fits_nowhere_else_goes_to_the_host(eight: Plan) -> None:
+    assert all(candidate.layout.offload == "none" for candidate in eight.candidates)
+    large = plan(_job(known_model("llama-3-70b"), 64, "samestep"), cluster_of("h100", 8), most=3)
+    assert all("optimizer" in each.layout.offload or each.layout.offloads_parameters for each in large.candidates)
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    whole, tuned = known_model("llama-3-8b"), known_model("llama-3-8b", adapter=16)
+    # What peft counts for adapters of rank 16 beside all seven linear layers of each layer.
+    assert tuned.adapter_parameters == 41_943_040
+    assert tuned.model_flops(1) < 0.75 * whole.model_flops(1)
+    cluster = cluster_of("h100", 1)
+    found = plan(_job(tuned, 8, "samestep"), cluster, most=1).best
+    assert found.memory[0].parameters == pytest.approx(2 * whole.parameters, rel=0.01)
+    assert found.memory[0].optimizer == pytest.approx(12 * tuned.adapter_parameters, rel=0.01)
+    # Every weight trained fits with its optimizer on the host alone.
+    every = plan(_job(whole, 8, "samestep"), cluster, most=1).best
+    assert every.layout.offload != "none"
+    assert found.time.seconds < 0.8 * every.time.seconds
+
+
+def test_a_million_tokens_a_sample_are_split() -> None:
+    job = _job(known_model("llama-3-8b", seq=2**20), 4, "samestep")
+    best = plan(job, cluster_of("h100", 64), most=1).best
+    assert best.layout.context >= 8
+    assert best.layout.size == 64
 
 
 def test_experts_are_shared_out() -> None:

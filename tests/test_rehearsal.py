@@ -3,15 +3,17 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_tasks import Points
+from tiny_models import Tiny
 
 import samestep
-from samestep.api import rehearse_job
+from samestep.api import dry_run_layouts, rehearse_job
 from samestep.cli.main import main
 from samestep.job import Job, Run
 from samestep.recipe import Recipe
@@ -33,6 +35,27 @@ def test_a_rank_is_rehearsed_to_the_byte(layout: str) -> None:
     found = rehearse_job(Job(recipe=recipe, run=Run(layout=layout, micro_batch=4)), 2)
     for each in found:
         assert each.usage.to_json() == really[each.rank].to_json()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence=split"])
+def test_slices_are_rehearsed_to_the_byte(layout: str) -> None:
+    recipe = samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4)
+    really = samestep.dry_run(recipe, layout, threads=1)
+    (found,) = rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 2)
+    assert found.usage.to_json() == really[0].to_json()
+
+
+@pytest.mark.timeout(300)
+def test_many_layouts_are_counted_in_one_start() -> None:
+    job = Job(recipe=samestep.Recipe(task=Points(), batch=16, steps=4), run=Run(threads=1))
+    found = dry_run_layouts(job, ["dp2", "zero1x2", "cp2", "tp3"])
+    for layout in ("dp2", "zero1x2"):
+        (rank, *_) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
+        assert not isinstance(found[layout], str)
+        assert found[layout][0] == rank.usage
+    assert "tokens" in str(found["cp2"])
+    assert isinstance(found["tp3"], str)
 
 
 @pytest.mark.timeout(120)
@@ -66,6 +89,29 @@ def test_nothing_is_allocated() -> None:
     (rank,) = rehearsed("fsdp64", 64, batch=64, task=Large())
     assert rank.usage.parameters == rank.usage.gradients == 4 * 4 * 32768**2 // 64
     assert time.monotonic() - began < 100  # filling 16 GB and computing with them would take longer
+
+
+@pytest.mark.timeout(120)
+def test_a_pipeline_of_shards_of_slices_over_4096_ranks(tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("\n".join(f"some words of line {number}" for number in range(2000)), encoding="utf-8")
+    data = {"source": str(text), "length": 16, "vocabulary": 300}
+    model = {"type": "llama", "layers": 8, "hidden": 64, "heads": 8, "feed_forward": 128}
+    recipe = {"task": "causal-lm", "batch": 512, "steps": 4, "data": data, "model": model}
+    (tmp_path / "job.yaml").write_text(json.dumps({"recipe": recipe}), encoding="utf-8")
+    began = time.monotonic()
+    out = tmp_path / "out.json"
+    words = ["train", str(tmp_path / "job.yaml"), "--layout", "pp8 fsdp64 tp8", "--dry-run", "--world", "4096"]
+    assert main([*words, "--json", str(out)]) == 0
+    assert time.monotonic() - began < 60
+    first, middle, last = json.loads(out.read_text(encoding="utf-8"))["ranks"]
+    assert [each["pipeline_rank"] for each in (first, middle, last)] == [0, 4, 7]
+    for each in (first, middle, last):
+        axes = {(found["axis"], found["ranks"]) for found in each["collectives"]}
+        assert {("tensor", 8), ("shard", 64), ("pipeline", 2)} <= axes
+    # A layer's four square and three wide matrices and two norms, in 8 slices and 64 shards; norms are not sliced.
+    layer = (4 * 64 * 64 + 3 * 64 * 128) // 8 + 2 * 64
+    assert middle["usage_bytes"]["parameters"] == pytest.approx(4 * layer / 64, rel=0.05)
 
 
 class Asking(Points):

@@ -161,6 +161,23 @@ def dry_run_job(job: Job) -> Sequence[Usage]:
     return _on_ranks(_dry_run_rank, job, layout)
 
 
+def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usage] | str]:
+    """`dry_run_job` under each of some layouts, or why the job can't have it. Ranks start once for each size."""
+    found: dict[str, Sequence[Usage] | str] = {}
+    fitting: dict[str, Layout] = {}
+    for text in layouts:
+        try:
+            settled, layout = _settled(job, Layout.parse(text, job.run.processes if unsized(text) else None))
+            _check(settled, layout)
+        except UserError as error:
+            found[text] = str(error)
+        else:
+            fitting[text] = layout
+    for size in dict.fromkeys(layout.size for layout in fitting.values()):
+        found |= _usages(job, {text: each for text, each in fitting.items() if each.size == size})
+    return found
+
+
 def time_steps_job(job: Job, *, steps: int = 6) -> Sequence[StepTiming]:
     """Seconds of a step on each rank, after the first steps, and what each held: ranks start, and write nothing."""
     job, layout = _settled(job)
@@ -315,6 +332,20 @@ def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference)
         return {text: row}
 
 
+def _usages(job: Job, layouts: Mapping[str, Layout]) -> dict[str, Sequence[Usage] | str]:
+    """What ranks hold under layouts of one size, in one start of them; where any goes wrong, in a start each."""
+    try:
+        found = _on_ranks(_dry_run_rank_many, job, next(iter(layouts.values())), list(layouts.values()))
+    except (UserError, RankFailedError) as error:
+        if len(layouts) == 1:
+            return dict.fromkeys(layouts, str(error))
+        apart: dict[str, Sequence[Usage] | str] = {}
+        for text, layout in layouts.items():
+            apart |= _usages(job, {text: layout})
+        return apart
+    return dict(zip(layouts, found, strict=True))
+
+
 def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
     size = next(iter(layouts.values()))
     proofs = _on_ranks(_verify_rank_many, job, size, list(layouts.values()), steps, known)
@@ -369,6 +400,20 @@ def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | Interr
 def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
     with _join(job) as world:
         return try_out(job, resolve_task(job.recipe), world, layout)
+
+
+def _dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Sequence[Usage] | str]:
+    found: list[Sequence[Usage] | str] = []
+    with _join(job) as world:
+        task = resolve_task(job.recipe)
+        for layout in layouts:
+            try:
+                found.append(try_out(job, task, world, layout))
+            except UserError as error:  # of the layout and the model, which all ranks look at alike
+                if isinstance(error, LayoutError) and not error.alike:
+                    raise
+                found.append(str(error))
+    return found
 
 
 def _time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:

@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", metavar="NAME", help="between nodes: ndr, ethernet-100, ... (default: likewise)")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample (default: the model's)")
     parser.add_argument(
+        "--adapter", type=int, default=0, metavar="RANK", help="fine-tune adapters of this rank beside frozen weights"
+    )
+    parser.add_argument(
         "--global-batch", type=int, metavar="N", help="samples of a step (default: 4 or 16 Mi tokens)"
     )
     parser.add_argument("--precision", choices=_PRECISIONS, default="bf16", help="of matrix products (default: bf16)")
@@ -90,7 +93,7 @@ def _job_and_cluster(options: argparse.Namespace) -> "tuple[Job, Cluster]":
     from samestep.planning.software import PLANNED
     from samestep.planning.stage_time import Job
 
-    model = known_model(options.model, seq=options.seq)
+    model = known_model(options.model, seq=options.seq, adapter=options.adapter)
     devices = options.devices if options.devices is not None else 1
     cluster = cluster_of(
         options.gpu, devices, node_size=options.node_size, inside=options.link, between=options.network
@@ -125,6 +128,7 @@ def _plan(options: argparse.Namespace, job: "Job", cluster: "Cluster", price: "P
             "devices": cluster.devices,
             "global_batch": job.global_batch,
             "seq": job.model.seq,
+            "adapter": job.model.adapter,
             "precision": job.precision,
             "tried": found.tried,
             "too_large": found.too_large,

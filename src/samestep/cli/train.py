@@ -10,7 +10,9 @@ from samestep.errors import UserError
 
 if TYPE_CHECKING:
     from samestep.job import Job
+    from samestep.job_plan.auto import Chosen
     from samestep.jobfile import LoadedJob
+    from samestep.training.result import TrainResult
 
 _AUTO = "auto"  # a layout that is found before ranks start
 
@@ -70,8 +72,10 @@ def run(options: argparse.Namespace) -> int:
                 "layout auto is chosen for one machine; name a layout for hosts, as samestep plan ranks them"
             )
         return _on_hosts(options, loaded)
+    chosen = None
     if loaded.job.run.layout == _AUTO:
-        loaded.job = _with_layout(options, loaded.job)
+        chosen = _with_layout(options, loaded.job)
+        loaded.job = chosen.job
     if options.world is not None:
         return _rehearse(loaded.job, options.world, options.json)
     if options.dry_run:
@@ -92,19 +96,34 @@ def run(options: argparse.Namespace) -> int:
         print_result(result)
         if result.profile is not None:
             print_profile(result.profile)
+        if chosen is not None:
+            _print_beside(chosen, result)
     return 0
 
 
-def _with_layout(options: argparse.Namespace, job: "Job") -> "Job":
-    """The job with the layout that is found for it, which is told."""
+def _with_layout(options: argparse.Namespace, job: "Job") -> "Chosen":
+    """The job with the layout that is found for it, which is told, and why."""
     if options.world is not None:
         raise UserError("layout auto is of the processes of this machine, and --world of others; name a layout")
     job_options.prepare(job)
     from samestep.job_plan.auto import with_layout
 
-    job, line = with_layout(job)
-    print(f"samestep: {line}", file=sys.stderr)
-    return job
+    chosen = with_layout(job)
+    for line in chosen.why:
+        print(f"samestep: {line}", file=sys.stderr)
+    return chosen
+
+
+def _print_beside(chosen: "Chosen", result: "TrainResult") -> None:
+    """The plan beside the run, which keeps it for samestep doctor."""
+    from samestep.doctor.run_files import read_run
+    from samestep.job_plan.auto import beside_lines
+    from samestep.job_plan.beside import terms, write_plan
+
+    write_plan(chosen.prediction, result.folder)
+    run = read_run(result.folder)
+    for line in beside_lines(terms(chosen.prediction.to_json(), run.report or {}, run.numbers("step_seconds"))):
+        print(line)
 
 
 def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:

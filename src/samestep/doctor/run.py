@@ -10,6 +10,7 @@ from typing import Any
 from samestep.doctor.findings import Finding, in_gib, ok, problem, warning
 from samestep.doctor.machine import meminfo
 from samestep.doctor.run_files import FAULTS_FILE, METRICS_FILE, RunFiles, number, read_run
+from samestep.job_plan.beside import PLAN_FILE, STEP, Term, furthest, terms
 from samestep.training.result import REPORT_FILE
 
 
@@ -300,6 +301,46 @@ def memory(run: RunFiles) -> Iterator[Finding]:
         yield ok("memory", text, held_bytes=held, total_bytes=total)
 
 
+_OFF_SECONDS, _OFF_BYTES = 0.1, 0.03  # of what was measured, from which a plan is off
+
+_CORRECTED = {
+    "computing": "samestep plan JOB.yaml --measure corrects the rates by steps; look at what else ran here",
+    "messages and waiting": "samestep plan JOB.yaml --comm FILE takes what samestep comm --json FILE measures",
+}
+
+
+def plan(run: RunFiles) -> Iterator[Finding]:
+    """The plan by which the layout was chosen: whether the run took and held that, else which term was off."""
+    if run.plan is None or run.report is None:
+        return
+    try:
+        found = terms(run.plan, run.report, run.numbers("step_seconds"))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        yield warning("plan", f"{PLAN_FILE} is not what a plan writes", "remove it; the run itself does not need it")
+        return
+    values: dict[str, Any] = {each.name: [each.planned, each.measured] for each in found}
+    step = next((each for each in found if each.name == STEP), None)
+    if step is not None:
+        part = furthest(found, "s")
+        text = f"a step {_beside(step)}"
+        if part is not None and step.error is not None and abs(step.error) > _OFF_SECONDS:
+            yield warning("plan", f"{text}; off most: {part.name}, {_beside(part)}", _CORRECTED[part.name], **values)
+        else:
+            yield ok("plan", text, **values)
+    held = [each for each in found if each.unit == "B"]
+    whole = sum(each.measured for each in held) or 1.0
+    part = furthest(held, "B")
+    if part is not None and abs(part.planned - part.measured) / whole > _OFF_BYTES:
+        remedy = "tell it with the job file: what is counted without values should be what ranks hold"
+        yield warning("plan", f"memory off most: {part.name}, {_beside(part)}", remedy, **values)
+
+
+def _beside(term: Term) -> str:
+    if term.unit == "s":
+        return f"{term.planned:.3g} s planned, {term.measured:.3g} s measured"
+    return f"{in_gib(term.planned)} planned, {in_gib(term.measured)} measured"
+
+
 CHECKS: Mapping[str, Callable[[RunFiles], Iterable[Finding]]] = {
     "end": end,
     "steps": steps,
@@ -312,6 +353,7 @@ CHECKS: Mapping[str, Callable[[RunFiles], Iterable[Finding]]] = {
     "slow steps": slow_steps,
     "slow ranks": slow_ranks,
     "memory": memory,
+    "plan": plan,
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UserError
+from samestep.job_plan.beside import PLAN_FILE
 from samestep.training.result import REPORT_FILE
 
 METRICS_FILE, EVALUATIONS_FILE, FAULTS_FILE = "metrics.jsonl", "evaluations.jsonl", "faults.jsonl"
@@ -35,6 +36,7 @@ class RunFiles:
     faults: Lines
     report: Mapping[str, Any] | None  # None: it isn't there, so the run did not come to its end
     report_error: str | None  # why it can't be read
+    plan: Mapping[str, Any] | None  # of a run whose layout was found by a plan
     unfinished_checkpoints: Sequence[str]
     samples: Mapping[int, Sequence[int]]  # of steps whose values were not finite
     seconds_ago: float | None  # since the last step was written
@@ -79,10 +81,17 @@ def read_run(folder: Path) -> RunFiles:
         faults=_lines(folder / FAULTS_FILE),
         report=report,
         report_error=error,
+        plan=_plan(folder / PLAN_FILE),
         samples=_samples(folder),
         unfinished_checkpoints=sorted(path.name for path in (folder / CHECKPOINTS).glob("step-*.saving")),
         seconds_ago=max(0.0, time.time() - metrics.stat().st_mtime) if metrics.is_file() else None,
     )
+
+
+def _plan(file: Path) -> Mapping[str, Any] | None:
+    """A plan that is whole; None for what is cut, which a run without one is as good as."""
+    value = _json(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else None
+    return value if isinstance(value, dict) and value.keys() >= {"seconds_by_cause", "usage_bytes"} else None
 
 
 def _lines(file: Path) -> Lines:

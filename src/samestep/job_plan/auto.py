@@ -1,28 +1,79 @@
 """`--layout auto`: the fastest layout by plan that fits on this machine, found before any rank starts."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from samestep import environment
+from samestep.display.tables import bytes_shown
 from samestep.errors import UserError
 from samestep.job import Job
+from samestep.job_plan.beside import Term
 from samestep.job_plan.machine import this_machine
-from samestep.job_plan.plan import plan_job
+from samestep.job_plan.plan import JobPlan, plan_job
+from samestep.job_plan.predict import Prediction, slower_by
 from samestep.launch.device import accelerators
 
 _LIMIT = 60.0  # seconds of rehearsing
 
 
-def with_layout(job: Job) -> tuple[Job, str]:
-    """The job with the layout that is chosen for it, and a line that says which and why.
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The layout that was found for a job."""
+
+    job: Job  # with it
+    prediction: Prediction
+    why: Sequence[str]  # three lines
+
+
+def with_layout(job: Job) -> Chosen:
+    """The job with the layout that is chosen for it.
 
     Raises UserError where nothing fits, and where the ranks are not this machine's own cores.
     """
     check_here(job)
     plan = plan_job(job, this_machine(job.run.processes, job.recipe.precision), limit=_LIMIT)
-    best, *others = plan.fitting or [plan.best]
-    told = ", ".join(f"{each.layout} {each.seconds:.3g} s" for each in others[:2])
-    line = f'layout auto: "{best.layout}", {best.seconds:.3g} s a step predicted'
-    return replace(job, run=replace(job.run, layout=best.layout, processes=None)), line + (told and f" ({told})")
+    best = plan.best
+    run = replace(job.run, layout=best.layout, micro_batch=best.micro_batch, processes=None)
+    return Chosen(job=replace(job, run=run), prediction=best, why=_why(plan))
+
+
+def _why(plan: JobPlan) -> list[str]:
+    """Which layout, where its step goes, and why the next one is slower."""
+    best, *others = plan.fitting
+    tried = len(plan.predictions) + len(plan.refused)
+    shares = sorted(best.parts.items(), key=lambda part: -part[1])
+    told = ", ".join(f"{cause} {seconds / best.seconds:.0%}" for cause, seconds in shares if seconds)
+    too_large = len(plan.predictions) - len(plan.fitting)
+    lines = [
+        f'layout auto: "{best.layout}", planned at {best.seconds:.3g} s a step and {bytes_shown(best.peak_bytes)} a '
+        f"rank: the fastest of {tried} layouts, of which {len(plan.refused)} can't be had and {too_large} don't fit",
+        f"its step: {told}",
+    ]
+    if not others:
+        return [*lines, "no other layout fits"]
+    other = others[0]
+    cause, more = slower_by(other, best)
+    return [
+        *lines,
+        f'the next, "{other.layout}", {other.seconds / best.seconds - 1:+.0%} ({other.seconds:.3g} s): '
+        f"{cause} {more:+.2g} s",
+    ]
+
+
+def beside_lines(found: Sequence[Term]) -> list[str]:
+    """A plan beside its run: time, then memory; empty where nothing was measured."""
+    lines = []
+    for unit, what in (("s", "time of a step"), ("B", "bytes of a rank")):
+        told = ", ".join(f"{each.name} {_shown(each)}" for each in found if each.unit == unit)
+        if told:
+            lines.append(f"{what}, planned and measured: {told}")
+    return lines
+
+
+def _shown(term: Term) -> str:
+    numbers = (term.planned, term.measured)
+    told = " and ".join(f"{each:.3g} s" if term.unit == "s" else bytes_shown(each) for each in numbers)
+    return told + ("" if term.error is None else f" ({term.error:+.0%})")
 
 
 def check_here(job: Job) -> None:

@@ -51,7 +51,7 @@ def measure(
     found = []
     for each in predictions:
         say(each.layout)
-        run = replace(job.run, layout=each.layout, processes=None)
+        run = replace(job.run, layout=each.layout, micro_batch=each.micro_batch, processes=None)
         try:
             ranks = time_steps_job(replace(job, run=run), steps=steps)
         except (UserError, RankFailedError) as error:

@@ -17,6 +17,30 @@ from samestep.training.rehearsal import Rehearsal
 LIMIT = 120.0  # seconds of rehearsing
 
 
+_FINEST = 4  # micro-batches a pipeline rank of which more are tried: bubbles are an eighth of the step then
+_SCHEDULES = (
+    "interleaved-1f1b",
+    "zbv-zero-bubble",
+)  # tried with two stages a rank where a pipeline is among the best
+_REFINED = 2  # of the best pipelines, how many are tried so
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout, in micro-batches of so many samples (None: as few as it can have)."""
+
+    layout: str
+    micro_batch: int | None
+
+    def of(self, job: Job) -> Job:
+        """The job under it."""
+        run = replace(job.run, layout=self.layout, micro_batch=self.micro_batch, processes=None)
+        return replace(job, run=run)
+
+    def __str__(self) -> str:
+        return self.layout if self.micro_batch is None else f"{self.layout}, micro-batches of {self.micro_batch}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """What was found, fastest first: what fits, then what does not."""
@@ -25,7 +49,7 @@ class JobPlan:
     predictions: Sequence[Prediction]
     refused: Sequence[tuple[str, str]]  # layouts that the job can't have, and why
     untried: Sequence[str]  # for want of time
-    rehearsed: Sequence[tuple[Layout, Sequence[Rehearsal]]]
+    rehearsed: Sequence[tuple[Candidate, Sequence[Rehearsal]]]
 
     @property
     def fitting(self) -> Sequence[Prediction]:
@@ -44,7 +68,7 @@ class JobPlan:
 
     def again(self, job: Job, machine: Machine) -> "JobPlan":
         """The same layouts by other rates."""
-        found = [predict(job, layout, machine, ranks) for layout, ranks in self.rehearsed]
+        found = [predict(each.of(job), Layout.parse(each.layout), machine, ranks) for each, ranks in self.rehearsed]
         return replace(self, machine=machine, predictions=_ranked(found))
 
     def to_json(self) -> dict[str, Any]:
@@ -64,34 +88,68 @@ def plan_job(
 ) -> JobPlan:
     """Rehearse the layouts of a job on a machine, for so many seconds at most.
 
-    Raises UserError where no layout can be had, with what is wrong with the simplest one.
+    First every layout in the job's micro-batches; of those that don't fit what holds less; then of the best pipelines
+    other schedules and more micro-batches. Raises UserError where no layout can be had, with what is wrong with the
+    simplest one.
     """
     alone = replace(job, run=replace(job.run, device="cpu"))
-    queue = _wanted(machine)
-    found: list[tuple[Layout, Sequence[Rehearsal], Prediction]] = []
+    queue = [Candidate(layout=text, micro_batch=job.run.micro_batch) for text in _wanted(machine)]
+    found: list[tuple[Candidate, Sequence[Rehearsal], Prediction]] = []
     refused: list[tuple[str, str]] = []
-    began = time.monotonic()
-    while queue and (not found or time.monotonic() - began < limit):
-        text = queue.pop(0)
-        say(text)
-        layout = Layout.parse(text)
+    began, refined = time.monotonic(), False
+    while not found or time.monotonic() - began < limit:
+        if not queue and not refined:
+            queue, refined = _finer(job, [(each, prediction) for each, _, prediction in found]), True
+        if not queue:
+            break
+        candidate = queue.pop(0)
+        say(str(candidate))
+        layout = Layout.parse(candidate.layout)
         try:
-            ranks = rehearse_job(replace(alone, run=replace(alone.run, layout=text, processes=None)), layout.size)
+            ranks = rehearse_job(candidate.of(alone), layout.size)
         except UserError as error:
-            refused.append((text, str(error)))
+            refused.append((str(candidate), str(error)))
             continue
-        found.append((layout, ranks, predict(job, layout, machine, ranks)))
-        if not found[-1][2].fits and layout.recompute == "none":
-            queue.append(f"{text} recompute=full")
+        found.append((candidate, ranks, predict(candidate.of(job), layout, machine, ranks)))
+        if not found[-1][2].fits:
+            queue += _smaller(job, candidate, layout)
     if not found:
         raise UserError(refused[0][1])
     return JobPlan(
         machine=machine,
         predictions=_ranked([each for _, _, each in found]),
         refused=refused,
-        untried=queue,
-        rehearsed=[(layout, ranks) for layout, ranks, _ in found],
+        untried=[str(each) for each in queue],
+        rehearsed=[(candidate, ranks) for candidate, ranks, _ in found],
     )
+
+
+def _smaller(job: Job, candidate: Candidate, layout: Layout) -> list[Candidate]:
+    """What holds less than a candidate that does not fit: smaller micro-batches, and layers computed again."""
+    if candidate.micro_batch != job.run.micro_batch:
+        return []
+    found = []
+    samples = candidate.micro_batch or -(-job.recipe.batch // layout.data_ranks)
+    if layout.pipeline == 1 and samples > 1:
+        fewer = 1 if layout.recompute == "full" else max(samples // 4, 1)
+        found.append(replace(candidate, micro_batch=fewer))
+    if layout.recompute == "none":
+        found.append(replace(candidate, layout=f"{candidate.layout} recompute=full"))
+    return found
+
+
+def _finer(job: Job, found: Sequence[tuple[Candidate, Prediction]]) -> list[Candidate]:
+    """Other schedules and more micro-batches of the best pipelines that fit."""
+    pipelines = [each for each, prediction in found if prediction.fits and Layout.parse(each.layout).pipeline > 1]
+    seconds = {each: prediction.seconds for each, prediction in found}
+    tried: list[Candidate] = []
+    for each in sorted(pipelines, key=lambda one: seconds[one])[:_REFINED]:
+        layout = Layout.parse(each.layout)
+        tried += [replace(each, layout=f"{each.layout} schedule={name} stages=2") for name in _SCHEDULES]
+        fine = job.recipe.batch // layout.data_ranks // (_FINEST * layout.pipeline)
+        if each.micro_batch is None and fine:
+            tried.append(replace(each, micro_batch=fine))
+    return tried
 
 
 def _wanted(machine: Machine) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.job import Job
-from samestep.job_plan.machine import CAUSES, Machine, Rates
+from samestep.job_plan.machine import CAUSES, COMPUTE, Machine, Rates
 from samestep.launch.affinity import threads_of
 from samestep.layout import MESH_DIMENSIONS, Layout
 from samestep.parallel.pipeline.schedule import micro_batches
@@ -58,6 +58,13 @@ class Prediction:
         }
 
 
+def slower_by(other: Prediction, best: Prediction) -> tuple[str, float]:
+    """The cause that takes most more time than in the best layout, and the seconds."""
+    more = {cause: other.parts[cause] - best.parts[cause] for cause in best.parts}
+    cause = max(more, key=lambda each: more[each])
+    return cause, more[cause]
+
+
 def peak_of(usage: Usage) -> int:
     """Bytes of a rank at the fullest moment of a step, counted tensor by tensor."""
     return usage.parameters + usage.optimizer_state + usage.activations + usage.gathered_and_gradients
@@ -85,20 +92,14 @@ def predict(job: Job, layout: Layout, machine: Machine, ranks: Sequence[Rehearsa
 def _on_cores(job: Job, layout: Layout, machine: Machine, rates: Rates, rank: Rehearsal) -> dict[str, float]:
     """Seconds of a rank alone on its threads, and of its messages."""
     threads = threads_of(layout.size, job.run.threads)
-    speedup = rates.speedup.get(threads) or max(
-        (each for number, each in rates.speedup.items() if number <= threads), default=1.0
-    )
     waiting = max(1.0, layout.size / machine.cores)  # ranks that take turns on a core meet the later
     sent = sum(each.sent for each in rank.collectives)
     count = sum(each.count for each in rank.collectives)
-    seconds = (
-        rank.work.flops * rates.flop / speedup,
-        rank.work.bytes * rates.byte / speedup,
-        rank.work.operators * rates.operator,
-        count * rates.message * waiting,
-        sent * rates.byte_sent * waiting,
-    )
-    return dict(zip(CAUSES, seconds, strict=True))
+    return {
+        **rates.computing(rank.work, threads),
+        "messages": count * rates.message * waiting,
+        "bytes sent": sent * rates.byte_sent * waiting,
+    }
 
 
 def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> dict[str, float]:
@@ -110,9 +111,10 @@ def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> 
     ]
     work = work_of(operators, device, software, job.recipe.precision)
     rate = device.flops[job.recipe.precision] * device.efficiency.matmul
-    products = work.seconds + rank.work.other_flops / (0.5 * rate)  # about what attention's kernels reach
+    products = work.seconds + rank.work.other_flops / rate
+    attention = rank.work.attention_flops / (0.5 * rate)  # about what its kernels reach
     passes = rank.work.bytes / (device.bandwidth * device.efficiency.bandwidth)
-    host = max(rank.work.operators * device.efficiency.launch_seconds - products - passes, 0.0)
+    host = max(rank.work.operators * device.efficiency.launch_seconds - products - attention - passes, 0.0)
     exposed = behind = 0.0
     for each in rank.collectives:
         seconds = _message_seconds(layout, cluster, each)
@@ -120,9 +122,9 @@ def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> 
             behind += seconds
         else:
             exposed += seconds
-    hidden = min(behind, (1 - _FORWARD) * (products + passes))
+    hidden = min(behind, (1 - _FORWARD) * (products + attention + passes))
     traffic = exposed + behind - hidden + CONTENTION * hidden
-    return dict(zip(CAUSES, (products, passes, host, 0.0, traffic), strict=True))
+    return dict(zip(CAUSES, (products, attention, passes, host, 0.0, traffic), strict=True))
 
 
 def _message_seconds(layout: Layout, cluster: Cluster, each: Collectives) -> float:
@@ -147,7 +149,7 @@ def _every_stage(layout: Layout, parts: Sequence[Mapping[str, float]]) -> list[M
 
 def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Seconds of the whole step by cause: pipelines played, ranks that share cores in turns."""
-    compute = [sum(parts[cause] for cause in CAUSES[:3]) for parts in stages]
+    compute = [sum(parts[cause] for cause in COMPUTE) for parts in stages]
     worst = dict(stages[max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))])
     busiest = elapsed = max(compute)
     if layout.pipeline > 1:
@@ -159,7 +161,7 @@ def _together(job: Job, layout: Layout, machine: Machine, stages: Sequence[Mappi
         whole = sum(compute) * (layout.size / layout.pipeline) * threads
         elapsed = max(elapsed, whole / machine.cores)
     scale = elapsed / busiest if busiest else 1.0
-    return {cause: seconds * (scale if cause in CAUSES[:3] else 1.0) for cause, seconds in worst.items()}
+    return {cause: seconds * (scale if cause in COMPUTE else 1.0) for cause, seconds in worst.items()}
 
 
 def _played(layout: Layout, compute: Sequence[float], number: int) -> float:

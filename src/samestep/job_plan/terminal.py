@@ -9,6 +9,7 @@ from samestep.display.console import plain_console
 from samestep.display.tables import bytes_shown
 from samestep.job_plan.measure import Measured
 from samestep.job_plan.plan import JobPlan
+from samestep.job_plan.predict import Prediction, slower_by
 
 
 def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> None:
@@ -18,16 +19,20 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
     table = Table(title=f"layouts on {machine.name}, {machine.devices:,} {_unit(plan)}: predicted")
     for title in ("layout", "bound by"):
         table.add_column(title, no_wrap=True)
-    for title in ("memory a rank", "s a step", "times the best"):
+    sizes = len({each.micro_batch for each in plan.predictions}) > 1
+    for title in (*(["micro-batch"] if sizes else []), "memory a rank", "s a step", "times the best"):
         table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("slower by", no_wrap=True)
     best = plan.best
     for each in plan.predictions[:most]:
         table.add_row(
             each.layout,
             each.bound if each.fits else "does not fit",
+            *([str(each.micro_batch or "whole")] if sizes else []),
             bytes_shown(each.peak_bytes),
             f"{each.seconds:.3g}",
             f"{each.seconds / best.seconds:.2f}",
+            _slower(each, best),
         )
     console.print(table)
     shares = sorted(best.parts.items(), key=lambda part: -part[1])
@@ -39,6 +44,11 @@ def print_job_plan(plan: JobPlan, most: int, console: Console | None = None) -> 
         "out for want of time; --json has the reasons",
         soft_wrap=True,
     )
+
+
+def _slower(each: Prediction, best: Prediction) -> str:
+    cause, seconds = slower_by(each, best)
+    return f"{seconds:+.2g} s {cause}" if seconds > 0 else ""
 
 
 def print_measured(rows: Sequence[Measured], console: Console | None = None) -> None:

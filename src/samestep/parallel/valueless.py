@@ -7,7 +7,7 @@ tensors with values gives what it would if every rank said what this one says.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -16,13 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from samestep.comm.operands import operands
 from samestep.errors import UserError
 
 _LARGEST = 1 << 22  # elements of a tensor that keeps its values
 _SEND, _RECEIVE = "send", "recv_"
+# Operators without values that PyTorch keeps no results of, and others that give the same.
+_SAME: Mapping[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -81,29 +85,53 @@ class Valueless(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._mail = mail or Mail()
         self._replaced: list[Any] = []
+        self._twins: Any = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Self:
         # Objects are made tensors from bytes for their message, which a mode without values can't read.
-        self._replaced.append(dist.all_gather_object)
+        self._replaced.append((dist.all_gather_object, ShardingPropagator._propagate_tensor_meta_non_cached))
         dist.all_gather_object = _everyone_says_the_same  # pyright: ignore[reportAttributeAccessIssue]
+        ShardingPropagator._propagate_tensor_meta_non_cached = _unseen(self._replaced[-1][1])
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        dist.all_gather_object = self._replaced.pop()
+        gather, propagate = self._replaced.pop()
+        dist.all_gather_object = gather
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
         super().__exit__(*exception)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        if func.namespace == "prim":  # a fake tensor's own questions, such as that for its device
+            return self.dispatch(func, types, args, given)
+        if func.namespace == "profiler":
+            return func(*args, **given)
+        tensors = operands(args, given)
         fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if func.namespace == "c10d":
             return self._collective(func, args, given, tensors, fake=fake)
+        if fake:
+            if not func._schema.is_mutable:
+                args = [self._twin(each) if isinstance(each, Tensor) else each for each in args]
+            return self.dispatch(_SAME.get(func, func), types, args, given)
         with_values = all(tensor.numel() <= _LARGEST and not tensor.is_meta for tensor in tensors)
-        if not fake and with_values and (tensors or _makes_few(func, args, given)):
+        if with_values and (tensors or _makes_few(func, args, given)):
             return func(*args, **given)
-        return super().__torch_dispatch__(func, types, args, given)
+        return self.dispatch(func, types, args, given)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and every operator would pass another call
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        """A tensor without values for one that has some, the same each time; PyTorch remembers no mixed results."""
+        if type(tensor) is not Tensor:
+            return tensor
+        if tensor not in self._twins:
+            self._twins[tensor] = self.from_tensor(tensor, static_shapes=True)
+        return self._twins[tensor]
 
     def _collective(
         self, func: Any, args: Sequence[Any], given: Mapping[str, Any], tensors: Sequence[Tensor], *, fake: bool
@@ -116,6 +144,16 @@ class Valueless(FakeTensorMode):
             return func(*args, **given)
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _unseen(propagate: Callable[..., Any]) -> Callable[..., Any]:
+    """DTensor's own look at whole shapes, which is no part of a rank's step: past the modes that count one."""
+
+    def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(propagator, schema)
+
+    return unseen
 
 
 def _everyone_says_the_same(everyone: list[Any], mine: Any, group: dist.ProcessGroup | None = None) -> None:

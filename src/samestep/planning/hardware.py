@@ -229,6 +229,29 @@ LINKS: Mapping[str, Link] = {
 
 _RACK = 72  # devices that NVLink joins in an NVL72
 
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A device's part of the host that it stands in."""
+
+    link: str  # between the device and the host's memory
+    bandwidth: float  # bytes a second of the host's memory, shared out over its devices
+    source: str
+
+
+HOSTS: Mapping[str, Host] = {
+    "a100": Host(
+        link="pcie4", bandwidth=409.6e9 / 8, source="DGX A100: 2 AMD 7742, 8 channels of DDR4-3200 each, 8 devices"
+    ),
+    "hopper": Host(
+        link="pcie5", bandwidth=614.4e9 / 8, source="DGX H100: 2 Intel 8480C, 8 channels of DDR5-4800 each, 8 devices"
+    ),
+    "blackwell": Host(
+        link="pcie5", bandwidth=716.8e9 / 8, source="DGX B200: 2 Intel 8570, 8 channels of DDR5-5600 each, 8 devices"
+    ),
+}  # by kind of device
+HOST_EFFICIENCY = 0.8  # of both promised rates, in large copies and passes (as device memory's: 75 to 90 %)
+
 # The nodes that devices usually stand in: devices a node, the link inside, the link between.
 _USUAL_NODES: Mapping[str, tuple[int, str, str]] = {
     "a100-40gb": (8, "nvlink3", "hdr"),

@@ -6,7 +6,7 @@ follow ZeRO's table (Rajbhandari et al., arXiv 1910.02054, figure 1): 2 + 2 + 12
 stage says.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil
@@ -76,6 +76,7 @@ def _rank(
     of_shared = state_bytes(shared, layout, job.software, further=layout.expert)
     of_experts = state_bytes(experts, layout, job.software)
     weights, gradients, state = (one + other for one, other in zip(of_shared, of_experts, strict=True))
+    gradients, state = gradients * model.trained, state * model.trained
     kept = kept_activations(model, micro_batch, layout, job.software, job.precision)
     at_once = in_flight(layout, micro_batches, rank, tuple(layers))
     activations = at_once * kept
@@ -135,7 +136,7 @@ def state_bytes(
 def offloaded_bytes(model: Transformer, layout: Layout) -> float:
     """Bytes of weights and optimizer state that a rank of a layout without a pipeline keeps in the host's memory."""
     parameters = model.parameters / layout.tensor
-    state = parameters * _OPTIMIZER_STATE / (layout.shard if layout.zero >= 1 else 1)
+    state = parameters * model.trained * _OPTIMIZER_STATE / (layout.shard if layout.zero >= 1 else 1)
     if layout.offloads_parameters:
         return state + 2.0 * parameters / (layout.shard if layout.zero >= 3 else 1)
     return state if layout.offloads("optimizer") else 0.0
@@ -199,10 +200,15 @@ def kept_activations(
 def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, ...]) -> int:
     """Layers whose activations a pipeline rank keeps at its peak, summed over micro-batches: counted in its order.
 
-    Where the backward is split, activations stay until the gradients of weights are computed.
+    Where the backward is split, activations stay until the gradients of weights are computed: in the orders of these
+    schedules, those of as many micro-batches as there are ranks, in each of a rank's stages.
     """
     if layout.pipeline == 1:
         return sum(layers)
+    if layout.schedule in pipeline_events.SPLIT_BACKWARD:
+        owner = pipeline_events.owners(layout.schedule, layout.pipeline, layout.stages_a_rank)
+        own = sum(count for count, at in zip(layers, owner, strict=True) if at == rank)
+        return min(layout.pipeline, micro_batches) * own
     number = min(micro_batches, 4 * layout.pipeline)  # more repeat the same peak
     if layout.schedule == "gpipe":
         number = micro_batches
@@ -211,10 +217,9 @@ def in_flight(layout: Layout, micro_batches: int, rank: int, layers: tuple[int, 
     made = pipeline_events.orders(
         layout.schedule, ranks=layout.pipeline, stages_a_rank=layout.stages_a_rank, micro_batches=number
     )[rank]
-    ends: Mapping[str, int] = {"F": 1, "B": -1, "W": -1, "I": 0}
     held = peak = 0
     for stage, kind, _ in made:
-        held += ends[kind] * layers[stage]
+        held += layers[stage] if kind == "F" else -layers[stage]
         peak = max(peak, held)
     return peak
 
@@ -225,4 +230,4 @@ def _gathered(model: Transformer, layout: Layout, software: Software) -> float:
         return 0.0
     layer = sum(layer_parameters(model, layout))
     ends = model.embedding_parameters / layout.tensor
-    return 2.0 * max(_GATHERED_LAYERS * layer, ends) + software.gradient_bytes * max(layer, ends)
+    return 2.0 * max(_GATHERED_LAYERS * layer, ends) + software.gradient_bytes * model.trained * max(layer, ends)

@@ -57,6 +57,7 @@ class Operator:
     traffic: float = 0.0  # bytes read and written, beside a product's own
     low_precision: bool = False  # computed in fp8 or fp4 where the job is
     launches: float = 1.0  # operators that the host issues for it
+    of_weight: bool = False  # the gradient of a weight
 
     @property
     def flops(self) -> float:
@@ -121,7 +122,14 @@ def layer_recomputation(model: Transformer, piece: Piece, software: Software, ho
 
 
 def layer_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
-    """Operators of one layer's backward on one device, weight gradients added to those of earlier micro-batches."""
+    """Operators of one layer's backward on one device, weight gradients added to those of earlier micro-batches.
+
+    Frozen weights have none; adapters are far smaller than what they stand beside, and are left out.
+    """
+    return [each for each in _layer_backward(model, piece, software) if not (model.adapter and each.of_weight)]
+
+
+def _layer_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
     rows, hidden, tensor = _rows(piece), model.hidden, piece.tensor
     whole = 2.0 * rows * hidden / (tensor if piece.split else 1)
     qkv, heads = _slice(model.qkv_width, tensor), _slice(model.attention_width, tensor)
@@ -159,11 +167,12 @@ def head_forward(model: Transformer, piece: Piece, software: Software) -> list[O
 def head_backward(model: Transformer, piece: Piece, software: Software) -> list[Operator]:
     rows, vocab = _rows(piece), _slice(model.vocab, piece.tensor)
     whole = 2.0 * rows * model.hidden / (piece.tensor if piece.split else 1)
-    return [
+    found = [
         Operator(name="loss", traffic=0.35 * software.loss_bytes * rows * vocab, launches=5),
         *_product_backward("head", rows, vocab, model.hidden, low_precision=False),
         Operator(name="norm", traffic=3 * whole, launches=2),
     ]
+    return [each for each in found if not (model.adapter and each.of_weight)]
 
 
 def embedding(model: Transformer, piece: Piece) -> list[Operator]:
@@ -231,6 +240,7 @@ def _product_backward(
         traffic=2.0 * inner * columns * 2 * count,
         low_precision=low_precision,
         launches=3,
+        of_weight=True,
     )
 
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from samestep.layout import Layout
+from samestep.layout import Layout, Schedule
 
 Kind = Literal["F", "B", "I", "W"]  # forward, backward, and backward's two halves: of inputs, of weights
 _FEW_ROUNDS = 4  # micro-batches a rank that are played; of more, the rounds between repeat
+# Schedules that compute gradients of weights apart.
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved-zero-bubble", "zbv-zero-bubble")
 _BACK_AGAIN = ("zbv-zero-bubble",)  # schedules whose second half of stages goes back over the ranks
 
 

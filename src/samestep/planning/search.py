@@ -4,6 +4,7 @@ Candidates are pruned in three passes: sizes that divide nothing are never made,
 pipeline is estimated from its slowest rank before the best ones are played event by event.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,6 +13,8 @@ from samestep.errors import UserError
 from samestep.layout import Layout, Recompute, Schedule
 from samestep.planning.hardware import Cluster
 from samestep.planning.memory import RankMemory, fits, memory_of, offloaded_bytes
+from samestep.planning.offload import offloads_of
+from samestep.planning.pipeline_events import SPLIT_BACKWARD
 from samestep.planning.shapes import Transformer
 from samestep.planning.stage_time import Job
 from samestep.planning.step_time import StepTime, step_time
@@ -19,6 +22,7 @@ from samestep.planning.step_time import StepTime, step_time
 _PLAYED = 24  # of the best by estimate, how many are played event by event
 _MOST_STAGES = 64
 _MOST_CHUNKS = 8  # stages a rank
+_MOST_ZERO_BUBBLE = 16  # pipeline ranks for which schedules without bubbles are tried
 _LONG = 16384  # tokens of a sample from which context parallel is tried
 _RECOMPUTES: Sequence[Recompute] = ("none", "selective", "full")
 _TOKENS_A_STEP = 4 * 2**20
@@ -83,7 +87,9 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
     fitting: list[tuple[float, Layout, int, list[RankMemory]]] = []
     tried = 0
     smallest: tuple[float, Layout] | None = None
-    for layout, micro_batch in candidates(job, cluster):
+    waiting = deque(candidates(job, cluster))
+    while waiting:
+        layout, micro_batch = waiting.popleft()
         tried += 1
         memory = memory_of(job, layout, micro_batch)
         peak = max(rank.total for rank in memory)
@@ -92,6 +98,8 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
         if fits(memory, cluster.device):
             seconds = step_time(job, layout, micro_batch, cluster, played=False).seconds
             fitting.append((seconds, layout, micro_batch, memory))
+        elif layout.offload == "none" and job.software.offloads:
+            waiting.extend((offloaded, micro_batch) for offloaded in offloads_of(layout))
     if not fitting:
         raise UserError(_nothing_fits(job, cluster, smallest))
     fitting.sort(key=lambda found: found[0])
@@ -190,6 +198,21 @@ def _details(job: Job, layout: Layout, samples: int) -> Iterator[tuple[Layout, i
         for scheduled in _schedules(layout, job.model.layers, micro_batches):
             for recompute in _RECOMPUTES:
                 yield replace(scheduled, recompute=recompute), micro_batch
+        if job.software.zero_bubble:
+            for scheduled in _zero_bubbles(layout, job.model.layers, micro_batches):
+                yield scheduled, micro_batch
+
+
+def _zero_bubbles(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:
+    """Schedules that compute gradients of weights where a rank would wait (Qi et al., arXiv 2401.10241).
+
+    They go with neither recomputation nor shards of parameters.
+    """
+    wanted = 1 < layout.pipeline <= _MOST_ZERO_BUBBLE and layout.zero <= 1
+    if not wanted or micro_batches % layout.pipeline or 2 * layout.pipeline > layers:
+        return
+    for schedule in SPLIT_BACKWARD:
+        yield replace(layout, schedule=schedule, stages=2)
 
 
 def _schedules(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:

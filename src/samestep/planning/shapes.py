@@ -32,6 +32,7 @@ class Transformer:
     head_size: int | None = None  # None: hidden / heads
     experts: int = 1  # feed-forward parts beside each other, of which a token goes through some
     active_experts: int = 1
+    adapter: int = 0  # rank of the adapters beside every product, which alone are trained; 0: everything is
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -94,6 +95,18 @@ class Transformer:
         return 0 if self.tied else self.hidden * self.vocab
 
     @property
+    def adapter_parameters(self) -> int:
+        """Weights of low-rank adapters beside the products of a layer (Hu et al., arXiv 2106.09685)."""
+        attention = 3 * self.hidden + self.qkv_width + self.attention_width + self.hidden
+        wide = (2 if self.gated else 1) * self.hidden + self.ffn_in_width + self.ffn + self.hidden
+        return self.layers * self.adapter * (attention + self.experts * wide)
+
+    @property
+    def trained(self) -> float:
+        """The part of the weights that has gradients and optimizer state."""
+        return self.adapter_parameters / self.parameters if self.adapter else 1.0
+
+    @property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters + self.hidden
 
@@ -102,14 +115,15 @@ class Transformer:
 
         6 a token and weight in a matrix product that it goes through, 12 · layers · hidden · seq a token in attention
         (PaLM, arXiv 2204.02311, appendix B), half of it where a token sees those before it alone. Recomputation is
-        not counted. `whole_attention` counts a causal model's attention in full, as many published figures do.
+        not counted. Weights that are frozen have no gradient, whose work they don't do: 4 a token and weight.
+        `whole_attention` counts a causal model's attention in full, as many published figures do.
         """
         layer = self.shared_matrix_parameters + self.active_experts * self.expert_parameters
         weights = self.layers * layer + self.hidden * self.vocab
         attention = 12 * self.layers * self.attention_width * self.seq
         if self.causal and not whole_attention:
             attention /= 2
-        return tokens * (6.0 * weights + attention)
+        return tokens * ((4.0 if self.adapter else 6.0) * weights + attention)
 
 
 def _llama(name: str, layers: int, hidden: int, heads: int, ffn: int, source: str, kv_heads: int = 8) -> Transformer:
@@ -193,14 +207,17 @@ KNOWN: Mapping[str, Transformer] = {
 }  # fmt: skip
 
 
-def known_model(name: str, *, seq: int | None = None) -> Transformer:
-    """A known model by its name, at another length of samples where one is given.
+def known_model(name: str, *, seq: int | None = None, adapter: int = 0) -> Transformer:
+    """A known model by its name, at another length of samples where one is given, with adapters of a rank.
 
     Raises UserError for an unknown name, and says which there are.
     """
     model = KNOWN.get(name.lower())
     if model is None:
         raise UserError(f'--model is "{name}"; {closest(name, KNOWN)}')
+    if adapter < 0:
+        raise UserError(f"--adapter is {adapter}; use the adapters' rank, 1 or more, or 0 to train every weight")
+    model = replace(model, adapter=adapter)
     if seq is None:
         return model
     return replace(model, seq=seq, positions=max(model.positions, seq) if model.positions else 0)

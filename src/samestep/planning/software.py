@@ -25,6 +25,8 @@ class Software:
     shards_over_context: bool = False  # the optimizer's state is shared by context parallel's ranks, too
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # that it has
     pipelines_split_sequence: bool = True  # pipelines go together with split sequences and context parallel
+    zero_bubble: bool = False  # its pipelines have schedules that compute gradients of weights apart
+    offloads: bool = False  # it can keep activations, optimizer state and shards in the host's memory
     recompute_stops_early: bool = False  # a layer's last product is not computed again: nothing needs its result
     source: str = ""
 
@@ -53,7 +55,8 @@ SOFTWARE: Mapping[str, Software] = {
         # What samestep runs: PyTorch's attention kernel, overlap by FSDP2 and DDP.
         Software(
             name="samestep", attention="flash-2", overlaps_gradients=True, loss_bytes=44, recompute_stops_early=True,
-            pipelines_split_sequence=False, source="samestep",
+            pipelines_split_sequence=False, zero_bubble=True, offloads=True,
+            source="samestep",
         ),
     )
 }  # fmt: skip

@@ -177,7 +177,7 @@ def _shard_traffic(
     gathered = layers * one + collectives.all_gather(outer, group, cluster)
     if not backward:
         return gathered, one
-    wire = job.software.gradient_bytes / 2
+    wire = job.software.gradient_bytes / 2 * model.trained
     return (wire if layout.zero == 2 else 1 + wire) * gathered, one * wire
 
 

@@ -7,6 +7,7 @@ from math import ceil, log, sqrt
 from samestep.layout import Layout
 from samestep.planning import collectives, pipeline_events
 from samestep.planning.hardware import Cluster, Device
+from samestep.planning.offload import offload_seconds
 from samestep.planning.operators import Work
 from samestep.planning.pipeline_events import StageTimes
 from samestep.planning.shapes import Transformer
@@ -49,15 +50,17 @@ def step_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster, *, p
     else:
         run = estimated(layout, stages, micro_batches)
     reduce, link = _gradient_reduction(job, layout, cluster, stages)
-    update = _update(job, layout, cluster)
+    update = 0.0 if _steps_on_host(layout) else _update(job, layout, cluster)
+    host = offload_seconds(job, layout, micro_batch, micro_batches, cluster)
     parts = _parts(job, layout, made, micro_batches)
     parts["pipeline bubble"] = max(run - micro_batches * busy, 0.0)
     parts["gradients"] = reduce
     parts["optimizer"] = update
+    parts["offload"] = host
     slowest = slowest_of(cluster.devices) - 1
     parts["slowest device"] = slowest * run
     run *= 1 + slowest
-    total = run + reduce + update
+    total = run + reduce + update + host
     scale = total / sum(parts.values())
     parts = {name: seconds * scale for name, seconds in parts.items() if seconds > 0}
     return StepTime(
@@ -69,6 +72,10 @@ def step_time(job: Job, layout: Layout, micro_batch: int, cluster: Cluster, *, p
         bound=max(parts, key=lambda name: parts[name]),
         links=_links(layout, cluster, link),
     )
+
+
+def _steps_on_host(layout: Layout) -> bool:
+    return layout.offloads("optimizer") or layout.offloads_parameters
 
 
 def _links(layout: Layout, cluster: Cluster, gradients: str) -> Mapping[str, str]:
@@ -94,7 +101,7 @@ def estimated(layout: Layout, stages: Sequence[StageTimes], micro_batches: int) 
     sends = 2 * max(stage.send for stage in stages)
     each = busy / layout.stages_a_rank
     idle = (layout.pipeline - 1) * (each + sends)
-    if layout.schedule in ("interleaved-zero-bubble", "zbv-zero-bubble"):
+    if layout.schedule in pipeline_events.SPLIT_BACKWARD:
         idle /= 3
     steady = micro_batches * layout.stages_a_rank * sends if layout.schedule != "gpipe" else 0.0
     return micro_batches * busy + idle + min(steady, 0.1 * micro_batches * busy)
@@ -124,7 +131,7 @@ def _gradient_reduction(
     group = data_group(layout, ("replicate", "shard", "expert", "context"))
     if group.size == 1:
         return 0.0, ""
-    held = _held_parameters(job.model, layout)
+    held = _held_parameters(job.model, layout) * job.model.trained
     size = held * job.software.gradient_bytes
     link = collectives.route(group, cluster).name
     if layout.zero >= 3 and layout.shard > 1:
@@ -151,7 +158,7 @@ def _gradient_reduction(
 def _update(job: Job, layout: Layout, cluster: Cluster) -> float:
     """Seconds of the optimizer: what it reads and writes of the parameters whose state this rank has."""
     device = cluster.device
-    held = _held_parameters(job.model, layout)
+    held = _held_parameters(job.model, layout) * job.model.trained
     if layout.zero and layout.shard > 1:
         held /= layout.shard * layout.context
     return held * job.software.optimizer_bytes / (device.bandwidth * device.efficiency.bandwidth)

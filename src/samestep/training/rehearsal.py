@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from samestep.comm.mesh import rank_grid
 from samestep.comm.traffic import Traffic, group_of
+from samestep.data.loader import StepBatch
 from samestep.engines.precision import parameter_dtype
 from samestep.errors import UserError, one_line
 from samestep.job import Job
@@ -31,7 +32,6 @@ from samestep.training.fit import Training
 from samestep.training.step_work import CountedWork, StepWork
 from samestep.training.usage import Usage
 
-_STEPS = 2  # the first one makes the optimizer's state, the second one is measured
 _MOST_STAGES = 3  # stages between the first and the last hold less than the first
 _ASKS = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -130,25 +130,32 @@ class _RehearsedTraining(Training):
             super()._prepare(built, details)
 
     def rehearse(self) -> tuple[Usage, Sequence[Collectives], StepWork]:
-        """Take the steps, and measure the last one."""
-        session = self.session
+        """Take the first step, which makes the optimizer's state, and the one that a training measures."""
+        session, last = self.session, self.measured_step
         batches = session.batches(
-            self.samples, batch=self.recipe.batch, collate=self.task.collate, steps=_STEPS, lengths=self._lengths
+            self.samples, batch=self.recipe.batch, collate=self.task.collate, steps=last + 1, lengths=self._lengths
         )
         counted, work = _ByAxis(session.layout), CountedWork()
         usage: Usage | None = None
         for batch in batches:
-            take = self._take(batch, None)
+            if 0 < batch.step < last:
+                continue
+            take = self._take(batch if batch.step == last else _few_of(batch, session.layout), None)
             with ExitStack() as stack:
                 stack.enter_context(self._mode)
-                if batch.step < _STEPS - 1:
+                if batch.step < last:
                     take()
                 else:
-                    stack.enter_context(counted)
                     stack.enter_context(work)
-                    _, usage = usages.measured(session.trainer, take)
+                    _, usage = usages.measured(session.trainer, take, counted)
         assert usage is not None  # a job has at least a sample, and steps go over its samples again and again
         return usage, counted.found(), work.found()
+
+
+def _few_of(batch: StepBatch, layout: Layout) -> StepBatch:
+    """As few micro-batches as the schedule is made for: enough for what a first step makes."""
+    few = 2 if layout.schedule in ("1f1b", "gpipe") else max(layout.pipeline, 2)
+    return replace(batch, micro_batches=batch.micro_batches[:few])
 
 
 def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valueless) -> Rehearsal:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from samestep.comm.operands import operands
 
 _COUNTED = frozenset({"aten", "prims"})
 # First and second factor among the arguments.
@@ -30,15 +31,24 @@ class StepWork:
     """What a rank's operators did in one step."""
 
     products: Mapping[Sides, int]  # matrix products, and how often each
-    other_flops: float  # of attention kernels and convolutions
+    attention_flops: float  # of attention kernels
+    other_flops: float  # of convolutions
     bytes: float  # read and written by what is no product
     operators: int
 
     @property
     def flops(self) -> float:
         """Multiplications and additions."""
-        of_products = sum(2.0 * m * n * k * count * times for (m, n, k, count), times in self.products.items())
-        return of_products + self.other_flops
+        return self.product_flops + self.attention_flops + self.other_flops
+
+    @property
+    def product_flops(self) -> float:
+        return sum(2.0 * m * n * k * count * times for (m, n, k, count), times in self.products.items())
+
+    @property
+    def product_elements(self) -> float:
+        """Numbers in the factors and results of products."""
+        return sum(float(m * k + k * n + m * n) * count * times for (m, n, k, count), times in self.products.items())
 
     def to_json(self) -> dict[str, Any]:
         return {"flops": self.flops, "bytes": self.bytes, "operators": self.operators}
@@ -47,6 +57,7 @@ class StepWork:
 @dataclass
 class _Sums:
     products: Counter[Sides] = field(default_factory=Counter)
+    attention_flops: float = 0.0
     other_flops: float = 0.0
     bytes: float = 0.0
     operators: int = 0
@@ -62,7 +73,11 @@ class CountedWork(TorchDispatchMode):
     def found(self) -> StepWork:
         sums = self._sums
         return StepWork(
-            products=dict(sums.products), other_flops=sums.other_flops, bytes=sums.bytes, operators=sums.operators
+            products=dict(sums.products),
+            attention_flops=sums.attention_flops,
+            other_flops=sums.other_flops,
+            bytes=sums.bytes,
+            operators=sums.operators,
         )
 
     def __torch_dispatch__(
@@ -83,16 +98,16 @@ class CountedWork(TorchDispatchMode):
             one, other = (args[place] for place in _PRODUCTS[name])
             batch = one.shape[0] if one.dim() == 3 else 1
             sums.products[int(one.shape[-2]), int(other.shape[-1]), int(one.shape[-1]), int(batch)] += 1
+        elif "scaled_dot_product" in name:
+            sums.attention_flops += _attention_flops(name, args)
         elif func.overloadpacket in flop_registry:
             sums.other_flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
-        elif "scaled_dot_product" in name:
-            sums.other_flops += _attention_flops(name, args)
         else:
-            sums.bytes += sum(map(_nbytes, pytree.tree_leaves((args, kwargs, result))))
+            sums.bytes += sum(map(_nbytes, operands(args, kwargs, result)))
 
 
 def _attention_flops(name: str, args: Sequence[Any]) -> float:
-    """Two products in the forward, five in the backward (arXiv 2205.14135), where PyTorch has no formula."""
+    """Two products in the forward, five in the backward (arXiv 2205.14135)."""
     tensors = [each for each in args if isinstance(each, Tensor) and each.dim() == 4]
     backward = "backward" in name
     query, key = tensors[1:3] if backward else tensors[:2]
@@ -100,5 +115,5 @@ def _attention_flops(name: str, args: Sequence[Any]) -> float:
     return (5 if backward else 2) * 2.0 * batch * heads * tokens * key.shape[2] * dim
 
 
-def _nbytes(leaf: Any) -> float:
-    return float(leaf.nbytes) if isinstance(leaf, Tensor) and leaf.layout is torch.strided else 0.0
+def _nbytes(tensor: Tensor) -> float:
+    return float(tensor.nbytes) if tensor.layout is torch.strided else 0.0

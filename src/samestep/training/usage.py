@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from samestep.comm.operands import operands
 from samestep.comm.traffic import Traffic
 from samestep.parallel.holdings import Holdings
+from samestep.parallel.valueless import has_values
 from samestep.tasks.base import Work
 
 # Operators of FSDP2 that put whole parameters together from shards of them.
@@ -145,11 +146,12 @@ class Allocations(TorchDispatchMode):
 
 
 def _storages(nest: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in pytree.tree_leaves(nest) if _is_plain(leaf)]
+    return [tensor.untyped_storage() for tensor in operands(nest) if _is_plain(tensor)]
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
+def _is_plain(tensor: Tensor) -> bool:
+    # Tensors without values are asked for no device: they answer by an operator of their own, past every mode.
+    return tensor.layout is torch.strided and (not has_values(tensor) or tensor.device.type != "meta")
 
 
 _TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -233,9 +235,9 @@ class Holder(Protocol):
     def sent(self) -> Mapping[str, int]: ...
 
 
-def measured(trainer: Holder, step: Callable[[], Report]) -> tuple[Report, Usage]:
-    """Take a step, slower than others, and say what this rank held and sent in it."""
-    traffic, allocations = Traffic(), Allocations()
+def measured(trainer: Holder, step: Callable[[], Report], traffic: Traffic | None = None) -> tuple[Report, Usage]:
+    """Take a step, slower than others, and say what this rank held and sent in it. `traffic` counts the latter."""
+    traffic, allocations = Traffic() if traffic is None else traffic, Allocations()
     with allocations.follow(), traffic:
         report = step()
     held = trainer.holdings()

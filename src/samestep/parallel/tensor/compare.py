@@ -24,6 +24,7 @@ from samestep.parallel.tensor.plan import Plan
 from samestep.parallel.tensor.sequence_parallel import Stream
 from samestep.parallel.tensor.vocab_parallel import Vocabulary, agree, near
 from samestep.parallel.trace import first_line
+from samestep.parallel.valueless import has_values
 from samestep.tasks.base import call
 
 
@@ -252,6 +253,8 @@ def _mark(tensor: Tensor) -> Tensor:
     """A number for each index of dimension 1, which differs where tensors do: [batch, tokens, ...] -> [tokens]."""
     if isinstance(tensor, DTensor) or tensor.ndim < 2:
         return tensor.detach().new_zeros(())
+    if not has_values(tensor):
+        return tensor.detach().new_empty(tensor.shape[1])
     rows = tensor.detach().transpose(0, 1).flatten(1)  # [tokens, numbers]
     weights = torch.linspace(1, 2, rows.shape[1], dtype=rows.dtype, device=rows.device)
     return rows.masked_fill(rows.isinf(), 0) @ weights

@@ -1,0 +1,76 @@
+"""A plan beside the run that came of it: each term as it was planned and as it was, and which one is off most."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.job_plan.predict import Prediction
+
+PLAN_FILE = "plan.json"
+STEP = "step"
+_FIRST = 3  # steps that are not like the others: buffers and optimizer state are made, and bytes are counted
+_COMPUTE = ("products", "attention", "passes", "operators")
+_MESSAGES = ("messages", "bytes sent")
+_HELD = ("parameters", "optimizer_state", "activations", "gathered_and_gradients")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One number of a plan, and what the run had."""
+
+    name: str
+    planned: float
+    measured: float
+    unit: str  # "s" or "B"
+
+    @property
+    def error(self) -> float | None:
+        """Relative to what was measured; None where that is nothing."""
+        return self.planned / self.measured - 1 if self.measured else None
+
+
+def write_plan(prediction: "Prediction", folder: Path) -> None:
+    """Leave a plan in the folder of its run, where `samestep doctor` finds it."""
+    (folder / PLAN_FILE).write_text(json.dumps(prediction.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequence[float]) -> list[Term]:
+    """The terms of a plan (`Prediction.to_json`) and of its run (report.json, and the seconds of its steps).
+
+    First the whole step, then its parts: what a rank computes by itself, and the rest, which is messages and waiting
+    for others; then what the fullest rank held, and what the rank that sends most has sent.
+    """
+    late = step_seconds[_FIRST:] or step_seconds
+    found: list[Term] = []
+    if late:
+        step = median(late)
+        parts = plan["seconds_by_cause"]
+        own = min(max(report.get("own_step_seconds") or [step]), step)
+        found = [
+            Term(name=STEP, planned=plan["step_seconds"], measured=step, unit="s"),
+            Term(name="computing", planned=sum(parts.get(cause, 0.0) for cause in _COMPUTE), measured=own, unit="s"),
+            Term(
+                name="messages and waiting",
+                planned=sum(parts.get(cause, 0.0) for cause in _MESSAGES),
+                measured=step - own,
+                unit="s",
+            ),
+        ]
+    planned, held = plan["usage_bytes"], report.get("usage_bytes") or []
+    if planned and held:
+        for name in _HELD:
+            most = [max(each[name] for each in ranks) for ranks in (planned, held)]
+            found.append(Term(name=name.replace("_", " "), planned=most[0], measured=most[1], unit="B"))
+        sent = [max(sum(each["sent"].values()) for each in ranks) for ranks in (planned, held)]
+        found.append(Term(name="sent", planned=sent[0], measured=sent[1], unit="B"))
+    return found
+
+
+def furthest(found: Sequence[Term], unit: str) -> Term | None:
+    """The part whose difference is the largest, of those in a unit."""
+    parts = [term for term in found if term.unit == unit and term.name != STEP]
+    return max(parts, key=lambda term: abs(term.planned - term.measured), default=None)
