@@ -6,13 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -267,11 +268,7 @@ def end_children() -> None:
     """Kill this process's children, each with the process group that it leads, and the ranks that it had forked."""
     for child in multiprocessing.active_children():
         child.kill()  # the fork server is its parent, and its group is this process's
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # pid (name) state parent group ...; the name may hold anything
-            parent, group = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1:3]
-            if int(parent) == os.getpid() and int(group) == int(folder.name):
-                os.killpg(int(group), signal.SIGKILL)
-        except (OSError, ValueError):
-            continue
+    for child in psutil.Process().children():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(child.pid) == child.pid:
+                os.killpg(child.pid, signal.SIGKILL)
