@@ -30,7 +30,10 @@ def main() -> None:
     parser.add_argument("job", nargs="?", type=Path, default=EXAMPLE)
     options = parser.parse_args()
     task = resolve(jobfile.load(options.job).job.recipe)
-    train, held_out = pairs_of(task.train_set()), pairs_of(task.eval_set())
+    samples = task.eval_set()
+    if samples is None:
+        raise SystemExit(f"{options.job} holds nothing out, so there is nothing to guess")
+    train, held_out = pairs_of(task.train_set()), pairs_of(samples)
     tokens = 1 + int(max(train.max(), held_out.max()))
     most = len(train) * 9 // 10
     best = min(STRENGTHS, key=lambda strength: of_pairs(train[:most], train[most:], tokens, strength))

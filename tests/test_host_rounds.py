@@ -26,7 +26,7 @@ class OneHost:
     name = "host-a"
 
     def __init__(self) -> None:
-        self.alive = self
+        self.heartbeat = self
         self.round: Any = None
         self._posts: dict[str, Any] = {}
 

@@ -237,7 +237,10 @@ def test_another_samestep_at_the_far_end_says_so(changes: Mapping[str, Any], say
     first, second = remote_agent.request([part(0, 1, host="a")], ".", {}).splitlines()
     asked = json.dumps({**json.loads(second), **changes}).encode()
     done = subprocess.run(
-        remote_agent.far_end([sys.executable]), input=b"\n".join([first, asked, b""]), capture_output=True, timeout=60
+        remote_agent.agent_command([sys.executable]),
+        input=b"\n".join([first, asked, b""]),
+        capture_output=True,
+        timeout=60,
     )
     assert done.returncode == 2
     *_, told = [json.loads(line.removeprefix(remote_agent.MARK)) for line in done.stdout.splitlines()]

@@ -20,12 +20,15 @@ import samestep
 from samestep.comm.mesh import build_mesh
 from samestep.data.loader import StepBatch
 from samestep.data.order import SampleOrder
+from samestep.engines.base import Preparation
 from samestep.engines.parameter_server.engine import ParameterServer
+from samestep.engines.parameter_server.member import ServerSetup
 from samestep.engines.parameter_server.messages import Answer, PointToPoint, Push, Pushed, Told
 from samestep.engines.parameter_server.server import AsynchronousServer
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters, bounds_of, boxes, chunks_of, spans_of
 from samestep.engines.precision import Precision
+from samestep.engines.setup import TrainerSetup
 from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
@@ -275,22 +278,27 @@ def test_a_late_gradient_is_compensated_and_the_fast_worker_waits() -> None:
         in_order = list(chunks.values())
         fast, slow = 1, 2
         wire = Scripted([(fast, _pushed(a, in_order)), (fast, _pushed(b, in_order)), (slow, _pushed(c, in_order))])
-        server = AsynchronousServer(
-            number=0,
-            chunks=chunks,
-            model=model,
-            spread_model=spread_model,
-            optimizer=torch.optim.SGD(chunks, lr=0.1),
-            schedule=None,
-            precision=precision,
-            clip=None,
+        optimizer = torch.optim.SGD(chunks, lr=0.1)
+        how = Preparation(
+            layout=Layout(),
             mesh=mesh,
             device=world.device,
-            flat=flat,
-            roles=Roles.of(settings, 3),
-            settings=settings,
-            wire=wire,
+            precision="fp64",
+            clip=None,
+            optimizer_of=lambda _: optimizer,
+            schedule_of=lambda _: None,
+            details=Details(),
         )
+        setup = TrainerSetup(
+            how=how,
+            model=model,
+            spread_model=spread_model,
+            optimizer=optimizer,
+            schedule=None,
+            precision=precision,
+        )
+        shared = ServerSetup(flat=flat, roles=Roles.of(settings, 3), settings=settings, wire=wire)
+        server = AsynchronousServer(setup, shared, chunks, number=0)
         before = flat.values.clone()
         server.step(StepBatch(step=0, epoch=0, micro_batches=[], global_samples=2, data_seconds=0), Points().loss)
         # Each gradient has half the batch, so half the rate. The slow worker's is two updates late.

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 import samestep.launch.rendezvous
 from samestep import environment
 from samestep.launch.network import LOOPBACK, store_at
-from samestep.launch.rendezvous import BACKEND, SeveralHosts
+from samestep.launch.rendezvous import BACKEND, MultiNodeRendezvous
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,8 +25,8 @@ def store() -> TCPStore:
     return served
 
 
-def host(node: int, store: TCPStore) -> SeveralHosts:
-    return SeveralHosts(
+def host(node: int, store: TCPStore) -> MultiNodeRendezvous:
+    return MultiNodeRendezvous(
         RendezvousParameters(
             backend=BACKEND,
             endpoint=f"{LOOPBACK}:{store.port}",
@@ -40,7 +40,7 @@ def host(node: int, store: TCPStore) -> SeveralHosts:
     )
 
 
-def meets(host: SeveralHosts, found: dict[int, RendezvousInfo], *, pauses: bool) -> threading.Thread:
+def meets(host: MultiNodeRendezvous, found: dict[int, RendezvousInfo], *, pauses: bool) -> threading.Thread:
     def meet() -> None:
         if pauses:
             # As a process that stands still when all have come: it has met, says no word in the round, and is missed.

@@ -101,14 +101,14 @@ class Agreeing:
     """A host that agrees with the others, in a thread of its own."""
 
     def __init__(self, node_rank: int, port: int) -> None:
-        self._roll_call = Handshake(part(node_rank, port))
+        self._handshake = Handshake(part(node_rank, port))
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._agree, daemon=True)
         self._thread.start()
 
     def _agree(self) -> None:
         try:
-            self._roll_call.agree()
+            self._handshake.agree()
         except Exception as error:
             self.error = error
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import tested
+from page_parts import write_parts
 
 pytestmark = pytest.mark.quick
 
@@ -52,5 +53,5 @@ def test_words_that_have_no_chinese_are_refused() -> None:
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "tested.md"
     page.write_text("no table", encoding="utf-8")
-    with pytest.raises(SystemExit, match="has not the marks"):
-        tested.write(page, "a table")
+    with pytest.raises(SystemExit, match="has 0 parts <!-- tested -->"):
+        write_parts(page, {"tested": "a table"})

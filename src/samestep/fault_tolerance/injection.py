@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from samestep.job import Inject
 
@@ -20,9 +21,9 @@ def run_out_of_memory() -> None:
     """Allocate until there is no more. Always raises MemoryError, and leaves the limit as it was."""
     if sys.platform != "linux":
         raise MemoryError("planted: no memory is left (this system can't limit a process)")
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    held = psutil.Process().memory_info().vms  # bytes of address space
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _ROOM, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (held + _ROOM, hard))
     taken: list[bytearray] = []
     try:
         while len(taken) * _BLOCK <= _ROOM:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from samestep.fault_tolerance import collective_counts, pace, stacks, status
 from samestep.fault_tolerance.collective_counts import Counts, members
 from samestep.fault_tolerance.pace import Slowest
@@ -69,11 +71,10 @@ class Handle:
     def processor_seconds(self) -> float:
         """How long it has computed so far; 0 where the system does not tell."""
         try:
-            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
             return 0.0
-        user, system = status.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return times.user + times.system
 
     def kill(self) -> None:
         """End it at once."""
@@ -97,10 +98,9 @@ _WAITING = ("torch/distributed/", "torch/autograd/", "torch/nn/parallel/")
 def stopped(pid: int) -> bool:
     """Whether a process was stopped by SIGSTOP or a debugger; False where the system does not tell."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
         return False
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def behind(entered: Mapping[int, Counts]) -> list[int]:

@@ -6,13 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -61,7 +62,7 @@ class _Agent:
         self._part = part
         self._store: dist.TCPStore | None = None  # that this host serves where it is alone
         self._signals = signals
-        self._roll_call: Handshake | None = None
+        self._handshake: Handshake | None = None
 
     def take_part(self) -> Outcome:
         """Raises SignalException where a signal ends it."""
@@ -71,15 +72,15 @@ class _Agent:
             if part.address is None:  # it meets no other host, in a store that no other host reaches
                 self._store = store_at(LOOPBACK)
                 part = replace(part, address=LOOPBACK, port=self._store.port)
-            self._roll_call = Handshake(part)
-            self._roll_call.agree()
-            outcome = _Ranks(part, program, self._signals, self._roll_call).run()
+            self._handshake = Handshake(part)
+            self._handshake.agree()
+            outcome = _Ranks(part, program, self._signals, self._handshake).run()
             if outcome.exit_code == 0:
-                self._roll_call.tell_success()
+                self._handshake.tell_success()
             return outcome
         except JobOverError as error:
             # A host that was lost may come back when the others are done.
-            well = self._roll_call is not None and self._roll_call.succeeded(_SETTLE)
+            well = self._handshake is not None and self._handshake.succeeded(_SETTLE)
             return Outcome() if well else Outcome(exit_code=1, message=str(error))
         except UserError as error:
             return Outcome(exit_code=2, message=str(error))
@@ -89,30 +90,30 @@ class _Agent:
     def interrupted(self) -> Outcome:
         """What is told after a signal."""
         number = self._signals.number
-        if self._roll_call is not None and not self._part.elastic:
-            self._roll_call.end(f"{self._part.host} was told to stop by {signal.Signals(number).name}")
+        if self._handshake is not None and not self._part.elastic:
+            self._handshake.end(f"{self._part.host} was told to stop by {signal.Signals(number).name}")
         return Outcome(exit_code=128 + number, message=f"stopped by signal {number}")
 
     def leave(self, outcome: Outcome) -> Outcome:
         """The last that is heard of the other hosts, and what is then known of the end."""
-        if self._roll_call is None:
+        if self._handshake is None:
             return outcome
         if outcome.exit_code != 0 and not self._part.controlled and self._part.most > 1:
-            outcome = _over_all_hosts(outcome, self._roll_call)
-        self._roll_call.leave(_SETTLE)
+            outcome = _over_all_hosts(outcome, self._handshake)
+        self._handshake.leave(_SETTLE)
         return outcome
 
 
-def _over_all_hosts(outcome: Outcome, roll_call: Handshake) -> Outcome:
+def _over_all_hosts(outcome: Outcome, handshake: Handshake) -> Outcome:
     """What one host knows of the end, after what the others tell."""
     if outcome.failure is not None:
         time.sleep(_SETTLE / 2)
-    told = roll_call.failures()
+    told = handshake.failures()
     # The host whose rank failed first ends the job, and then tells why.
     until = time.monotonic() + _SETTLE
     while outcome.failure is None and told == [] and time.monotonic() < until:
         time.sleep(0.1)
-        told = roll_call.failures()
+        told = handshake.failures()
     return of_failures([*(told or ()), *([outcome.failure] if outcome.failure is not None else ())]) or outcome
 
 
@@ -127,11 +128,11 @@ def _program(part: NodeSpec) -> list[str]:
 class _Ranks:
     """The ranks of this host, in as many rounds as it takes."""
 
-    def __init__(self, part: NodeSpec, program: Sequence[str], signals: "_Signals", roll_call: Handshake) -> None:
+    def __init__(self, part: NodeSpec, program: Sequence[str], signals: "_Signals", handshake: Handshake) -> None:
         self._part = part
         self._program = program
         self._signals = signals
-        self._roll_call = roll_call
+        self._handshake = handshake
         self._over = threading.Event()
         self._ended: str | None = None  # why, where the job ended elsewhere
 
@@ -184,7 +185,7 @@ class _Ranks:
         rendezvous.register()
         return {
             "rdzv_backend": rendezvous.BACKEND,
-            "rdzv_endpoint": f"{self._roll_call.address}:{part.port}",
+            "rdzv_endpoint": f"{self._handshake.address}:{part.port}",
             "rdzv_configs": {
                 "node_rank": part.node_rank,
                 "name": part.host,
@@ -202,7 +203,7 @@ class _Ranks:
     def _failed(self, find: Callable[[], Failure]) -> Outcome:
         self._over.set()  # that the job has ended is then no news from elsewhere, also while the files are read
         failure = find()
-        self._roll_call.tell_failure(failure)
+        self._handshake.tell_failure(failure)
         outcome = of_failures([failure])
         assert outcome is not None
         return outcome
@@ -221,8 +222,8 @@ class _Ranks:
     def _look(self) -> None:
         while not self._over.wait(_LOOK):
             try:
-                self._roll_call.tell_time()
-                self._ended = self._roll_call.ended()
+                self._handshake.tell_time()
+                self._ended = self._handshake.ended()
             except StartError:
                 return  # whether the job can go on without its store is not decided here
             if self._ended is not None and not self._over.is_set():
@@ -267,11 +268,7 @@ def end_children() -> None:
     """Kill this process's children, each with the process group that it leads, and the ranks that it had forked."""
     for child in multiprocessing.active_children():
         child.kill()  # the fork server is its parent, and its group is this process's
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # pid (name) state parent group ...; the name may hold anything
-            parent, group = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1:3]
-            if int(parent) == os.getpid() and int(group) == int(folder.name):
-                os.killpg(int(group), signal.SIGKILL)
-        except (OSError, ValueError):
-            continue
+    for child in psutil.Process().children():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(child.pid) == child.pid:
+                os.killpg(child.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""HostAgent: PyTorch's elastic agent, as one of a job's hosts' that notice each other's deaths.
+"""NodeElasticAgent: PyTorch's elastic agent on each host of a job, where hosts detect each other's failures.
 
 What it adds: ranks that wait for a host that is gone are ended without waiting for their own time limits; where a
 host joins, ranks get notice and save before all start again; all hosts count the same restarts.
@@ -32,7 +32,7 @@ from samestep.fault_tolerance.watchdog import Handle, Hang
 from samestep.launch import fork_server
 from samestep.launch.logs import RankFiles
 from samestep.launch.node_heartbeat import Lost
-from samestep.launch.rendezvous import BROKEN, SeveralHosts
+from samestep.launch.rendezvous import BROKEN, MultiNodeRendezvous
 from samestep.launch.rounds import NodeRounds, RanksEnded, say
 from samestep.launch.worker import arguments_of, run_forked, warm_up
 from samestep.run_folder import RunPlace
@@ -79,7 +79,7 @@ class NodeElasticAgent(_ElasticAgent):
             log_line_prefix_template=config.log_line_prefix_template,
             shutdown_timeout=config.shutdown_timeout or 0,
         )
-        assert isinstance(spec.rdzv_handler, SeveralHosts)
+        assert isinstance(spec.rdzv_handler, MultiNodeRendezvous)
         self._hosts = spec.rdzv_handler
         self._files = config.logs_specs
         self._rounds = NodeRounds(self._hosts, place, memory, run)
@@ -159,7 +159,7 @@ class NodeElasticAgent(_ElasticAgent):
             self._hosts.ask_for_round()
             return RunResult(state=WorkerState.HEALTHY)
         self._why = self._explain(result.failures)
-        self._hosts.alive.leave("failed")
+        self._hosts.heartbeat.leave("failed")
         if _USERS_MISTAKE in codes:
             self._remaining_restarts = 0  # it would be made again
         return result
@@ -192,8 +192,8 @@ class NodeElasticAgent(_ElasticAgent):
 
     def _when_all_are_done(self, result: RunResult) -> RunResult:
         """Hosts end together: one that is lost before leaves a round that has to be taken once more."""
-        self._hosts.alive.done()
-        while not self._hosts.alive.all_done:
+        self._hosts.heartbeat.done()
+        while not self._hosts.heartbeat.all_done:
             lost = self._hosts.lost()
             if lost is not None and lost.what == "store":
                 break  # nothing is left to be done here, and there is no store to ask
@@ -217,10 +217,10 @@ class NodeElasticAgent(_ElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if not self._at_once and self._why is None:
-            self._hosts.alive.leave("changes")
+            self._hosts.heartbeat.leave("changes")
             self._let_stop()
         elif self._why is None:
-            self._hosts.alive.leave("failed")
+            self._hosts.heartbeat.leave("failed")
         for rank in self._ranks:
             rank.kill()
             rank.close()
@@ -244,7 +244,7 @@ class NodeElasticAgent(_ElasticAgent):
         # A rank whose starter passes signals on takes no notice of those that a terminal sends to all.
         del death_sig
         if not self._at_once and self._why is None:
-            self._hosts.alive.leave("changes")
+            self._hosts.heartbeat.leave("changes")
         super()._shutdown(signal.SIGTERM, min(timeout, self._shutdown_within))
 
 
@@ -270,7 +270,7 @@ def run(
     if forked is not None:
         warm_up()
     hosts = rendezvous_handler_registry.create_handler(parameters)
-    assert isinstance(hosts, SeveralHosts)
+    assert isinstance(hosts, MultiNodeRendezvous)
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,

@@ -52,7 +52,7 @@ class Failure:
         """How its process ended."""
         if self.hung:
             return "it hung, and was ended"
-        return f"exit code {self.exit_code}" if self.exit_code >= 0 else _signal(-self.exit_code)
+        return f"exit code {self.exit_code}" if self.exit_code >= 0 else ended_by(-self.exit_code)
 
     def __str__(self) -> str:
         text = f"rank {self.rank} on {self.host} failed first: {self.how}"
@@ -61,7 +61,8 @@ class Failure:
         return f"{text}\nall that it wrote: {self.host}:{self.log}"
 
 
-def _signal(number: int) -> str:
+def ended_by(number: int) -> str:
+    """In words, that a signal ended a process."""
     try:
         name = signal.Signals(number).name
     except ValueError:

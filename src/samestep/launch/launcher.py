@@ -219,7 +219,7 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
     cluster = found.cluster
     fewest, most = _nodes(wanted, len(cluster.hosts))
     job = _job_of(found, wanted)
-    ways = LaunchOptions(
+    options = LaunchOptions(
         ssh=wanted.ssh,
         remote_python=wanted.remote_python,
         ray=wanted.ray,
@@ -231,9 +231,9 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
     others = [host.name for number, host in enumerate(cluster.hosts) if number != cluster.this]
     try:
         if wanted.address is not None:
-            address = store_address.to_meet_at(wanted.address, (starter.resolve(host, ways) for host in others))
+            address = store_address.to_meet_at(wanted.address, (starter.resolve(host, options) for host in others))
         else:
-            address = address_towards(starter.resolve(others[0], ways))
+            address = address_towards(starter.resolve(others[0], options))
         store = store_at(address, wanted.port or 0)
     except OSError as error:
         raise UserError(_no_store(wanted, others[0], error)) from None
@@ -252,7 +252,7 @@ def _from_here(found: FoundCluster, wanted: LaunchRequest, variables: Variables)
     if variables.kept_back:
         names = ", ".join(variables.kept_back)
         print(f"samestep: {starter.kept_back}, since it may be secret: {names}; --pass NAME does", file=sys.stderr)
-    brings = starter.bring(parts, ways)
+    brings = starter.bring(parts, options)
     controller = Controller(
         brings, wanted.folder, variables.values, grace_period=wanted.grace_period, elastic=fewest != most
     )

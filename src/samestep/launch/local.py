@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from samestep import environment
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
 from samestep.launch import fork_server, single_node_rendezvous
+from samestep.launch.failure import ended_by
 from samestep.launch.fork_server import end_with_starter
 from samestep.launch.torch_elastic import silent_agent
 
@@ -132,10 +133,7 @@ def _first_failure(folder: Path, error: ChildFailedError) -> Exception:
 def _exit_reason(exit_code: int) -> str:
     if exit_code >= 0:
         return f"its process ended with exit code {exit_code} and gave no reason; what it printed stands above"
-    reason = f"its process was ended by {signal.Signals(-exit_code).name}"
-    if exit_code == -signal.SIGKILL:
-        reason += "; the system kills so when memory runs out"
-    return reason
+    return f"its process was {ended_by(-exit_code)}"
 
 
 def _check_main_guard() -> None:

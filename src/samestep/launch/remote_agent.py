@@ -33,7 +33,7 @@ _FIRST = (
 )
 
 
-def far_end(python: Sequence[str]) -> list[str]:
+def agent_command(python: Sequence[str]) -> list[str]:
     """The command of a remote agent, the same for every job."""
     return [*python, "-c", _FIRST]
 

@@ -28,7 +28,7 @@ from samestep.errors import HostLostError
 from samestep.launch.network import address_towards, reach, store_at, store_client
 from samestep.launch.node_heartbeat import Lost, NodeHeartbeat, Peer
 from samestep.launch.node_spec import Limits
-from samestep.launch.single_node_rendezvous import OneHostRendezvous
+from samestep.launch.single_node_rendezvous import SingleNodeRendezvous
 
 _APART = 0.5  # seconds; PyTorch's rendezvous itself looks once a second
 
@@ -84,7 +84,7 @@ class HostRound:
     store: Store
 
 
-class SeveralHosts(RendezvousHandler):
+class MultiNodeRendezvous(RendezvousHandler):
     """One host's agent among several, or alone."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -97,7 +97,7 @@ class SeveralHosts(RendezvousHandler):
         self._address: str = parameters.local_addr or address_towards(self._store_address)
         self.name: str = parameters.get("name") or self._address
         self._timeout = _Timeout(self.limits)
-        self._store, self.alive = self._reached()
+        self._store, self.heartbeat = self._reached()
         self._inner = self._handler(self._store)
         self._waiting: Waiting | None = None
         self._asked = 0
@@ -152,7 +152,7 @@ class SeveralHosts(RendezvousHandler):
     def shutdown(self) -> bool:
         """Close the job to all hosts; without effect where its store is gone."""
         self._end_round()
-        self.alive.close()
+        self.heartbeat.close()
         with suppress(*BROKEN):
             return self._inner.shutdown()
         return False
@@ -162,23 +162,23 @@ class SeveralHosts(RendezvousHandler):
     def leave(self) -> None:
         """Take part no more; the others go on where they may."""
         self._end_round()
-        self.alive.leave("failed")
-        self.alive.close()
+        self.heartbeat.leave("failed")
+        self.heartbeat.close()
 
     def lost(self) -> Lost | None:
         """Why the present round is over for this host; None where it is not."""
-        return self.alive.lost()
+        return self.heartbeat.lost()
 
     def come_back(self) -> None:
         """Reach the store again after it was lost. Raises HostLostError where that takes too long."""
         at = self._store_address, self._store_port
-        self.alive.close()
+        self.heartbeat.close()
         until = time.monotonic() + self.limits.come_back
         while True:
             found = reach(*at, within=min(1.0, max(0.1, until - time.monotonic())))
             if found == "answers":
                 with suppress(HostLostError):
-                    self._store, self.alive = self._reached(self.alive.identity)
+                    self._store, self.heartbeat = self._reached(self.heartbeat.identity)
                     break
             if found == "refuses" or time.monotonic() > until:
                 what = "has ended" if found == "refuses" else "could not be reached again"
@@ -224,7 +224,7 @@ class SeveralHosts(RendezvousHandler):
     def _handler(self, store: TCPStore) -> RendezvousHandler:
         parameters = self._parameters
         if parameters.max_nodes == 1:
-            return OneHostRendezvous(parameters.run_id)
+            return SingleNodeRendezvous(parameters.run_id)
         return DynamicRendezvousHandler.from_backend(
             parameters.run_id,
             store,
@@ -271,7 +271,7 @@ class SeveralHosts(RendezvousHandler):
         )
 
     def _members(self, store: TCPStore, rank: int, size: int) -> tuple[Member, ...]:
-        mine = Member(node=self.node, name=self.name, address=self._address, agent=self.alive.agent)
+        mine = Member(node=self.node, name=self.name, address=self._address, agent=self.heartbeat.agent)
         store.set(f"samestep/member/{rank}", json.dumps(asdict(mine)))
         found = store.multi_get([f"samestep/member/{each}" for each in range(size)])
         return tuple(Member(**json.loads(member)) for member in found)
@@ -298,7 +298,7 @@ class _Timeout(RendezvousTimeout):
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return SeveralHosts(parameters)
+    return MultiNodeRendezvous(parameters)
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""HostRounds: what one host's agent does in each round: it looks after its ranks, and tells what ended a round.
+"""NodeRounds: what one host's agent does in each round: it watches its ranks, and posts what ended a round.
 
 Every host that ends a round posts what it knows of the reason. The first host of the next round finds the root cause
 among them, and tells it once its ranks take steps again.
@@ -20,7 +20,7 @@ from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, first_
 from samestep.fault_tolerance.job_info import JobInfo
 from samestep.fault_tolerance.status import Progress
 from samestep.fault_tolerance.watchdog import Elsewhere, Hang, Watchdog
-from samestep.launch.rendezvous import HostRound, SeveralHosts
+from samestep.launch.rendezvous import HostRound, MultiNodeRendezvous
 from samestep.run_folder import RunPlace
 
 _OTHERS = 2.0  # seconds in which all hosts have told why the last round ended
@@ -42,7 +42,7 @@ class RanksEnded:
 class NodeRounds:
     """One host's rounds of a job."""
 
-    def __init__(self, hosts: SeveralHosts, place: Path, memory: Path, run: RunPlace | None) -> None:
+    def __init__(self, hosts: MultiNodeRendezvous, place: Path, memory: Path, run: RunPlace | None) -> None:
         """`place` and `memory` are folders of this host, the second in memory, that go with its agent.
 
         `run`: what a job of samestep's says of its run's folder.
@@ -108,7 +108,7 @@ class NodeRounds:
         self._watch = Watchdog(self._folder, ranks, limit=None, goes_on=self._goes_on, elsewhere=self._elsewhere)
         self._watch.__enter__()
         self._hosts.post(f"ranks/{round_.number}/{self._hosts.node}", {"ranks": list(ranks)})
-        self._hosts.alive.enter(round_.number, self._hosts.peers(), self._word)
+        self._hosts.heartbeat.enter(round_.number, self._hosts.peers(), self._word)
 
     def look(self) -> None:
         """See what the ranks say of their job; to be called again and again."""
@@ -169,7 +169,7 @@ class NodeRounds:
         return {"ranks": ranks, "entered": watch.entered}
 
     def _elsewhere(self) -> Elsewhere:
-        words = self._hosts.alive.said.values()
+        words = self._hosts.heartbeat.said.values()
         return Elsewhere(
             ranks=[Progress(**each) for word in words for each in word.get("ranks", ())],
             entered={int(rank): mine for word in words for rank, mine in word.get("entered", {}).items()},

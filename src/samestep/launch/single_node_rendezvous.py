@@ -18,7 +18,7 @@ from samestep.launch.network import LOOPBACK, store_at
 BACKEND = "samestep-one-host"
 
 
-class OneHostRendezvous(RendezvousHandler):
+class SingleNodeRendezvous(RendezvousHandler):
     """One agent, which is complete by itself. Its store is also where the ranks meet."""
 
     def __init__(self, run_id: str) -> None:
@@ -56,7 +56,7 @@ class OneHostRendezvous(RendezvousHandler):
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return OneHostRendezvous(parameters.run_id)
+    return SingleNodeRendezvous(parameters.run_id)
 
 
 def register() -> None:

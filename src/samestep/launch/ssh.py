@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.remote_agent import far_end
+from samestep.launch.remote_agent import agent_command
 from samestep.launch.starter import AgentCommand, LaunchOptions, Starter
 
 _ALIVE = 2  # seconds between two questions whether a host is there
@@ -32,25 +32,25 @@ def _options(silence: float) -> tuple[str, ...]:
     )
 
 
-def _bring(parts: Sequence[NodeSpec], ways: LaunchOptions) -> list[AgentCommand]:
+def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
     # The shell at the other end reads this one line, and nothing of the user's but the path of Python is in it.
-    line = shlex.join(far_end(ways.remote_python))
+    line = shlex.join(agent_command(options.remote_python))
     return [
         AgentCommand(
-            command=tuple(far_end([sys.executable]))
-            if part.node_rank == ways.this
-            else (*ways.ssh, *_options(ways.silence), "--", part.host, line),
+            command=tuple(agent_command([sys.executable]))
+            if part.node_rank == options.this
+            else (*options.ssh, *_options(options.silence), "--", part.host, line),
             parts=(part,),
         )
         for part in parts
     ]
 
 
-def _resolve(host: str, ways: LaunchOptions) -> str:
+def _resolve(host: str, options: LaunchOptions) -> str:
     """The name behind a host's, which may be one of OpenSSH's configuration alone."""
     try:
         done = subprocess.run(
-            [*ways.ssh, "-G", "--", host],
+            [*options.ssh, "-G", "--", host],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -39,4 +39,4 @@ class Starter:
     # What becomes of variables that may be secrets, for a message.
     kept_back: str = "not sent to other hosts"
     # What a host's name stands for, in the eyes of this starter: an address or a name that resolves here.
-    resolve: Callable[[str, LaunchOptions], str] = lambda host, ways: host
+    resolve: Callable[[str, LaunchOptions], str] = lambda host, options: host

@@ -21,7 +21,7 @@ from samestep.errors import UserError
 from samestep.launch.cluster import Cluster, Host
 from samestep.launch.environments.base import FoundCluster, PlaceInputs, Read, which
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.remote_agent import far_end
+from samestep.launch.remote_agent import agent_command
 from samestep.launch.starter import AgentCommand, LaunchOptions, Starter
 
 _PATIENCE = 5.0  # seconds for a connection
@@ -115,24 +115,24 @@ _MODULE = "samestep.launch.environments.ray"
 # seconds that one question for output waits
 
 
-def _bring(parts: Sequence[NodeSpec], ways: LaunchOptions) -> list[AgentCommand]:
+def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
     return [
         AgentCommand(
-            command=tuple(far_end([sys.executable]))
-            if part.node_rank == ways.this
-            else (sys.executable, "-m", _MODULE, ways.ray or "auto", part.host),
+            command=tuple(agent_command([sys.executable]))
+            if part.node_rank == options.this
+            else (sys.executable, "-m", _MODULE, options.ray or "auto", part.host),
             parts=(part,),
         )
         for part in parts
     ]
 
 
-class FarEnd:
+class AgentOnNode:
     """On a node: the remote agent's process, its input, and what it prints."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            far_end([sys.executable]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            agent_command([sys.executable]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         self._printed: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
         for number, stream in ((1, self._process.stdout), (2, self._process.stderr)):
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         node = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == host)
         # Of no resources: what the node has is for the agent's ranks. A thread reads while another writes.
-        actor = ray.remote(FarEnd).options(
+        actor = ray.remote(AgentOnNode).options(
             num_cpus=0,
             max_concurrency=4,
             scheduling_strategy=scheduling.NodeAffinitySchedulingStrategy(node, soft=False),

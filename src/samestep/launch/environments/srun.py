@@ -6,14 +6,14 @@ from samestep import environment
 from samestep.launch.environments.base import PlaceInputs
 from samestep.launch.environments.slurm import Slurm
 from samestep.launch.node_spec import NodeSpec
-from samestep.launch.remote_agent import far_end
+from samestep.launch.remote_agent import agent_command
 from samestep.launch.starter import AgentCommand, LaunchOptions, Starter
 
 # What a task of the job is to have. srun would read it as its own options; the agent is one task for all of a node.
 _OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
 
 
-def _bring(parts: Sequence[NodeSpec], ways: LaunchOptions) -> list[AgentCommand]:
+def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
     # srun gives every task what comes on its standard input.
     step = (
         *("srun", f"--nodes={len(parts)}", f"--ntasks={len(parts)}", "--ntasks-per-node=1"),
@@ -24,8 +24,8 @@ def _bring(parts: Sequence[NodeSpec], ways: LaunchOptions) -> list[AgentCommand]
         *(["--no-kill", "--kill-on-bad-exit=0"] if parts[0].elastic else ["--kill-on-bad-exit=0"]),
     )
     # It gives its tasks all variables that it has itself.
-    without = (*_OF_A_TASK, *ways.kept_back)
-    return [AgentCommand(command=(*step, *far_end(ways.remote_python)), parts=tuple(parts), without=without)]
+    without = (*_OF_A_TASK, *options.kept_back)
+    return [AgentCommand(command=(*step, *agent_command(options.remote_python)), parts=tuple(parts), without=without)]
 
 
 def _gpus(parts: Sequence[NodeSpec]) -> list[str]:
