@@ -110,6 +110,11 @@ def _bits(folder: Path) -> Mapping[str, bytes]:
     [
         (["--script", "train.py", "--bits"], "--bits is for run.reduction: ordered of a job file"),
         ([EXAMPLE, "--bits", "--dropout"], "--dropout: --bits compares steps with the recipe's dropout as it is"),
+        (
+            [EXAMPLE, "--bits", "--precision", "bf16"],
+            "--precision: --bits compares steps in the recipe's own precision",
+        ),
+        ([EXAMPLE, "--precision", "fp8"], "a proof in fp8: use fp64, fp32, bf16"),
         ([EXAMPLE, EXAMPLE, "--bits"], "is a second job file, and --bits takes one"),
         ([EXAMPLE, "--bits", "--layout", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
         ([EXAMPLE, "--bits", "--engine", "accelerate"], 'engine "accelerate" does not have; use engine native'),

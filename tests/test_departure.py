@@ -1,6 +1,7 @@
 """A proof that fails names the first module that departs, and where: forward, gradient or update."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import mistakes
 import pytest
@@ -79,7 +80,8 @@ def test_the_first_departure_is_named(
     assert departure is not None
     assert (departure.step, departure.what, departure.module) == (step, what, module)
     if relative is not None:
-        assert departure.relative == pytest.approx(relative, rel=0.05)
+        # Of a row's two numbers the norm is 1e-3 apart, its product with a direction may be more.
+        assert relative <= departure.relative < 3 * relative
 
 
 def test_verify_says_it() -> None:
@@ -89,3 +91,11 @@ def test_verify_says_it() -> None:
     assert proof.to_json()["departure"]["module"] == "1"
     assert proof.departure.words() in proof.words()
     assert proof.departure.words().startswith("first difference: step 1, forward of 1 (relative 0.001")
+
+
+def test_rounding_of_bfloat16_is_no_departure(tmp_path: Path) -> None:
+    known = look(job("right"), resolve(RECIPE), 4, tmp_path)
+    run = Run(layout="single", threads=1, micro_batch=5)
+    in_bfloat16 = proof_job(Job(recipe=RECIPE, run=run), precision="bf16")
+    with join(alone=True, device="cpu", threads=1) as world:
+        assert find(in_bfloat16, resolve(RECIPE), world, Layout(), 4, known) is None

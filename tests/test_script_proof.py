@@ -237,6 +237,7 @@ MISTAKES = {
     "type": ('--script "train.py" --dtype int8', "--dtype int8: use float64"),
     "time": ('--script "train.py" --time-limit 0', "--time-limit is 0; use a number of seconds above 0"),
     "engine": ('--script "train.py" --engine keres', "--engine keres: it can be torch"),
+    "precision": ('--script "train.py" --precision bf16', "--precision goes with a job file"),
     "job option": ('--script "train.py" --layout dp2', "--layout goes with a job file"),
     "both": ('job.yaml --script "train.py"', "job.yaml is a job file, and --script names a script"),
     "neither": ("--steps 3", "verify needs a job file, or a script of your own"),

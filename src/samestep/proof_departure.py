@@ -39,7 +39,7 @@ _MOST_STEPS = 10  # that are looked at
 # Relative to a tensor's largest number, or to the root mean square of all. Rounding has made less of the gradients
 # of every right layout of the tests. Under AdamW it may move a number by a whole step, so parameters are
 # looked at only in float64, and by a wider limit.
-_LIMITS = {"fp64": 1e-9, "fp32": 1e-3}
+_LIMITS = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 5e-2}
 _PARAMETERS_LIMIT = 1e-6
 
 
@@ -127,16 +127,17 @@ def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:
 
     recipe = replace(job.recipe, precision="fp64", communication=None)
     forwards: list[list[dict[str, Any]]] = []
-    with join(alone=True, device=alone.device, threads=alone.threads) as world, _watched() as watch:
+    with join(alone=True, device=alone.device, threads=alone.threads) as world:
         training = Training(replace(job, recipe=recipe, run=alone), task, world, Layout())
+        with _watched() as watch:
 
-        def after(_: StepReport) -> None:
-            tensors = dict(_tensors(training.session.trainer))
-            save({name: value.cpu().clone() for name, value in tensors.items()}, _file(folder, len(forwards)))
-            forwards.append(watch.forwards)
-            watch.forwards = []
+            def after(_: StepReport) -> None:
+                tensors = dict(_tensors(training.session.trainer))
+                save({name: value.cpu().clone() for name, value in tensors.items()}, _file(folder, len(forwards)))
+                forwards.append(watch.forwards)
+                watch.forwards = []
 
-        taken = take(training, min(steps, _MOST_STEPS), "where it departs: one process", after)
+            taken = take(training, min(steps, _MOST_STEPS), "where it departs: one process", after)
     return Looked(folder=folder, losses=taken.losses, forwards=forwards)
 
 
@@ -162,7 +163,7 @@ class _Comparison:
         self._training = training
         self._known = known
         self._world = world
-        self._limit = _LIMITS["fp64" if precision == "fp64" else "fp32"]
+        self._limit = _LIMITS[precision]
         self._exact = precision == "fp64"
         self._step = 0
 
