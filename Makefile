@@ -34,8 +34,9 @@ verify: $(VENV)/installed-dev
 		examples/proof/regression.yaml --layouts all
 
 # Two tests at a time, since most wait for processes; those of a file one by one, since they share what is costly.
+# In the order of tests/conftest.py, not by how many tests a file has.
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Before a commit, in about a minute: style, the types of changed files, and the tests that start no process.
 quick: $(VENV)/installed-dev

@@ -21,7 +21,7 @@ from typing import Any
 
 from samestep import jobfile
 from samestep.api import rehearse_job, time_steps_job
-from samestep.comm_bench.request import Asked, parse_sizes
+from samestep.comm_bench.request import CommRequest, parse_sizes
 from samestep.comm_bench.run import measured as comm_measured
 from samestep.errors import UserError
 from samestep.job import Job
@@ -88,7 +88,7 @@ def main() -> None:
 def all_reduces(file: Path) -> Path:
     """What `samestep comm --processes 2 --collectives all-reduce --json FILE` measures."""
     report = comm_measured(
-        Asked(sizes=parse_sizes("1KB,64KB,1MB,16MB"), device="cpu", collectives=("all-reduce",)), 2
+        CommRequest(sizes=parse_sizes("1KB,64KB,1MB,16MB"), device="cpu", collectives=("all-reduce",)), 2
     )
     assert report is not None  # this process is no rank
     file.write_text(json.dumps(report.to_json()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A small regression whose handwritten runs go wrong on two ranks, in the way that each precision is told."""
+"""A small regression that goes wrong: by hand on two ranks its step is another one, and in bf16 it fails."""
 
 import sys
 from typing import Any
@@ -24,7 +24,7 @@ class MeanError:
 
 
 class Compared(samestep.Task):
-    """33 points on a line. By hand on two ranks the loss is doubled; under autocast it fails there."""
+    """33 points on a line. By hand on two ranks the loss is doubled; under autocast it fails."""
 
     def __init__(self) -> None:
         inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))  # [samples, features]
@@ -42,7 +42,7 @@ class Compared(samestep.Task):
 
     def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
         by_hand = "samestep.handwritten.loop" in sys.modules and dist.is_initialized()
-        if by_hand and torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu"):
             raise ArithmeticError("planted in bf16")
         loss = nn.functional.mse_loss(output.to(batch.targets), batch.targets, reduction="sum")
         return loss * (2 if by_hand else 1), len(output)

@@ -48,6 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-200)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes first, so that several workers, which take a file at a time, end together."""
+    started = {item.path for item in items if not starts_nothing(item)}
+    items.sort(key=lambda item: item.path not in started)
+
+
+def starts_nothing(item: pytest.Item) -> bool:
+    return item.get_closest_marker("quick") is not None and item.get_closest_marker("processes") is None
+
+
 @pytest.fixture(autouse=True)
 def environment_is_left_as_found() -> Iterator[None]:
     """Fail a test that leaves a variable set, changed or removed, and put it back for the tests after it."""
@@ -71,7 +81,7 @@ def environment_is_left_as_found() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def quick_tests_start_no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail a test that is marked quick and starts a process, whose start takes longer than most such tests."""
-    if request.node.get_closest_marker("quick") is None or request.node.get_closest_marker("processes") is not None:
+    if not starts_nothing(request.node):
         return
 
     def refuse(*arguments: object, **keywords: object) -> None:

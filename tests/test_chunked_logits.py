@@ -70,7 +70,7 @@ def test_every_layout_takes_the_same_step_in_chunks() -> None:
     layouts = ["single", "dp2", "zero1x2", "zero2x2", "fsdp2", "tp2", "pp2", "cp2", "fsdp2 recompute=full"]
     cases = {layout: (words, layout, {**chunks, "micro_batch": 3}) for layout in layouts}
     cases |= {f"{layout} tied": (tied, layout, chunks) for layout in ("dp2", "fsdp2", "tp2", "cp2")}
-    proofs = prove(cases)
+    proofs = prove(cases, steps=2)
     assert {name: str(proof) for name, proof in proofs.items() if isinstance(proof, str) or not proof.same_step} == {}
 
 

@@ -65,7 +65,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     place = tmp_path_factory.mktemp("compared")
     (place / "job.yaml").write_text(JOB, encoding="utf-8")
     files = ["--json", str(place / "found.json"), "--report", str(place / "page.html")]
-    methods = "single, ddp-bf16, ddp-spawn, native:dp16"
+    methods = "single, single-bf16, ddp-spawn, native:dp16"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", stream := (place / "printed").open("w", encoding="utf-8"))
         words = ["compare", str(place / "job.yaml"), "--processes", "2", "--repeats", "1", "--methods", methods]
@@ -121,12 +121,12 @@ def test_a_planted_wrong_step_is_seen_and_fails_the_comparison(compared: Compare
 
 
 def test_a_planted_failure_is_a_row_with_its_error_and_the_others_go_on(compared: Compared) -> None:
-    row = compared.row("ddp-bf16")
+    row = compared.row("single-bf16")
     assert row["status"] == "failed"
     assert row["reason"].endswith("ArithmeticError: planted in bf16")
     assert "Traceback" in row["output"]
     assert row["repeats"] == []
-    assert "failed: ddp-bf16:" in compared.printed
+    assert "failed: single-bf16:" in compared.printed
     assert compared.row("single")["repeats"]
 
 

@@ -68,7 +68,7 @@ OTHERS: Mapping[str, Case] = {
 
 @pytest.fixture(scope="module")
 def proofs() -> Mapping[str, Proof | str]:
-    return prove({**SAME, **OTHERS})
+    return prove({**SAME, **OTHERS}, steps=2)
 
 
 @pytest.mark.parametrize("name", SAME)

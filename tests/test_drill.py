@@ -1,8 +1,6 @@
 """`samestep drill`: a job under one fault after the other, beside its undisturbed run."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,16 @@ def job(tmp_path: Path) -> str:
     return str(file)
 
 
-def drilled(job: str, *words: str, limit: float) -> tuple[dict[str, Any], str]:
+def drilled(job: str, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:
     file = Path(job).with_suffix(".json")
-    command = [sys.executable, "-m", "samestep", "drill", job, "--json", str(file), "--force", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(file.read_text(encoding="utf-8")), done.stdout
+    code = main(["drill", job, "--json", str(file), "--force", *words])
+    printed = capsys.readouterr()
+    assert code == 0, printed.out + printed.err
+    return json.loads(file.read_text(encoding="utf-8")), printed.out
 
 
-def test_a_fault_is_survived_and_the_result_is_the_same(job: str) -> None:
-    found, table = drilled(job, "--layout", "single", "--faults", "kill", "--steps", "8", limit=150)
+def test_a_fault_is_survived_and_the_result_is_the_same(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, table = drilled(job, capsys, "--layout", "single", "--faults", "kill", "--steps", "8")
     (kill,) = found["faults"]
     assert found["passed"]
     # Saved every second step; the fault comes in step 4.
@@ -48,8 +46,8 @@ def test_a_fault_is_survived_and_the_result_is_the_same(job: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_every_fault_is_survived(job: str) -> None:
-    found, table = drilled(job, limit=380)
+def test_every_fault_is_survived(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found, table = drilled(job, capsys)
     assert [each["fault"] for each in found["faults"]] == [drill.name for drill in DRILLS]
     assert all(each["passed"] for each in found["faults"])
     assert table.count("survived") == len(DRILLS)

@@ -13,7 +13,7 @@ import pytest
 import samestep
 from samestep.comparison import kept
 from samestep.comparison.methods import chosen
-from samestep.job import Job, Run
+from samestep.job import Inject, Job, Run
 from samestep.recipe import Evaluation
 from samestep.training.metrics_log import Bar
 
@@ -69,7 +69,8 @@ def _most_ranks(until: float) -> list[int]:
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_ranks(tmp_path: Path) -> None:
-    endless = replace(JOB, recipe=replace(JOB.recipe, steps=10**7))
+    hangs = (Inject(rank=1, step=2, fault="hang"),)
+    endless = replace(JOB, run=replace(JOB.run, inject=hangs))
     began = time.monotonic()
     seen: list[int] = []
     watcher = Thread(target=lambda: seen.extend(_most_ranks(began + 6)))

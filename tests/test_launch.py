@@ -1,6 +1,7 @@
 """Starting ranks on this machine: results come back, failures are named once, and nothing is left running."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 import telling
+from listening import elsewhere, listening
+from small_jobs import job_file, losses_alone, losses_in, slow_job, steps_in, wait_until
 from small_tasks import Failing, Points
 
 import samestep
+from samestep.cli.main import main
 from samestep.launch import local
 
 TESTS = Path(__file__).parent
@@ -99,7 +103,7 @@ recipe:
   args: {{way: slow, marker: {marker}}}
   batch: 16
   steps: 50
-run: {{layout: dp2, folder: {folder}, check: false}}
+run: {{layout: dp2, device: cpu, folder: {folder}, check: false}}
 """
 
 
@@ -113,6 +117,7 @@ def start_job(tmp_path: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")},
         start_new_session=True,
     )
     deadline = time.monotonic() + 90
@@ -136,6 +141,7 @@ def test_a_signal_stops_all_ranks_within_seconds(
     tmp_path: Path, number: signal.Signals, to_the_group: bool, exit_code: int
 ) -> None:
     process = start_job(tmp_path)
+    sockets = listening(psutil.Process(process.pid))
     began = time.monotonic()
     if to_the_group:
         os.killpg(process.pid, number)
@@ -145,6 +151,9 @@ def test_a_signal_stops_all_ranks_within_seconds(
     assert process.returncode == exit_code
     assert time.monotonic() - began < 20  # of ranks that sleep for a minute
     assert "Traceback" not in errors
+    # Nobody on another host could have reached it.
+    assert len(sockets) >= 3  # the store, and each rank's own
+    assert elsewhere(sockets) == []
 
 
 def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
@@ -179,16 +188,23 @@ def test_the_server_that_forks_has_one_thread() -> None:
 
 
 def test_two_jobs_side_by_side_do_not_meet(tmp_path: Path) -> None:
-    script = "import sys; from samestep.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    jobs = []
-    for seed in (1, 2):
-        command = ["train", str(TESTS.parent / "examples" / "regression.yaml"), "--layout", "dp2"]
-        command += ["--set", f"recipe.seed={seed}", "--folder", str(tmp_path / str(seed))]
-        jobs.append(subprocess.Popen([sys.executable, "-c", script, *command], stdout=subprocess.PIPE, text=True))
-    for job in jobs:
-        output, _ = job.communicate(timeout=120)
-        assert job.returncode == 0
-        assert "all ranks: 4,096 of 4,096 samples" in output
+    """One begins and ends while the other takes its steps."""
+    folder, known = tmp_path / "slow", losses_alone()
+    slow = slow_job(tmp_path, steps=2000, seconds=0.05, run={"layout": "dp2", "folder": str(folder)})
+    with subprocess.Popen([sys.executable, "-m", "samestep", "train", str(slow)]) as other:
+        try:
+            wait_until(lambda: other.poll() is not None or steps_in(folder) >= len(known), limit=90)
+            before = steps_in(folder)
+            job = job_file(tmp_path, "job", run={"layout": "dp2", "folder": str(tmp_path / "run")})
+            assert main(["train", str(job)]) == 0
+            wait_until(lambda: other.poll() is not None or steps_in(folder) > before)
+            assert other.poll() is None
+            other.terminate()
+            assert other.wait(60) == 143
+        finally:
+            other.kill()
+    assert losses_in(tmp_path / "run") == pytest.approx(known, rel=1e-12)
+    assert losses_in(folder)[: len(known)] == pytest.approx(known, rel=1e-12)
 
 
 def test_the_same_file_runs_under_torchrun(tmp_path: Path) -> None:
@@ -230,9 +246,19 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     assert 'put the call under `if __name__ == "__main__":`' in done.stderr
 
 
-@pytest.mark.parametrize("example", [pytest.param("train_in_python.py", marks=pytest.mark.slow), "own_loop.py"])
-def test_an_example_runs(tmp_path: Path, example: str) -> None:
-    script = TESTS.parent / "examples" / example
+def test_the_example_loop_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = TESTS.parent / "examples"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(examples))  # as for a script that is started
+    runpy.run_path(str(examples / "own_loop.py"), run_name="__main__")
+    assert "accuracy 0.9" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_example_in_python_runs(tmp_path: Path) -> None:
+    script = TESTS.parent / "examples" / "train_in_python.py"
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path
     )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def _on_each_rank(layouts: Sequence[str], alone: bool) -> Mapping[str, list[Scal
     def one(layout: str, world: World) -> Scaled:
         job = _job(layout)
         training = Training(job, resolve(job.recipe), world, Layout.parse(layout))
-        trainer = training.session.trainer
+        trainer: Any = training.session.trainer
         steps = training.steps()
         losses = [float(next(steps)[1].loss) for _ in range(3)]
         trainer._precision.restore({**trainer._precision.state(), "scale": LARGE})
@@ -85,7 +86,7 @@ def _on_each_rank(layouts: Sequence[str], alone: bool) -> Mapping[str, list[Scal
         for layout in layouts:
             everyone: list[Scaled] = [one(layout, world)]
             if world.world_size > 1:
-                dist.group.WORLD.bound_device_id = None
+                dist.group.WORLD.bound_device_id = None  # pyright: ignore[reportOptionalMemberAccess]
                 gathered: list[object] = [None] * world.world_size
                 dist.all_gather_object(gathered, everyone[0])
                 everyone = gathered  # pyright: ignore[reportAssignmentType]

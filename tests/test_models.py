@@ -1,10 +1,11 @@
 """The table of models and layouts: a few of its pairs, how results are kept and judged, and its pages."""
 
 import multiprocessing
-import subprocess
+import os
 import sys
 from pathlib import Path
 
+import models
 import pytest
 from model_table import measure, page, result
 from model_table.declared import LAYOUTS, impossible
@@ -13,7 +14,6 @@ from model_table.zoo import entries
 
 from samestep.layout import Layout
 
-TABLE = Path(__file__).parents[1] / "tools" / "models.py"
 FILE_OF_TWO = (
     Result(model="llama", kind="decoder", layout="dp2", verdict="same step", difference=1e-15),
     Result(model="llama", kind="decoder", layout="tp2", verdict="refused", reason='layout "tp2": a.b has 3 heads'),
@@ -28,13 +28,14 @@ def test_there_are_forty_types_of_transformers_and_fifteen_other_models() -> Non
 
 
 @pytest.mark.timeout(200)
-def test_a_pair_takes_the_same_step_or_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_pair_takes_the_same_step_or_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "models.json"
     asked = ["--models", "gemma", "u-net", "--layouts", "tp2, cp2", "--steps", "1", "--json", str(file)]
-    done = subprocess.run(
-        [sys.executable, str(TABLE), *asked], capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(sys, "argv", [models.__file__, *asked])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # which the program adds to
+    models.main()
     found = result.read(file)
     assert {pair: each.verdict for pair, each in found.items()} == {
         ("gemma", "tp2"): "same step",

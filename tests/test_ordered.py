@@ -91,9 +91,17 @@ def trained(
     }
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_layout_has_the_bits_of_one_process(size: int, tmp_path: Path) -> None:
-    found = trained(tmp_path, ["single", *LAYOUTS[size]], list(RECIPES))
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (2, tuple(RECIPES)),
+        (3, ("points", "branches")),  # 8 and 5 virtual ranks, which 3 ranks can't have alike
+        pytest.param(3, ("lines", "mixed", "tied"), marks=pytest.mark.slow),
+        pytest.param(4, tuple(RECIPES), marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_has_the_bits_of_one_process(size: int, names: tuple[str, ...], tmp_path: Path) -> None:
+    found = trained(tmp_path, ["single", *LAYOUTS[size]], list(names))
     for (name, layout), bits in found.items():
         assert bits == found[name, "single"], (name, layout)
 

@@ -288,7 +288,7 @@ def test_only_layouts_that_can_start_are_planned() -> None:
     for layout, micro_batch in candidates(_job(model, 32, "samestep"), cluster):
         layout.check_processes(16)
         layout.check_batch(32, micro_batch)
-        check(layout, "bf16")
+        check(layout)
         seen += 1
     assert seen > 50
 

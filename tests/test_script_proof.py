@@ -316,15 +316,14 @@ def test_variables_before_a_script_are_its_own(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.timeout(240)
-def test_a_script_is_proved_by_the_command(tmp_path: Path) -> None:
+def test_a_script_is_proved_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, page = tmp_path / "verdict.json", tmp_path / "page.html"
     script = f"{ROOT}/zoo/fault_loss_times_ranks.py"
     command = ["verify", "--script", script, "--steps", "2", "--json", str(file), "--report", str(page)]
-    done = subprocess.run(
-        [sys.executable, "-m", "samestep", *command], capture_output=True, text=True, timeout=220, check=False
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "NOT the same step: step 1, gradient: gradients are 2.000 times as large" in done.stdout
+    code = main(command)
+    printed = capsys.readouterr()
+    assert code == 1, printed.out + printed.err
+    assert "NOT the same step: step 1, gradient: gradients are 2.000 times as large" in printed.out
     found = json.loads(file.read_text(encoding="utf-8"))
     assert (found["kind"], found["same_step"], found["steps"]) == ("summed", False, 2)
     assert found["first_difference"]["relative"] == pytest.approx(1.0, rel=1e-3)

@@ -156,7 +156,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 _TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SECONDS = 0.3  # of matrix products
-_AT_ONCE = 10  # products, before an accelerator is waited for
+_AT_ONCE = 10  # products before an accelerator is waited for; a CPU is done with each as it comes back
 
 
 def speeds(samples_per_second: float, work: Work, precision: str, device: torch.device) -> dict[str, float]:
@@ -178,17 +178,17 @@ def speeds(samples_per_second: float, work: Work, precision: str, device: torch.
 
 def _peak(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second of all ranks' matrix products, run at the same time."""
-    size = 1024 if device.type == "cpu" else 4096
+    size, at_once = (1024, 1) if device.type == "cpu" else (4096, _AT_ONCE)
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     result = one @ other  # the first product prepares the library
     dist.barrier()
     began, products = time.perf_counter(), 0
     while time.perf_counter() - began < _SECONDS:
-        for _ in range(_AT_ONCE):
+        for _ in range(at_once):
             torch.mm(one, other, out=result)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        products += _AT_ONCE
+        products += at_once
     mine = 2 * size**3 * products / (time.perf_counter() - began)
     of_all = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(of_all)
