@@ -49,13 +49,12 @@ def test_slices_are_rehearsed_to_the_byte(layout: str) -> None:
 @pytest.mark.timeout(300)
 def test_many_layouts_are_counted_in_one_start() -> None:
     job = Job(recipe=samestep.Recipe(task=Points(), batch=16, steps=4), run=Run(threads=1))
-    found = dry_run_layouts(job, ["dp2", "zero1x2", "cp2", "tp3"])
+    found = dry_run_layouts(job, ["dp2", "zero1x2", "cp2"])
     for layout in ("dp2", "zero1x2"):
         (rank, *_) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
         assert not isinstance(found[layout], str)
         assert found[layout][0] == rank.usage
     assert "tokens" in str(found["cp2"])
-    assert isinstance(found["tp3"], str)
 
 
 @pytest.mark.timeout(120)
@@ -109,9 +108,9 @@ def test_a_pipeline_of_shards_of_slices_over_4096_ranks(tmp_path: Path) -> None:
     for each in (first, middle, last):
         axes = {(found["axis"], found["ranks"]) for found in each["collectives"]}
         assert {("tensor", 8), ("shard", 64), ("pipeline", 2)} <= axes
-    # A layer's four square and three wide matrices and two norms, in 8 slices and 64 shards; norms are not sliced.
-    layer = (4 * 64 * 64 + 3 * 64 * 128) // 8 + 2 * 64
-    assert middle["usage_bytes"]["parameters"] == pytest.approx(4 * layer / 64, rel=0.05)
+    # The first of 64 shards has a row of each slice: of queries, keys, values, gate and factor (64 columns each), of
+    # the projection (8) and the last product (16), and a number of each norm.
+    assert middle["usage_bytes"]["parameters"] == 4 * (5 * 64 + 8 + 16 + 2)
 
 
 class Asking(Points):

@@ -125,8 +125,10 @@ def measured_rates(precision: str) -> Rates:
             by_threads[threads] = _products(_WIDE, dtype)
         torch.set_num_threads(1)
         wide, narrow = by_threads[1], _products(_NARROW, dtype)
+        flop, element = _of_products([wide, narrow])
         rates = Rates(
-            **_of_products([wide, narrow]),
+            flop=flop,
+            product_element=element,
             attention_flop=_attention_seconds(dtype),
             byte=0.0,
             operator=0.0,
@@ -175,15 +177,15 @@ def _products(columns: int, dtype: torch.dtype) -> tuple[float, StepWork]:
     return _of_step(lambda: layers(given).sum())
 
 
-def _of_products(measured: Sequence[tuple[float, StepWork]]) -> dict[str, float]:
+def _of_products(measured: Sequence[tuple[float, StepWork]]) -> tuple[float, float]:
     """Seconds of a FLOP and of a number that is read or written, by which two steps take what was measured."""
     rows = [[work.product_flops, work.product_elements] for _, work in measured]
     seconds = [each for each, _ in measured]
     found = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64))
     flop, element = found.tolist()
     if flop <= 0 or element < 0:  # narrow layers are no slower
-        return {"flop": seconds[0] / rows[0][0], "product_element": 0.0}
-    return {"flop": flop, "product_element": element}
+        return seconds[0] / rows[0][0], 0.0
+    return flop, element
 
 
 def _attention_seconds(dtype: torch.dtype) -> float:
