@@ -429,6 +429,41 @@ def _collective(op: Any) -> Callable[..., Any]:
     return run
 
 
+# What autocast computes in the short dtype, and in float32 (of those that shipped models and losses call).
+_SHORT = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scaled_dot_product_attention")
+_FULL = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss", "mse_loss")
+
+
+def _autocast(op: Any, dtype: torch.dtype | None) -> Callable[..., Any]:
+    """An operator under autocast; `dtype`: None: the short one that is asked for."""
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        target = dtype or torch.get_autocast_dtype(NAME)
+
+        def cast(value: Tensor) -> Tensor:
+            short = value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            return value.to(target) if short and _on_device(value) else value
+
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return op(*_mapped(args, cast), **{name: _mapped(each, cast) for name, each in kwargs.items()})
+
+    return run
+
+
+def _install_autocast() -> None:
+    """Without kernels of its own a device computes nothing under autocast."""
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    casting = torch.library.Library("aten", "IMPL")
+    for names, dtype in ((_SHORT, None), (_FULL, torch.float32)):
+        for name in names:
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(_aten, packet), overload or "default")
+            casting.impl(name, _autocast(op, dtype), "AutocastPrivateUse1")
+    _KEPT.extend((others, casting))
+
+
 def _patch_pinned_memory() -> None:
     """Pinned memory is marked, not made: PyTorch would ask the device's own allocator for it."""
     empty, is_pinned = torch.empty, Tensor.is_pinned
@@ -483,6 +518,7 @@ def install() -> None:
     convolutions.impl("convolution_overrideable", _convolution, "PrivateUse1", allow_override=True)
     convolutions.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1", allow_override=True)
     _KEPT.extend((library, messages, convolutions))
+    _install_autocast()
     _patch_pinned_memory()
     _patch_freed_memory()
 
