@@ -466,7 +466,7 @@ def _install_autocast() -> None:
 
 def _patch_pinned_memory() -> None:
     """Pinned memory is marked, not made: PyTorch would ask the device's own allocator for it."""
-    empty, is_pinned = torch.empty, Tensor.is_pinned
+    empty, is_pinned, to = torch.empty, Tensor.is_pinned, Tensor.to
 
     def marked(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         made = empty(*args, **kwargs)
@@ -480,7 +480,16 @@ def _patch_pinned_memory() -> None:
     def pinned(self: Tensor, *args: Any) -> bool:
         return getattr(self.untyped_storage(), "pinned", False) or is_pinned(self, *args)
 
-    torch.empty, Tensor.pin_memory, Tensor.is_pinned = marked, pin, pinned  # pyright: ignore
+    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _on_device(self) and type(self) is Tensor:
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(
+                *args, **{name: value for name, value in kwargs.items() if name != "copy"}
+            )
+            if non_blocking and device is not None and device.type == "cpu":  # a copy that goes on behind the host
+                return marked(self.shape, dtype=dtype or self.dtype, pin_memory=True).copy_(self, non_blocking=True)
+        return to(self, *args, **kwargs)
+
+    torch.empty, Tensor.pin_memory, Tensor.is_pinned, Tensor.to = marked, pin, pinned, moved  # pyright: ignore
 
 
 def _patch_freed_memory() -> None:
