@@ -429,9 +429,44 @@ def _collective(op: Any) -> Callable[..., Any]:
     return run
 
 
+# What autocast computes in the short dtype, and in float32 (of those that shipped models and losses call).
+_SHORT = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv2d", "scaled_dot_product_attention")
+_FULL = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss", "mse_loss")
+
+
+def _autocast(op: Any, dtype: torch.dtype | None) -> Callable[..., Any]:
+    """An operator under autocast; `dtype`: None: the short one that is asked for."""
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        target = dtype or torch.get_autocast_dtype(NAME)
+
+        def cast(value: Tensor) -> Tensor:
+            short = value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            return value.to(target) if short and _on_device(value) else value
+
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return op(*_mapped(args, cast), **{name: _mapped(each, cast) for name, each in kwargs.items()})
+
+    return run
+
+
+def _install_autocast() -> None:
+    """Without kernels of its own a device computes nothing under autocast."""
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    casting = torch.library.Library("aten", "IMPL")
+    for names, dtype in ((_SHORT, None), (_FULL, torch.float32)):
+        for name in names:
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(_aten, packet), overload or "default")
+            casting.impl(name, _autocast(op, dtype), "AutocastPrivateUse1")
+    _KEPT.extend((others, casting))
+
+
 def _patch_pinned_memory() -> None:
     """Pinned memory is marked, not made: PyTorch would ask the device's own allocator for it."""
-    empty, is_pinned = torch.empty, Tensor.is_pinned
+    empty, is_pinned, to = torch.empty, Tensor.is_pinned, Tensor.to
 
     def marked(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         made = empty(*args, **kwargs)
@@ -445,7 +480,16 @@ def _patch_pinned_memory() -> None:
     def pinned(self: Tensor, *args: Any) -> bool:
         return getattr(self.untyped_storage(), "pinned", False) or is_pinned(self, *args)
 
-    torch.empty, Tensor.pin_memory, Tensor.is_pinned = marked, pin, pinned  # pyright: ignore
+    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _on_device(self) and type(self) is Tensor:
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(
+                *args, **{name: value for name, value in kwargs.items() if name != "copy"}
+            )
+            if non_blocking and device is not None and device.type == "cpu":  # a copy that goes on behind the host
+                return marked(self.shape, dtype=dtype or self.dtype, pin_memory=True).copy_(self, non_blocking=True)
+        return to(self, *args, **kwargs)
+
+    torch.empty, Tensor.pin_memory, Tensor.is_pinned, Tensor.to = marked, pin, pinned, moved  # pyright: ignore
 
 
 def _patch_freed_memory() -> None:
@@ -483,6 +527,7 @@ def install() -> None:
     convolutions.impl("convolution_overrideable", _convolution, "PrivateUse1", allow_override=True)
     convolutions.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1", allow_override=True)
     _KEPT.extend((library, messages, convolutions))
+    _install_autocast()
     _patch_pinned_memory()
     _patch_freed_memory()
 

@@ -20,8 +20,8 @@ OTHERS = (
     *("dp2", "zero1x2", "zero2x2", "tp2", "cp2", "pp2 stages=2 schedule=zbv-zero-bubble"),
     *("fsdp2 tp2", "pp2 tp2", "pp2 fsdp2", "pp2 cp2", "dp2 offload=optimizer", "fsdp2 offload=parameters"),
 )
-LARGE = 2.0**124  # a scale with which the loss does not overflow yet, and gradients do
-STEPS = 12  # in which the scale comes down to where steps can be taken
+LARGE = 2.0**30  # a scale with which gradients overflow, and fewer on one rank than on another as it comes down
+STEPS = 16  # in which it comes down to where steps can be taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,11 @@ def _on_each_rank(layouts: Sequence[str], alone: bool) -> Mapping[str, list[Scal
 
     found: dict[str, list[Scaled]] = {}
     with join(threads=1) as world:
+        group: Any = dist.group.WORLD
+        group.bound_device_id = None  # gloo can't split a group as NCCL does where one is bound to its device
         for layout in layouts:
             everyone: list[Scaled] = [one(layout, world)]
             if world.world_size > 1:
-                dist.group.WORLD.bound_device_id = None  # pyright: ignore[reportOptionalMemberAccess]
                 gathered: list[object] = [None] * world.world_size
                 dist.all_gather_object(gathered, everyone[0])
                 everyone = gathered  # pyright: ignore[reportAssignmentType]
