@@ -19,7 +19,7 @@ REFUSED = {
     "own-processes": r"took no step of an optimizer in its own process, and started others",
     "exits": r"with 1 process failed",
 }
-JUDGED = ("no-module", "leaves", "traceback", "goes-on", "long")
+JUDGED = ("no-module", "forks", "leaves", "traceback", "goes-on", "long")
 
 
 @pytest.fixture(scope="module")

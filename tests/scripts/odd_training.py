@@ -66,9 +66,11 @@ def train(kind: str) -> None:
 
 if given.kind == "endless":
     time.sleep(600)
-elif given.kind == "own-processes":
-    process = multiprocessing.get_context("fork").Process(target=train, args=("",))
-    process.start()
-    process.join()
+elif given.kind in ("forks", "own-processes"):
+    if __name__ == "__main__":  # a process that is spawned reads this file again
+        method = "fork" if given.kind == "forks" else "spawn"
+        process = multiprocessing.get_context(method).Process(target=train, args=("",))
+        process.start()
+        process.join()
 elif given.kind != "nothing":
     train(given.kind)
