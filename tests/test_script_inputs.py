@@ -19,12 +19,12 @@ REFUSED = {
     "own-processes": r"took no step of an optimizer in its own process, and started others",
     "exits": r"with 1 process failed",
 }
-JUDGED = ("no-module", "leaves", "traceback", "goes-on", "long")
+JUDGED = ("no-module", "forks", "leaves", "traceback", "goes-on", "long")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *REFUSED, *JUDGED]
+    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *REFUSED, *JUDGED, "places"]
     path = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env=environment)
@@ -43,6 +43,14 @@ def test_what_can_not_be_proved_is_told(found: dict[str, Any], kind: str, messag
 def test_an_odd_script_is_judged(found: dict[str, Any], kind: str) -> None:
     assert found[kind]["same_step"], found[kind]
     assert found[kind]["steps"] == (3 if kind == "leaves" else 4)
+
+
+@pytest.mark.timeout(120)
+def test_a_place_in_the_batch_is_no_rounding(found: dict[str, Any]) -> None:
+    places = found["places"]
+    assert (places["kind"], places["first_difference"]["step"]) == ("forward-differs", 1), places
+    assert places["noise"]["gradient"] < 1e-4
+    assert any("its place in the batch matters" in note for note in places["notes"])
 
 
 @pytest.mark.timeout(120)

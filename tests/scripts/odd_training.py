@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("kind")
@@ -28,18 +29,29 @@ class Lines:
         return rows @ self.weight.T
 
 
+class Placed(nn.Linear):
+    """Adds to each row what belongs to its place in the batch, as if the batch were a sentence."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input + torch.arange(len(input))[:, None])
+
+
 def train(kind: str) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     if kind == "not-alone":
         assert size > 1, "this script is for several ranks"
-    model = Lines() if kind == "no-module" else DistributedDataParallel(nn.Linear(4, 2))
+    model = (
+        Lines() if kind == "no-module" else DistributedDataParallel((Placed if kind == "places" else nn.Linear)(4, 2))
+    )
     parameters = [model.weight] if isinstance(model, Lines) else list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     data = torch.randn(6, 8, 4)
+    batches = iter(DataLoader(data.flatten(0, 1), batch_size=8))  # pyright: ignore[reportArgumentType]
     for step in range(1000 if kind == "long" else 6):
-        loss = model(data[step % 6, rank::size]).square().mean()
+        rows = next(batches)[rank::size] if kind == "places" else data[step % 6, rank::size]
+        loss = model(rows).square().mean()
         optimizer.zero_grad()
         loss.backward()
         if isinstance(model, Lines):
@@ -66,9 +78,11 @@ def train(kind: str) -> None:
 
 if given.kind == "endless":
     time.sleep(600)
-elif given.kind == "own-processes":
-    process = multiprocessing.get_context("fork").Process(target=train, args=("",))
-    process.start()
-    process.join()
+elif given.kind in ("forks", "own-processes"):
+    if __name__ == "__main__":  # a process that is spawned reads this file again
+        method = "fork" if given.kind == "forks" else "spawn"
+        process = multiprocessing.get_context(method).Process(target=train, args=("",))
+        process.start()
+        process.join()
 elif given.kind != "nothing":
     train(given.kind)

@@ -15,7 +15,7 @@ from samestep.recording.record import Run, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.runs import AGAIN, ALONE, OWN, SPLIT
+from samestep.script_proof.runs import AGAIN, ALONE, OWN, SPLIT, moved
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
 from samestep.script_proof.updates import buffer_finding, follows_samples, initial_finding, update_finding
 
@@ -85,7 +85,9 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
     own = Run.read(folder / OWN) if (folder / OWN).is_dir() else None
     order = order_finding(folder / OWN, folder / SPLIT, split) if own is not None else None
     named = with_names_of(split, alone)
-    return _Comparison(alone=alone, again=again, split=named, dropout=dropout, own=own, order=order).verdict()
+    return _Comparison(
+        alone=alone, again=again, split=named, dropout=dropout, own=own, order=order, placed=moved(folder)
+    ).verdict()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ class _Comparison:
     split: Run
     dropout: bool
     own: Run | None = None  # the run alone with its own batches, where `alone` had those of the split run
+    placed: bool = False  # a sample's place in its batch matters
     order: tuple[int, Finding] | None = None  # of the split run's samples: the first step with a fault, and which
 
     def verdict(self) -> Verdict:
@@ -253,6 +256,12 @@ class _Comparison:
                 "those of the split run, batch by batch",
                 "单个进程自己取的样本不同（第 1 步 {alone} 行，全部 rank 共 {split} 行）：已逐批使用切分运行的样本",
             ).format(alone=alone, split=split)
+        if self.placed:
+            yield Words(
+                "with its rows in the opposite order one process makes other results of the same sample: its place "
+                "in the batch matters, and rounding was measured by moved weights",
+                "行的顺序相反时，单个进程对同一样本得出不同的结果：样本在批里的位置有影响，因此改用移动权重来测量舍入",
+            )
         if self._drops() and not self.dropout:
             yield Words(
                 "dropout was off in all runs; --dropout leaves it on, and looks at random numbers alone",

@@ -11,10 +11,11 @@ from samestep import subprocess_group
 from samestep.errors import UserError
 from samestep.recording.record import Run
 from samestep.script_proof.follow import following
-from samestep.script_proof.sampling import check_steps
+from samestep.script_proof.sampling import check_steps, places_matter
 from samestep.script_proof.settings import RecordSettings
 
 ALONE, AGAIN, SPLIT = "alone", "again", "split"
+SETTINGS = "settings.json"
 OWN = "alone-own"  # the run alone with its own batches, where it was run once more with those of the split run
 
 
@@ -101,7 +102,7 @@ class Start:
 
     @property
     def settings_file(self) -> Path:
-        return self.place / "settings.json"
+        return self.place / SETTINGS
 
 
 Starter = Callable[[Sequence[Start], ScriptProof], Sequence[subprocess_group.Outcome]]
@@ -144,6 +145,7 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     followed = following(folder / ALONE, folder / SPLIT) if proof.then is None else None
     if followed is None:
         _run(proof, starter, make_start(proof, folder, AGAIN, alone, again, 1))
+        _once_more(proof, folder, starter, alone, again)
         return
     (folder / ALONE).rename(folder / OWN)
     given = {"follow": followed.folder, "times": followed.times, "widened": followed.widened}
@@ -153,6 +155,23 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
         make_start(proof, folder, ALONE, alone, replace(proof.settings, **given), 1),
         make_start(proof, folder, AGAIN, alone, replace(again, **given), 1),
     )
+    _once_more(proof, folder, starter, alone, replace(again, **given))
+
+
+def _once_more(
+    proof: ScriptProof, folder: Path, starter: Starter, alone: Sequence[str], again: RecordSettings
+) -> None:
+    """Where what is made of a sample depends on its place in the batch, its order is no measure of rounding."""
+    if not places_matter(Run.read(folder / ALONE), Run.read(folder / AGAIN)):
+        return
+    (folder / AGAIN).rename(folder / "again-reversed")
+    _run(proof, starter, make_start(proof, folder, AGAIN, tuple(alone), replace(again, variant="moved"), 1))
+
+
+def moved(folder: Path) -> bool:
+    """Whether rounding was measured by moved weights, since a sample's place in its batch matters."""
+    file = folder / AGAIN / SETTINGS
+    return file.is_file() and RecordSettings.read(file).variant == "moved"
 
 
 def _run(proof: ScriptProof, starter: Starter, *starts: Start) -> None:

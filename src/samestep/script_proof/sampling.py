@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.recording.forward import Keys, rows_of_forward
+from samestep.recording.forward import Keys, first_module_apart, rows_of_forward
 from samestep.recording.record import Row, Run
 from samestep.script_proof.kinds import Finding
 
@@ -329,6 +329,18 @@ def _cut(split: Run, after: int) -> int:
         for each in split.ranks[0].gathered
         if each["after"] == after and each["given"] is not None and each["kept"] is not None
     )
+
+
+# Relative to a row's norm. Rounding, also that of bfloat16, makes less of one row in another place.
+_PLACED = 0.02
+
+
+def places_matter(alone: Run, again: Run) -> bool:
+    """Whether a module makes something else of a sample in another place of its batch, with the first weights."""
+    keys = keys_of(alone, again)
+    if keys is None:
+        return False
+    return first_module_apart(alone.step(0)[:1], again.step(0)[:1], keys, eps=_PLACED / 100) is not None
 
 
 def check_steps(alone: Run, split: Run) -> None:
