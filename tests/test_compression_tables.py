@@ -91,6 +91,8 @@ def test_a_row_has_bytes_values_and_whether_the_mean_is_within_the_spread(module
         "yes",  # 0.55 is above the least of `none`, 0.54
         "10",
     ]
+    alone = {"none": rows["none"], "one-bit-adam": rows["one-bit-adam"][:1]}
+    assert modules.cells(alone, links, "one-bit-adam", words)[2] == "0.500 (one seed)"
     assert modules.heads(rows, links, words)[-1] == "100 Mbit/s and 20 ms, s"
     assert modules.heads(rows, links, modules.WORDS["zh"])[-1] == "100 Mbit/s、20 ms，秒"
 
