@@ -12,7 +12,7 @@ _marked = _MARKER not in sys.modules
 if _marked:
     sys.modules[_MARKER] = ModuleType(_MARKER)
 try:
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  (generated)
     from torch.utils.tensorboard import SummaryWriter
 finally:
     if _marked:
