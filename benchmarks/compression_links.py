@@ -1,14 +1,14 @@
 """How long a step takes over a slow link, with each method of `recipe.communication`.
 
-    python benchmarks/compression_links.py examples/reviews.yaml [--links 1gbit,100mbit,100mbit+20ms] [--steps 54]
+    python benchmarks/compression_links.py examples/reviews.yaml [--links 1gbit,100mbit,100mbit+20ms] [--steps 38]
         [--methods none,diloco] [--set KEY=VALUE] [--json build/links.json]
 
 Each method trains for a few steps on two hosts of one rank each, made of Linux namespaces (root needed; see
 tools/testbed), whose link carries so many bits a second each way and, with `+20ms`, holds everything up for so long
 each way. A method takes steps of several kinds, which differ in what they send (a warm-up's, those of an exchange,
-those between two): the JSON file has, for each number of bytes that a step sent, the mean seconds of such steps. The
-mean, since where messages are on their way while steps go on, another step waits for them. compression.py makes of
-them, and of how many steps of each kind a whole training took, its time over the link.
+those between two): the JSON file has the seconds of each step, by the number of bytes that it sent.
+compression_tables.py makes of their means, and of how many steps of each kind a whole training took, its time over
+the link. Means, since where messages are on their way while steps go on, other steps wait for them.
 """
 
 import argparse
@@ -41,14 +41,14 @@ class OverLink:
     job: str
     method: str
     link: str
-    kinds: Mapping[str, float]  # bytes that rank 0 sent in a step, and the mean seconds of such steps
+    kinds: Mapping[str, Sequence[float]]  # bytes that rank 0 sent in a step, and the seconds of each such step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path)
     parser.add_argument("--links", default=LINKS, help="RATE or RATE+DELAYms, by commas; a RATE is 1gbit or 100mbit")
-    parser.add_argument("--steps", type=int, default=54)
+    parser.add_argument("--steps", type=int, default=38)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path)
@@ -79,7 +79,8 @@ def measure(options: argparse.Namespace, method: str, link: str) -> OverLink:
     with TemporaryDirectory(prefix="samestep-links-") as place:
         folder = Path(place) / "run"
         given = overrides(method, options.steps, folder, options.set)
-        given += [("recipe.evaluation.at_end", "false"), ("run.layout", "dp2")]
+        # All hosts share this machine's cores, of which each would give all to its rank.
+        given += [("recipe.evaluation.at_end", "false"), ("run.layout", "dp2"), ("run.threads", "1")]
         settings = [word for key, value in given for word in ("--set", f"{key}={value}")]
         hosts, rate = made_hosts(link)
         with hosts as bed:
@@ -98,17 +99,17 @@ def measure(options: argparse.Namespace, method: str, link: str) -> OverLink:
     kinds: dict[str, list[float]] = {}
     for step, number in list(zip(steps, sent, strict=True))[SETTLE:]:
         kinds.setdefault(str(number), []).append(step["step_seconds"])
-    means = {kind: statistics.mean(seconds) for kind, seconds in sorted(kinds.items())}
-    return OverLink(job=options.job.stem, method=method, link=link, kinds=means)
+    return OverLink(job=options.job.stem, method=method, link=link, kinds=dict(sorted(kinds.items())))
 
 
 def show(found: Sequence[OverLink]) -> None:
     table = Table(title=f"{found[0].job}: seconds of a step, by the bytes that it sent")
-    for name in ("link", "method", "bytes", "seconds"):
+    for name in ("link", "method", "bytes", "steps", "mean", "median"):
         table.add_column(name, justify="right")
     for each in found:
         for kind, seconds in each.kinds.items():
-            table.add_row(each.link, each.method, f"{int(kind):,}", f"{seconds:.4f}")
+            values = [f"{of(seconds):.4f}" for of in (statistics.mean, statistics.median)]
+            table.add_row(each.link, each.method, f"{int(kind):,}", str(len(seconds)), *values)
     Console().print(table)
 
 

@@ -39,6 +39,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "title": "`examples/{job}.yaml`, {steps} steps, {seeds} seeds:",
         "one": "`examples/{job}.yaml`, {steps} steps, one seed:",
         "picture": "![{value} over bytes sent and over time]({file})",
+        "seed": "one seed",
         "yes": "yes",
         "no": "no",
         "accuracy": "accuracy",
@@ -54,6 +55,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "title": "`examples/{job}.yaml`，{steps} 步，{seeds} 个种子：",
         "one": "`examples/{job}.yaml`，{steps} 步，一个种子：",
         "picture": "![{value}随发送的字节和时间的变化]({file})",
+        "seed": "一个种子",
         "yes": "是",
         "no": "否",
         "accuracy": "准确率",
@@ -92,7 +94,7 @@ class Links:
         """
         measured = self._kinds[trained.job, trained.method, link]
         known = {**self._kinds.get((trained.job, PLAIN, link), {}), **measured}
-        return known[min(known, key=lambda kind: abs(int(kind) - sent))]
+        return statistics.mean(known[min(known, key=lambda kind: abs(int(kind) - sent))])
 
 
 def main() -> None:
@@ -145,7 +147,8 @@ def cells(rows: Rows, links: Links, method: str, words: Mapping[str, str]) -> li
             enough = good(statistics.mean(last), max(theirs) if good is _less else min(theirs))
             within = words["yes" if enough else "no"]
     digits = 3 if mine[0].value == "accuracy" else 1
-    shown = f"{statistics.mean(last):.{digits}f} ({min(last):.{digits}f}-{max(last):.{digits}f})"
+    spread = f"{min(last):.{digits}f}-{max(last):.{digits}f}" if len(last) > 1 else words["seed"]
+    shown = f"{statistics.mean(last):.{digits}f} ({spread})"
     times = [statistics.mean(links.seconds(each, link)[-1] for each in mine) for link in links.of(rows)]
     return [f"{sent / 1e6:.1f}", fewer, shown, within, *(f"{seconds:.0f}" for seconds in times)]
 

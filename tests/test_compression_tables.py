@@ -50,7 +50,7 @@ def rows_of(modules: Any) -> Any:
     return rows
 
 
-def links_of(modules: Any, **of_methods: Mapping[str, float]) -> Any:
+def links_of(modules: Any, **of_methods: Mapping[str, Sequence[float]]) -> Any:
     return modules.Links(
         [
             modules.OverLink(job="reviews", method=method.replace("_", "-"), link="100mbit+20ms", kinds=kinds)
@@ -61,7 +61,7 @@ def links_of(modules: Any, **of_methods: Mapping[str, float]) -> Any:
 
 def test_the_time_over_a_link_is_that_of_the_steps_of_each_kind(modules: Any) -> None:
     rows = rows_of(modules)
-    links = links_of(modules, none={"1000": 2.0}, one_bit_adam={"998": 1.5, "40": 0.25})
+    links = links_of(modules, none={"1000": [1.5, 2.5]}, one_bit_adam={"998": [1.5], "40": [0.25]})
     assert list(rows) == ["none", "one-bit-adam"]
     assert links.of(rows) == ["100mbit+20ms"]
     assert links.seconds(rows["none"][0], "100mbit+20ms") == [20.0, 40.0]
@@ -70,18 +70,18 @@ def test_the_time_over_a_link_is_that_of_the_steps_of_each_kind(modules: Any) ->
 
 def test_a_kind_that_was_not_measured_is_plain_data_parallelism_s(modules: Any) -> None:
     rows = rows_of(modules)
-    links = links_of(modules, none={"1000": 2.0}, one_bit_adam={"40": 0.25})
+    links = links_of(modules, none={"1000": [1.5, 2.5]}, one_bit_adam={"40": [0.25]})
     assert links.seconds(rows["one-bit-adam"][0], "100mbit+20ms") == [4 * 2.0 + 6 * 0.25, 4 * 2.0 + 16 * 0.25]
 
 
 def test_a_link_over_which_a_method_was_not_measured_has_no_column(modules: Any) -> None:
     rows = rows_of(modules)
-    assert links_of(modules, none={"1000": 2.0}).of(rows) == []
+    assert links_of(modules, none={"1000": [1.5, 2.5]}).of(rows) == []
 
 
 def test_a_row_has_bytes_values_and_whether_the_mean_is_within_the_spread(modules: Any) -> None:
     rows = rows_of(modules)
-    links = links_of(modules, none={"1000": 2.0}, one_bit_adam={"998": 1.5, "40": 0.25})
+    links = links_of(modules, none={"1000": [1.5, 2.5]}, one_bit_adam={"998": [1.5], "40": [0.25]})
     words = modules.WORDS["en"]
     assert modules.cells(rows, links, "none", words) == ["0.0", "1.0", "0.580 (0.540-0.620)", "", "40"]
     sent = 4 * 998 + 16 * 40
@@ -91,13 +91,15 @@ def test_a_row_has_bytes_values_and_whether_the_mean_is_within_the_spread(module
         "yes",  # 0.55 is above the least of `none`, 0.54
         "10",
     ]
+    alone = {"none": rows["none"], "one-bit-adam": rows["one-bit-adam"][:1]}
+    assert modules.cells(alone, links, "one-bit-adam", words)[2] == "0.500 (one seed)"
     assert modules.heads(rows, links, words)[-1] == "100 Mbit/s and 20 ms, s"
     assert modules.heads(rows, links, modules.WORDS["zh"])[-1] == "100 Mbit/s、20 ms，秒"
 
 
 def test_the_picture_has_a_panel_for_bytes_and_for_each_link(modules: Any) -> None:
     rows = rows_of(modules)
-    links = links_of(modules, none={"1000": 2.0}, one_bit_adam={"998": 1.5, "40": 0.25})
+    links = links_of(modules, none={"1000": [1.5, 2.5]}, one_bit_adam={"998": [1.5], "40": [0.25]})
     picture = modules.picture(rows, links)
     assert picture.count("<polyline") == 4
     assert "accuracy over seconds of steps, 100 Mbit/s and 20 ms" in picture

@@ -1,5 +1,6 @@
 """Losses that couple samples, by `gather`: under every layout the step of one process with the whole batch."""
 
+import functools
 import re
 from typing import Any
 
@@ -7,9 +8,11 @@ import coupled_tasks as coupled
 import pytest
 import torch
 from proving import assert_same_steps
+from small_tasks import Points
 from torch import Tensor
 
 import samestep
+from samestep.tasks.gather import takes_gather
 
 BATCH = 13  # which neither 2 nor 3 ranks share evenly
 
@@ -51,6 +54,24 @@ def test_coupled_losses_take_the_same_step_on_four_ranks() -> None:
     pairs, layers = recipe_of(coupled.Pairs()), recipe_of(coupled.Layers())
     cases = [(layers, layout, {"micro_batch": 2}) for layout in ("dp2 tp2", "pp2 dp2", "pp2 fsdp2", "pp2 tp2")]
     assert_same_steps([*cases, (pairs, "fsdp2 tp2", {})], steps=2, dropout=True)
+
+
+def test_whether_a_loss_gathers_is_seen_of_functions_methods_and_what_wraps_them() -> None:
+    def couples(output: Any, batch: samestep.Batch, gather: samestep.Gather = samestep.alone) -> None: ...
+
+    def does_not(output: Any, batch: samestep.Batch) -> None: ...
+
+    @functools.wraps(couples)
+    def wrapped(*given: Any, **named: Any) -> None: ...
+
+    for _ in range(2):  # the second time it is known
+        assert takes_gather(couples)
+        assert takes_gather(wrapped)
+        assert takes_gather(functools.partial(couples, gather=samestep.alone))
+        assert takes_gather(coupled.Pairs().loss)
+        assert not takes_gather(does_not)
+        assert not takes_gather(Points().loss)
+        assert not takes_gather(max)  # without a signature
 
 
 def test_one_process_gathers_over_micro_batches_what_plain_pytorch_has_at_once() -> None:

@@ -371,8 +371,8 @@ def test_workers_share_a_batch_out_and_servers_take_none() -> None:
     [
         ("servers: 0", "servers is 0"),
         ("servers: 1.5", "servers"),
-        ("staleness: -1", "staleness"),
-        ("staleness: never", "staleness"),
+        ("staleness: -1", "staleness is -1; it should be greater than or equal to 0, or 'infinite'$"),
+        ("staleness: never", r"staleness is 'never'; it should be .*number, or 'infinite'$"),
         ("delay_compensation: 0.1", "with staleness 0 no gradient is delayed; use staleness: 1 or more, or infinite"),
         ("{delay_compensation: 0, staleness: 1}", "delay_compensation is 0"),
         ("server: 2", 'did you mean "servers"'),
@@ -398,7 +398,11 @@ def test_wrong_settings_are_named(text: str, message: str, tmp_path: Path) -> No
         ("tp2", {}, 'engine "parameter-server" does not split tensor'),
         ("pp2", {}, 'engine "parameter-server" does not split pipeline'),
         ("dp2", {"on_nonfinite": "skip"}, "takes every step"),
-        ("dp2", {"engine": "native", "engine_config": "file"}, 'engine "native" has no configuration file'),
+        (
+            "dp2",
+            {"engine": "native", "engine_config": "file"},
+            'engine "native" has no configuration file of its own; leave it out, or use engine .*parameter-server',
+        ),
         ("dp2", {"engine": "native", "staleness": 1}, "staleness"),
     ],
 )

@@ -35,6 +35,7 @@ _WANTED = {
     "dataclass_type": "a section of keys and values",
     "model_attributes_type": "a section of keys and values",
 }
+_SHOULD = "; it should be "
 
 
 def explain(
@@ -49,11 +50,13 @@ def explain(
 
     `prefix` is where `given` stands in the job; `place` says which line of which file a path stands in.
     """
-    lines = []
+    wanted: dict[str, list[str]] = {}  # by what is said of the value; each kind that a value may be has its own say
     for detail in error.errors(include_url=False):
         path = _path_in(given, detail)
-        lines.append(f"{place(prefix + path)}{_sentence(detail, prefix + path, _keys_at(schema, path[:-1], given))}")
-    return "\n".join(dict.fromkeys(lines))
+        sentence = _sentence(detail, prefix + path, _keys_at(schema, path[:-1], given))
+        said, _, what = f"{place(prefix + path)}{sentence}".partition(_SHOULD)
+        wanted.setdefault(said, []).append(what)
+    return "\n".join(said + _SHOULD * any(what) + ", or ".join(dict.fromkeys(what)) for said, what in wanted.items())
 
 
 def checked(schema: Any, values: Mapping[str, Any], *, prefix: Path = ()) -> Any:

@@ -35,7 +35,8 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
     able = engine.abilities
     if config is not None and able.config is None:
         raise UserError(
-            f'run.engine_config is {config}, and engine "{engine.name}" has no configuration file of its own'
+            f'run.engine_config is {config}, and engine "{engine.name}" has no configuration file of its own; '
+            f"leave it out, or use engine {', '.join(name for name in ENGINES if resolve(name).abilities.config)}"
         )
     if config is not None and not config.is_file():
         raise UserError(f"run.engine_config is {config}, which is no file; use {able.config}")

@@ -16,12 +16,16 @@ the same wherever it is called, and gradients flow through it to the samples of 
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PARAMETER = "gather"  # of a loss that couples samples
+# What is known of functions: every step asks, and to read a signature takes as long as a small layer's forward.
+_known: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
 
 class Gather:
@@ -56,6 +60,16 @@ def of_whole_batch(loss: Callable[..., Any]) -> Callable[..., Any]:
 def takes_gather(loss: Callable[..., Any]) -> bool:
     """Whether a loss couples the samples of a batch, which its parameter `gather` says."""
     loss = getattr(loss, "function", loss)  # of several terms
+    function = getattr(loss, "__func__", loss)  # of a method, of which there is another object each time
+    if not isinstance(function, FunctionType):
+        return _names_gather(loss)
+    known = _known.get(function)
+    if known is None:
+        known = _known[function] = _names_gather(loss)
+    return known
+
+
+def _names_gather(loss: Callable[..., Any]) -> bool:
     try:
         return _PARAMETER in inspect.signature(loss).parameters
     except (TypeError, ValueError):  # a callable without a signature

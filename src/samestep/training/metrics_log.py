@@ -142,9 +142,9 @@ class Records:
         self._steps = _rewritten(metrics, kept)
         self._evaluations = _rewritten(evaluations, _lines_before(evaluations, first_step + 1))
         if tensorboard:
-            from samestep.training.board import SummaryWriter
+            from samestep.training.board import Board
 
-            self._board = SummaryWriter(folder / "tensorboard", purge_step=first_step or None)
+            self._board = Board(folder / "tensorboard", purge_step=first_step or None)
 
     def __enter__(self) -> Self:
         return self
@@ -170,10 +170,7 @@ class Records:
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
         if self._board is not None:
-            for name, value in values.items():
-                if not math.isfinite(value):
-                    continue
-                self._board.add_scalar(name, value, step)
+            self._board.draw(step, {name: value for name, value in values.items() if math.isfinite(value)})
 
 
 def _lines_before(file: Path, step: int) -> list[dict[str, Any]]:
