@@ -5,15 +5,16 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import samestep
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 class Points(samestep.Task):
@@ -42,7 +43,10 @@ class Points(samestep.Task):
     def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
         return nn.functional.cross_entropy(output, batch.targets, reduction="sum"), len(output)
 
-    def metrics(self) -> Mapping[str, Metric]:
+    def metrics(self) -> Mapping[str, "Metric"]:
+        # Its import takes longer than most of these trainings, and not all have metrics.
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
         return {
             "accuracy": MulticlassAccuracy(self.classes, average="micro"),
             "confusion_matrix": MulticlassConfusionMatrix(self.classes),
@@ -65,7 +69,7 @@ class Words(Points):
         labels, words = batch.targets.unbind(dim=1)
         return (nn.functional.cross_entropy(output, labels, reduction="none") * words).sum(), words.sum()
 
-    def metrics(self) -> Mapping[str, Metric]:
+    def metrics(self) -> Mapping[str, "Metric"]:
         return {}
 
 
@@ -93,7 +97,7 @@ class Lines(Points):
         lines = nn.utils.rnn.pad_sequence([line for line, _ in samples], batch_first=True)
         return samestep.Batch(lines, torch.stack([label for _, label in samples]))
 
-    def metrics(self) -> Mapping[str, Metric]:
+    def metrics(self) -> Mapping[str, "Metric"]:
         return {}
 
 
@@ -114,11 +118,21 @@ class ScoredWords(Words):
     def eval_set(self) -> samestep.Samples | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.held_out
 
-    def metrics(self) -> Mapping[str, Metric]:
+    def metrics(self) -> Mapping[str, "Metric"]:
         return Points.metrics(self)
 
 
-class Failing(Points):
+class Unscored(Points):
+    """Nothing is held out: for jobs in processes of their own, each of which would import what scores it."""
+
+    def eval_set(self) -> None:
+        return None
+
+    def metrics(self) -> Mapping[str, "Metric"]:
+        return {}
+
+
+class Failing(Unscored):
     """Fails in its third loss on rank 1 of several, in the way it is told."""
 
     def __init__(self, *, way: str, marker: str = "") -> None:
@@ -154,7 +168,7 @@ def _slow() -> None:
 _FAILURES: dict[str, Any] = {"raise": _raise, "kill": _kill, "user error": _user_error, "slow": _slow}
 
 
-class Slow(Points):
+class Slow(Unscored):
     """Takes its time in every loss."""
 
     def __init__(self, *, seconds: float, **points: Any) -> None:

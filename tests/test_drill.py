@@ -12,8 +12,8 @@ from samestep.drill.faults import DRILLS
 
 TESTS = Path(__file__).parent
 JOB = f"""
-recipe: {{task: {TESTS}/small_tasks.py:Points, batch: 16, precision: fp64}}
-run: {{layout: dp2, threads: 1}}
+recipe: {{task: {TESTS}/small_tasks.py:Unscored, batch: 16, precision: fp64}}
+run: {{layout: dp2, threads: 1, tensorboard: false}}
 """
 
 

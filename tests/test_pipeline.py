@@ -43,10 +43,11 @@ LLAMA = recipe(NextWord(kind="tied-llama", samples=39))
 LONGER_LLAMA = recipe(NextWord(kind="tied-llama", samples=39, layers=9))
 STEPS = 3
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
+AS_MANY_AS_USUAL = ["1f1b", "zbv-zero-bubble"]  # with the micro-batches that a run has without `micro_batch`
 
 
 def of_schedules() -> list[Case]:
-    cases: list[Case] = [(LLAMA, f"pp2 schedule={schedule}", {}) for schedule in SCHEDULES]
+    cases: list[Case] = [(LLAMA, f"pp2 schedule={schedule}", {}) for schedule in AS_MANY_AS_USUAL]
     cases += [(LLAMA, f"pp2 schedule={schedule}", {"micro_batch": 3}) for schedule in SCHEDULES]
     return [
         *cases,
@@ -72,6 +73,7 @@ def of_more_models() -> list[Case]:
         *((recipe(task), "pp2", {}) for task in kinds),
         (recipe(Sentences(kind="bert"), optimizer=momentum), "pp2 schedule=zbv-zero-bubble", {}),
         (recipe(tasks.Conditioned()), "pp2 schedule=interleaved-zero-bubble", {}),
+        *((LLAMA, f"pp2 schedule={each}", {}) for each in SCHEDULES if each not in AS_MANY_AS_USUAL),
     ]
 
 
