@@ -70,6 +70,8 @@ def predicted(job: Job, text: str) -> int | str:
         ranks = rehearse_job(replace(job, run=run), Layout.parse(text).size)
     except UserError as error:
         return str(error)
+    except Exception as error:  # a row of its own; the others hold
+        return f"failed, {type(error).__name__}: {error}"
     return fullest([rank.usage for rank in ranks])
 
 

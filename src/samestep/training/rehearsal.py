@@ -94,7 +94,6 @@ def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None =
     mail = Mail()
     found = []
     for rank in ranks_of_stages(layout) if ranks is None else ranks:
-        mail.begin_rank()
         with _pretended_group(rank, layout.size), _asking_told():
             found.append(_rehearse_rank(job, task, layout, rank, Valueless(mail)))
     return found
