@@ -29,10 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"en": ROOT / "docs" / "planning.md", "zh": ROOT / "docs" / "zh" / "planning.md"}
 REFUSED = {"en": "refused", "zh": "拒绝"}
 SUMMARY = {
-    "en": "{rows} rows; mean error {mean:.2%}, largest {largest:.1%}; {within} within 3 %, {exact} to the byte. Of the "
-    "fullest rank of all the mean error is {all_mean:.2%}, the largest {all_largest:.1%}; {all_within} within 3 %.",
-    "zh": "共 {rows} 行；平均误差 {mean:.2%}，最大 {largest:.1%}；{within} 行在 3% 以内，{exact} 行一字节不差。"
-    "与所有 rank 中最满的一个相比，平均误差 {all_mean:.2%}，最大 {all_largest:.1%}；{all_within} 行在 3% 以内。",
+    "en": "{rows} rows; mean error {mean:.2%}, largest {largest:.1%}; {within} within 3 %, {exact} to the byte. "
+    "Of the fullest rank of all the mean error is {all_mean:.2%}, the largest {all_largest:.1%}; {all_within} within "
+    "3 %.",
+    "zh": "共 {rows} 行；平均误差 {mean:.2%}，最大 {largest:.1%}；{within} 行在 3% 以内，"
+    "{exact} 行一字节不差。与所有 rank 中最满的一个相比，平均误差 {all_mean:.2%}，"
+    "最大 {all_largest:.1%}；{all_within} 行在 3% 以内。",
 }
 NAMES = (*SHIPPED, *UNTUNED)
 
