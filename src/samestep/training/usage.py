@@ -151,11 +151,13 @@ def _storages(nest: Any) -> list[torch.UntypedStorage]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # Tensors without values are asked for no device: they answer by an operator of their own, past every mode. Other
-    # fake ones are DTensor's, which looks at whole shapes where a step has some that it has not seen.
     if tensor.layout is not torch.strided:
         return False
-    return not has_values(tensor) or not (isinstance(tensor, FakeTensor) or tensor.device.type == "meta")
+    if isinstance(tensor, FakeTensor):
+        # Those with values are DTensor's own, which looks at whole shapes where a step has some that it has not seen.
+        # `device` would be asked for by an operator, past every mode.
+        return not has_values(tensor) and tensor.fake_device.type != "meta"
+    return tensor.device.type != "meta"
 
 
 _TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
