@@ -38,12 +38,12 @@ def test_a_rank_is_rehearsed_to_the_byte(layout: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence=split"])
-def test_slices_are_rehearsed_to_the_byte(layout: str) -> None:
-    recipe = samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4)
+@pytest.mark.parametrize("layout", ["tp2", "tp2 sequence=split", "pp2 stages=2 schedule=interleaved-1f1b"])
+def test_slices_and_uneven_micro_batches_are_rehearsed_to_the_byte(layout: str) -> None:
+    recipe = samestep.Recipe(task=Tiny(name="qwen2"), batch=10, steps=4)
     really = samestep.dry_run(recipe, layout, threads=1)
-    (found,) = rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 2)
-    assert found.usage.to_json() == really[0].to_json()
+    for found in rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 2):
+        assert found.usage.to_json() == really[found.rank].to_json()
 
 
 @pytest.mark.timeout(300)

@@ -40,35 +40,30 @@ def with_values() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def labelled(tensor: Tensor, label: Any) -> Tensor:
+    """A message's tensor, with what its content depends on, such as the shapes of a micro-batch."""
+    tensor.samestep_label = label  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
+
+
 class Mail:
     """What ranks that are rehearsed one after the other send each other with values: the shapes of what is to come.
 
-    A message of a rank that is rehearsed later, or not at all, is taken to be like those of the rank before it here,
-    and for the first one like its own: what stages of a pipeline hand on has the same shapes in most models.
+    A message of a rank that is rehearsed later, or not at all, is taken to be like the last one here of the same
+    label: what stages of a pipeline hand on has the same shapes in most models.
     """
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)  # by sender and receiver
-        self._before: list[Tensor] = []  # what the rank rehearsed before has sent
-        self._own: list[Tensor] = []  # what the running rank has sent
-        self._copied = 0
-
-    def begin_rank(self) -> None:
-        """From here on another rank is rehearsed."""
-        self._before, self._own, self._copied = self._own or self._before, [], 0
+        self._like: dict[Any, Tensor] = {}  # the last message of each label
 
     def send(self, tensor: Tensor, target: int) -> None:
         self._sent[dist.get_rank(), target].append(tensor.clone())
-        self._own.append(tensor.clone())
+        self._like[getattr(tensor, "samestep_label", None)] = tensor.clone()
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        waiting, like = self._sent[source, dist.get_rank()], self._before or self._own
-        message = None
-        if waiting:
-            message = waiting.popleft()
-        elif self._copied < len(like):
-            message = like[self._copied]
-            self._copied += 1
+        waiting = self._sent[source, dist.get_rank()]
+        message = waiting.popleft() if waiting else self._like.get(getattr(tensor, "samestep_label", None))
         if message is None or message.shape != tensor.shape:
             raise UserError(
                 "--world takes the steps of ranks one after the other, and an earlier stage of this pipeline is sent "

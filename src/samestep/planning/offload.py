@@ -26,7 +26,7 @@ def offloads_of(layout: Layout) -> Iterator[Layout]:
     elif layout.recompute == "full":
         yield replace(layout, offload="optimizer")
         yield replace(layout, offload="activations+optimizer")
-        if layout.zero >= 2:
+        if layout.zero == 3:  # ZeRO-2 holds all parameters from forward to backward
             yield replace(layout, offload="activations+parameters")
 
 

@@ -4,7 +4,6 @@ Candidates are pruned in three passes: sizes that divide nothing are never made,
 pipeline is estimated from its slowest rank before the best ones are played event by event.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,6 +21,9 @@ from samestep.planning.step_time import StepTime, step_time
 _PLAYED = 24  # of the best by estimate, how many are played event by event
 _MOST_STAGES = 64
 _MOST_CHUNKS = 8  # stages a rank
+# Schedules without bubbles are PyTorch's, whose import takes seconds: they are played where the estimate, times the
+# best one, is below this.
+_NEAR = 1.05
 _MOST_ZERO_BUBBLE = 16  # pipeline ranks for which schedules without bubbles are tried
 _LONG = 16384  # tokens of a sample from which context parallel is tried
 _RECOMPUTES: Sequence[Recompute] = ("none", "selective", "full")
@@ -87,28 +89,29 @@ def plan(job: Job, cluster: Cluster, *, most: int = 10) -> Plan:
     fitting: list[tuple[float, Layout, int, list[RankMemory]]] = []
     tried = 0
     smallest: tuple[float, Layout] | None = None
-    waiting = deque(candidates(job, cluster))
-    while waiting:
-        layout, micro_batch = waiting.popleft()
-        tried += 1
-        memory = memory_of(job, layout, micro_batch)
-        peak = max(rank.total for rank in memory)
-        if smallest is None or peak < smallest[0]:
-            smallest = peak, layout
-        if fits(memory, cluster.device):
-            seconds = step_time(job, layout, micro_batch, cluster, played=False).seconds
-            fitting.append((seconds, layout, micro_batch, memory))
-        elif layout.offload == "none" and job.software.offloads:
-            waiting.extend((offloaded, micro_batch) for offloaded in offloads_of(layout))
+    for offloaded in (False, True) if job.software.offloads else (False,):
+        for layout, micro_batch in candidates(job, cluster, offloaded=offloaded):
+            tried += 1
+            memory = memory_of(job, layout, micro_batch)
+            peak = max(rank.total for rank in memory)
+            if smallest is None or peak < smallest[0]:
+                smallest = peak, layout
+            if fits(memory, cluster.device):
+                seconds = step_time(job, layout, micro_batch, cluster, played=False).seconds
+                fitting.append((seconds, layout, micro_batch, memory))
+        if fitting:
+            break  # offload costs time that was held against no measured step: where nothing else fits
     if not fitting:
         raise UserError(_nothing_fits(job, cluster, smallest))
     fitting.sort(key=lambda found: found[0])
+    too_large = tried - len(fitting)
+    fitting = [each for each in fitting if each[1].schedule not in SPLIT_BACKWARD or each[0] < _NEAR * fitting[0][0]]
     played = [
         Candidate(layout=layout, micro_batch=size, memory=memory, time=step_time(job, layout, size, cluster))
         for _, layout, size, memory in fitting[: max(_PLAYED, most)]
     ]
     played.sort(key=lambda candidate: (candidate.time.seconds, candidate.peak_bytes))
-    return Plan(job=job, cluster=cluster, candidates=played[:most], tried=tried, too_large=tried - len(fitting))
+    return Plan(job=job, cluster=cluster, candidates=played[:most], tried=tried, too_large=too_large)
 
 
 def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | None) -> str:
@@ -125,8 +128,12 @@ def _nothing_fits(job: Job, cluster: Cluster, smallest: tuple[float, Layout] | N
     )
 
 
-def candidates(job: Job, cluster: Cluster) -> Iterator[tuple[Layout, int]]:
-    """Every layout and size of micro-batch worth a look: sizes divide what they split."""
+def candidates(job: Job, cluster: Cluster, *, offloaded: bool = False) -> Iterator[tuple[Layout, int]]:
+    """Every layout and size of micro-batch worth a look: sizes divide what they split; or all with offload."""
+    if offloaded:
+        for layout, micro_batch in candidates(job, cluster):
+            yield from ((each, micro_batch) for each in offloads_of(layout))
+        return
     model = job.model
     for tensor in _divisors(min(cluster.node_size, cluster.devices)):
         if model.heads % tensor or cluster.devices % tensor:

@@ -6,6 +6,7 @@ for its shapes, its layout or its model fails here with the same message. What i
 sliced layer still gives the same numbers, is taken to be well.
 """
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -94,7 +95,6 @@ def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None =
     mail = Mail()
     found = []
     for rank in ranks_of_stages(layout) if ranks is None else ranks:
-        mail.begin_rank()
         with _pretended_group(rank, layout.size), _asking_told():
             found.append(_rehearse_rank(job, task, layout, rank, Valueless(mail)))
     return found
@@ -147,9 +147,21 @@ class _RehearsedTraining(Training):
                     take()
                 else:
                     stack.enter_context(work)
+                    stack.enter_context(_old_objects_left())
                     _, usage = usages.measured(session.trainer, take, counted)
         assert usage is not None  # a job has at least a sample, and steps go over its samples again and again
         return usage, counted.found(), work.found()
+
+
+@contextmanager
+def _old_objects_left() -> Iterator[None]:
+    """Garbage collection that leaves alone what is there already: hundreds of thousands of objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _few_of(batch: StepBatch, layout: Layout) -> StepBatch:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -150,8 +151,13 @@ def _storages(nest: Any) -> list[torch.UntypedStorage]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # Tensors without values are asked for no device: they answer by an operator of their own, past every mode.
-    return tensor.layout is torch.strided and (not has_values(tensor) or tensor.device.type != "meta")
+    if tensor.layout is not torch.strided:
+        return False
+    if isinstance(tensor, FakeTensor):
+        # Those with values are DTensor's own, which looks at whole shapes where a step has some that it has not seen.
+        # `device` would be asked for by an operator, past every mode.
+        return not has_values(tensor) and tensor.fake_device.type != "meta"
+    return tensor.device.type != "meta"
 
 
 _TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

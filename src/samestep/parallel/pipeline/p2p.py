@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samestep.comm.mesh import Mesh, new_group
 from samestep.parallel.pipeline.stage import pipelines
+from samestep.parallel.valueless import labelled
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64),
@@ -122,7 +123,7 @@ class Messages:
             self._here[letter] = sent
             return
         if letter.kind == "F" and sent and self._announced(letter, forms) is None:
-            self._post(target, [_header(forms)])
+            self._post(target, [labelled(_header(forms), self._key(letter))])
             self._forms[letter.to, self._key(letter)] = forms
         if sent:
             self._post(target, sent)
@@ -172,6 +173,7 @@ class Messages:
         if forms is None:
             # On the CPU, so that no accelerator waits.
             header = torch.empty(self._counts[letter.to - 1], _MOST_DIMS + 2, dtype=torch.int64)
+            labelled(header, self._key(letter))
             dist.recv(header, src=line.source, group=line.group)
             forms = self._forms[letter.to, self._key(letter)] = _read(header)
         if letter.kind == "B":
