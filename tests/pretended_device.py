@@ -436,7 +436,8 @@ _FULL = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "
 
 def _autocast(op: Any, dtype: torch.dtype | None) -> Callable[..., Any]:
     """An operator under autocast; `dtype`: None: the short one that is asked for."""
-    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    native: Any = torch._C  # its annotations lack some keys
+    below = native.DispatchKeySet(native.DispatchKey.AutocastPrivateUse1)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         target = dtype or torch.get_autocast_dtype(NAME)
@@ -482,7 +483,8 @@ def _patch_pinned_memory() -> None:
 
     def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if _on_device(self) and type(self) is Tensor:
-            device, dtype, non_blocking, _ = torch._C._nn._parse_to(
+            native: Any = torch._C
+            device, dtype, non_blocking, _ = native._nn._parse_to(
                 *args, **{name: value for name, value in kwargs.items() if name != "copy"}
             )
             if non_blocking and device is not None and device.type == "cpu":  # a copy that goes on behind the host
