@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,23 @@ def test_the_order_of_the_split_run_is_judged_by_itself(
     assert (found.finding.kind if found.finding else None) == kind
     assert (found.finding.step if found.finding else None) == step
     assert any("it was given those of the split run" in note.en for note in found.notes)
+
+
+@pytest.mark.parametrize(("own", "follows"), [([0.1, 0.2, 0.3, 0.4], True), ([0.1, 0.1, 0.1, 0.1], False)])
+def test_a_schedule_that_follows_samples_is_said(tmp_path: Path, own: list[float], follows: bool) -> None:
+    def with_rates(each: Record, rates: list[float]) -> Record:
+        steps = [replace(step, lr=rate) for step, rate in zip(each.steps, rates, strict=True)]
+        return replace(each, steps=steps)
+
+    halves = [[[0], [2], [4], [6]]], [[[1], [3], [5], [7]]]
+    whole = [[[0, 1], [2, 3], [4, 5], [6, 7]]]
+    folder = records.runs(
+        tmp_path,
+        alone=with_rates(record(whole), [0.1, 0.2, 0.3, 0.4]),
+        split=[with_rates(record(half), [0.1, 0.3, 0.5, 0.7]) for half in halves],
+    )
+    records.write(folder / "alone-own", [with_rates(record([[[0], [1], [2], [3]]]), own)])
+    found = compare_runs(folder)
+    assert found.finding is not None
+    assert (found.finding.kind, found.finding.step) == ("schedule-steps", 2)
+    assert any("the schedule follows samples" in note.en for note in found.notes) is follows

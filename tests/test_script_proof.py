@@ -282,6 +282,19 @@ def test_a_run_that_fails_or_never_ends_is_told(tmp_path: Path, outcome: Outcome
         run_all(ScriptProof(script=("train.py",), time_limit=9), tmp_path / "runs", starter)
 
 
+def test_rounding_that_grows_is_said(tmp_path: Path) -> None:
+    noisy = {name: value * 1.05 for name, value in GRADIENTS.items()}
+    folder = records.runs(
+        tmp_path,
+        alone=ALONE,
+        again=record(step("a", "b", "c", "d"), step("e", "f", "g", "h", gradients=noisy)),
+        split=HALVES,
+    )
+    notes = [note.en for note in compare_runs(folder).notes]
+    assert any(note.startswith("from step 2 on rounding alone") for note in notes)
+    assert not any("rounding alone" in note.en for note in verdict(tmp_path / "quiet", ALONE, *HALVES).notes)
+
+
 @pytest.mark.parametrize(
     ("processes", "message"),
     [(0, r"alone, ended without a step of a torch.optim optimizer"), (2, r"took no step .* in its own process")],

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 import traceback
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,8 +80,8 @@ if given.kind == "endless":
     time.sleep(600)
 elif given.kind in ("forks", "own-processes"):
     if __name__ == "__main__":  # a process that is spawned reads this file again
-        context: Any = multiprocessing.get_context("fork" if given.kind == "forks" else "spawn")
-        process = context.Process(target=train, args=("",))
+        forked, spawned = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+        process = (forked if given.kind == "forks" else spawned).Process(target=train, args=("",))
         process.start()
         process.join()
 elif given.kind != "nothing":

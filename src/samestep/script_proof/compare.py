@@ -129,7 +129,7 @@ class _Comparison:
                 "parameters": max((each.parameters_noise for each in numbers), default=0.0),
             },
             curve=numbers,
-            notes=[*self._notes(found), *self._schedule_note(finding)],
+            notes=[*self._notes(found), *self._schedule_note(finding), *_blunt_note(numbers)],
             losses={name: losses_of(run) for name, run in self._runs().items()},
         )
 
@@ -297,6 +297,21 @@ class _Comparison:
                 "schedule follows samples, not steps",
                 "看过同样多的样本之后，学习率与单个进程用自己较小的批次时相同：调度器跟随的是样本数，而不是步数",
             )
+
+
+_BLUNT = 0.01  # of a gradient
+
+
+def _blunt_note(steps: Sequence[StepNumbers]) -> Iterator[Words]:
+    """Training may magnify rounding from step to step, until nothing can be told by it."""
+    blunt = next((each.step for each in steps if each.gradient_noise > _BLUNT), None)
+    if blunt is not None and blunt > 1:
+        yield Words(
+            "from step {step} on rounding alone moves a gradient by more than a hundredth: the training magnifies "
+            "it, and only the steps before say much; --dtype float64 says more, where the script allows it",
+            "从第 {step} 步起，仅舍入就使某个梯度移动百分之一以上：训练在放大舍入，只有之前的步骤能说明问题；"
+            "脚本允许时，--dtype float64 能说明更多",
+        ).format(step=blunt)
 
 
 def losses_of(run: Run) -> list[float]:
