@@ -12,8 +12,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from hypothesis import settings
+
+# Threads of OpenMP that have nothing to do sleep, here and in programs that tests start. They would spin, and where
+# other tests want the cores a training on two threads took four times the processor's time so, and ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # PyTorch's OpenMP reads it as it is loaded
 
 # Slow machines share these tests: a budget of examples, no deadline for one of them, and the same ones for a change.
 settings.register_profile("samestep", deadline=None, max_examples=50, derandomize=True)
