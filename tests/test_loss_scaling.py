@@ -70,7 +70,7 @@ def _on_each_rank(layouts: Sequence[str], alone: bool) -> Mapping[str, list[Scal
     def one(layout: str, world: World) -> Scaled:
         job = _job(layout)
         training = Training(job, resolve(job.recipe), world, Layout.parse(layout))
-        trainer = training.session.trainer
+        trainer: Any = training.session.trainer
         steps = training.steps()
         losses = [float(next(steps)[1].loss) for _ in range(3)]
         trainer._precision.restore({**trainer._precision.state(), "scale": LARGE})

@@ -219,7 +219,7 @@ def _splitting(which: TokenWise, group: dist.ProcessGroup, length: Length) -> Ca
 
 def _gathering(dim: int, group: dist.ProcessGroup, length: Length) -> Callable[..., Any]:
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda part: gather(part, group, length[0], dim), output)
+        return pytree.tree_map_only(Tensor, lambda part: gather(part, group, length.tokens, dim), output)
 
     return hook
 
