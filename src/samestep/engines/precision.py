@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ class Precision:
         if self._zero is None:
             return
         self._scaler.unscale_(optimizer)
-        overflowed = self._scaler._found_inf_per_device(optimizer)
+        overflowed: Any = self._scaler._found_inf_per_device(optimizer)
         if not overflowed:  # this rank has no gradient
             overflowed[self._zero.device] = torch.zeros_like(self._zero)
         if everyone is not None:
