@@ -436,8 +436,8 @@ _FULL = ("layer_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "
 
 def _autocast(op: Any, dtype: torch.dtype | None) -> Callable[..., Any]:
     """An operator under autocast; `dtype`: None: the short one that is asked for."""
-    native: Any = torch._C  # its annotations lack some keys
-    below = native.DispatchKeySet(native.DispatchKey.AutocastPrivateUse1)
+    keys: Any = torch._C.DispatchKey
+    below = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         target = dtype or torch.get_autocast_dtype(NAME)
@@ -481,10 +481,11 @@ def _patch_pinned_memory() -> None:
     def pinned(self: Tensor, *args: Any) -> bool:
         return getattr(self.untyped_storage(), "pinned", False) or is_pinned(self, *args)
 
+    parse_to: Any = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
+
     def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if _on_device(self) and type(self) is Tensor:
-            native: Any = torch._C
-            device, dtype, non_blocking, _ = native._nn._parse_to(
+            device, dtype, non_blocking, _ = parse_to(
                 *args, **{name: value for name, value in kwargs.items() if name != "copy"}
             )
             if non_blocking and device is not None and device.type == "cpu":  # a copy that goes on behind the host

@@ -94,6 +94,15 @@ MENDS = (
         seen="on the same device",
     ),
     Mend(
+        what="a proof compares offloaded parameters on the device",
+        file="proof.py",
+        now="mine = as_real(mine).to(device)  # offloaded",
+        before="mine = as_real(mine)  # offloaded",
+        task="language",
+        layout="fsdp2 offload=parameters",
+        seen="on the same device",
+    ),
+    Mend(
         what="offloaded gradients are summed on the accelerator",
         file="parallel/sharding.py",
         now="torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])",

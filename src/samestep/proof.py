@@ -370,7 +370,7 @@ def _compare_parameters(
     floor = _root_mean_square(parameter for _, parameter in named)
     worst, where, nonfinite = 0.0, named[0][0], None
     for name, mine in named:
-        mine = as_real(mine)
+        mine = as_real(mine).to(device)  # offloaded ones are in the host's memory
         theirs = _from_rank_0(reference, name, mine, device)
         apart = relative_tensors(mine, theirs, floor)
         if rounding_is_known and TOLERANCE <= _on_any_rank(apart, device) < math.inf:
