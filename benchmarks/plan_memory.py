@@ -28,6 +28,7 @@ from samestep.training.usage import Usage
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"en": ROOT / "docs" / "planning.md", "zh": ROOT / "docs" / "zh" / "planning.md"}
 REFUSED = {"en": "refused", "zh": "拒绝"}
+UNLIKE = {"en": "not refused", "zh": "未拒绝"}  # by the plan, of what the ranks refuse
 SUMMARY = {
     "en": "{rows} rows; mean error {mean:.2%}, largest {largest:.1%}; {within} within 3 %, {exact} to the byte. "
     "Of the fullest rank of all the mean error is {all_mean:.2%}, the largest {all_largest:.1%}; {all_within} within "
@@ -112,8 +113,9 @@ def cell(row: Row, language: str) -> str:
     if error is not None:
         text = f"{error:+.1%}" if error else "0"
         return text if abs(error) <= 0.03 else f"**{text}**"
-    alike = isinstance(row["predicted"], str) and isinstance(row["measured"], str)
-    return REFUSED[language] if alike else f"**{REFUSED[language]}: {row['predicted']} / {row['measured']}**"
+    if isinstance(row["predicted"], str) and isinstance(row["measured"], str):
+        return REFUSED[language]
+    return f"**{REFUSED[language] if isinstance(row['predicted'], str) else UNLIKE[language]}**"
 
 
 def table(rows: Sequence[Row], language: str) -> str:
