@@ -18,7 +18,9 @@ from samestep.training.fit import Training
 from samestep.training.result import _apart
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "pp2", "tp2"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp2", pytest.param("pp2", marks=pytest.mark.slow), pytest.param("tp2", marks=pytest.mark.slow)]
+)
 def test_the_rank_that_writes_the_model_alone_keeps_it(layout: str) -> None:
     recipe = samestep.Recipe(task=Tiny(name="llama"), batch=10, steps=1)
     job = Job(recipe=recipe, run=Run(layout=layout, threads=1, device="cpu"))
@@ -51,7 +53,7 @@ def _on_each_rank(job: Job) -> list[tuple[list[str], list[str], int]]:
         known = list(trainer.model.parameters())
         state = trainer.state_to_write(kept=world.rank == 0)
         found: list[Any] = [None] * world.world_size
-        dist.all_gather_object(found, (list(state), list(trainer.entries()), most))
+        dist.all_gather_object(found, (list(state), list(trainer._spread.parts.state), most))
         return found
 
 
