@@ -6,7 +6,7 @@ A table for each job and number of steps: bytes, the last value as mean over the
 and whether the mean is within what plain data parallelism has over the seeds. With `--links` also the seconds of all
 steps over each link: how many steps of each kind the training took, times what such a step takes over the link; start
 and evaluations are not in it. `--docs` writes the tables into docs/less-communication.md and its Chinese page, and a
-picture of each table's curves into docs/pictures.
+picture of each table's curves into docs/curves.
 """
 
 import argparse
@@ -186,7 +186,7 @@ def write_docs(trainings: Sequence[Rows], links: Links) -> None:
         before = page.read_text(encoding="utf-8")
         page.write_text(MARKS.sub(lambda marks, text=text: f"{marks[1]}\n{text}\n\n{marks[2]}", before), "utf-8")
     for rows in trainings:
-        (DOCS / "pictures" / picture_name(rows)).write_text(picture(rows, links), encoding="utf-8")
+        (DOCS / "curves" / picture_name(rows)).write_text(picture(rows, links), encoding="utf-8")
 
 
 def section(rows: Rows, links: Links, language: str) -> str:
@@ -197,7 +197,7 @@ def section(rows: Rows, links: Links, language: str) -> str:
     names = heads(rows, links, words)
     lines = [f"| {' | '.join(names)} |", f"| --- |{' ---: |' * 3} --- |{' ---: |' * (len(names) - 5)}"]
     lines += [f"| {' | '.join([f'`{method}`', *cells(rows, links, method, words)])} |" for method in rows]
-    folder = "pictures" if language == "en" else "../pictures"
+    folder = "curves" if language == "en" else "../curves"
     shown = words["picture"].format(value=words[first.value], file=f"{folder}/{picture_name(rows)}")
     return "\n\n".join([words["title" if others else "one"].format(**named), "\n".join(lines), shown])
 

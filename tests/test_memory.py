@@ -243,7 +243,7 @@ def rows(number: int) -> list[list[str]]:
     text = (ROOT / "docs" / "memory.md").read_text("utf-8")
     found = re.search(rf"<!-- table {number} -->\n(.*?)<!-- end -->", text, re.DOTALL)
     assert found is not None
-    return [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in found[1].splitlines()[2:]]
+    return [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in found[1].strip().splitlines()[2:]]
 
 
 def test_the_docs_tables_have_what_one_rank_holds_today() -> None:

@@ -3,5 +3,5 @@
 Read in this order. `samples`: hashes of the rows that go into a model. `activations`: what modules make of them.
 `shards`: which part of which parameter a rank holds. `store`: the files of a record. `record`: what a run left, with
 the shards joined. `differences`: how far tensors are apart, and what is rounding. `forward`: the first module that
-departs. `script_proof` proves scripts by these, and a job's proof names by them where its steps depart.
+departs. `samestep.script_proof` proves scripts by these, and a job's proof names by them where its steps depart.
 """

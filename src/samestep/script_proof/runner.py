@@ -3,9 +3,12 @@
 `python -m samestep.script_proof.runner [ENGINE'S ARGUMENTS] -- SETTINGS.json (SCRIPT.py | -m MODULE) [ARGUMENTS]`
 """
 
+import atexit
+import os
 import random
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +37,8 @@ def main(arguments: Sequence[str]) -> None:
         recorder.end("stopped")
     except SystemExit as ended:
         recorder.end("ended" if ended.code in (None, 0) else f"exit code {ended.code}")
-        raise
+        if ended.code not in (None, 0):
+            raise
     except BaseException as error:
         recorder.end("failed: " + "".join(traceback.format_exception_only(error)).strip())
         raise
@@ -70,5 +74,20 @@ def _run(command: Sequence[str], engines: Sequence[str]) -> None:
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(main_module))
 
 
+def _leave() -> None:
+    """End a process whose script has ended well, without the destructors of what the script has left open.
+
+    The threads of a process group that nobody destroyed may abort the process there, long after the last step.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     main(sys.argv[1:])
+    _leave()

@@ -8,6 +8,6 @@ In the order of reading:
 - `evaluation`, `early_stop`, `metrics_log`, `board`, `usage`, `result`: what is measured, shown and left on disk.
 - `checkpointing`, `state`: when a checkpoint is saved, and what of a training goes into it.
 - `built_model`, `same_task`: what is checked of the model on the ranks. `as_built`, `differences`,
-  `measured_rounding`, `nonfinite_values`: parts of a proof.
+  `measured_rounding`, `update_rule`, `nonfinite_values`: parts of a proof.
 - `step_timing`: a few steps of a job, timed. `rehearsal`, `step_work`: steps without values, and the work in them.
 """
