@@ -30,10 +30,10 @@ class Used(ABC):
     def settle(self) -> None:
         """After the last backward of a step: every gradient was sent, and one that no rank used is none.
 
-        Called once a step, before the gradients are divided by the global count, clipped and used. An engine that
-        sends gradients itself does it here, or waits here for what it began in backward: all ranks' gradients, zeros
-        where this rank has none, then `by_any` and `forget`. A subclass of `UsedByReplicas` sends, then calls
-        `super().settle()`, as `engines/horovod.py` does.
+        Called once a step, before gradients are scaled to the mean, clipped and used. An engine that sends gradients
+        itself does it here, or waits here for what it began in backward: each parameter's gradient becomes the
+        average over the ranks, with zeros of a rank that has none. A subclass of `UsedByReplicas` does so and then
+        calls `super().settle()`; `engines/horovod.py` has one.
         """
 
     def noted(self) -> list[bool]:
@@ -58,7 +58,7 @@ class UsedAlone(Used):
 class UsedByRanks(Used):
     """Notes what this rank uses, and asks the other ranks. `numbers`: of each parameter's name, its place in `noted`.
 
-    A subclass that sends gradients itself overrides `settle`: it sends them, then `self.forget(self.by_any())`.
+    A subclass that sends gradients itself has them averaged in `settle`, then calls `self.forget(self.by_any())`.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
