@@ -15,7 +15,12 @@ from pydantic.fields import FieldInfo
 from samestep import layout
 from samestep.cli.main import COMMANDS, _parser
 from samestep.communication import Bf16, DiLoCo, Fp16, LocalSGD, OneBitAdam, PowerSGD, ZeroOneAdam
+from samestep.data.text import READERS, known_suffixes
+from samestep.data.text import SOURCES as SOURCES_OF_TEXTS
+from samestep.engines import ENGINES
+from samestep.engines.registry import resolve
 from samestep.job import Checkpointing, Profiling, Run
+from samestep.launch.environments.registry import PLACES
 from samestep.recipe import SGD, AdamW, Average, EarlyStop, Evaluation, Group, LoRA, NamedOptimizer, Recipe, Schedule
 from samestep.tasks.causal_lm import DecoderModel, LanguageData
 from samestep.tasks.image_classification import ImageData, ImageModel
@@ -70,11 +75,26 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
 
 
+def needs_its_twin(page: Path, other: Path) -> str | None:
+    """What to do where one of two pages isn't there; None where both are."""
+    for here, missing in ((page, other), (other, page)):
+        if not missing.is_file():
+            return f"{name_of(here)} needs its twin {name_of(missing)}"
+    return None
+
+
 def test_the_pages_are_there_in_both_languages() -> None:
     assert {page.stem for page, _ in PAIRS} >= {"README", "promise", "recipes-and-layouts", "own-tasks", "layouts"}
-    for page, other in PAIRS:
-        assert page.is_file()
-        assert other.is_file()
+    chinese = [page for page in PAGES if page.is_relative_to(DOCS / "zh")]
+    pairs = [*PAIRS, *((DOCS / page.relative_to(DOCS / "zh"), page) for page in chinese)]
+    assert [told for pair in pairs if (told := needs_its_twin(*pair)) is not None] == []
+
+
+def test_a_missing_twin_is_named() -> None:
+    page, none = DOCS / "faults.md", DOCS / "zh" / "none.md"
+    assert needs_its_twin(page, none) == "docs/faults.md needs its twin docs/zh/none.md"
+    assert needs_its_twin(none, page) == "docs/faults.md needs its twin docs/zh/none.md"
+    assert needs_its_twin(page, page) is None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -92,6 +112,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 @pytest.mark.parametrize(("page", "other"), PAIRS, ids=lambda page: name_of(page))
 def test_both_languages_have_the_same_headings_tables_and_blocks(page: Path, other: Path) -> None:
+    assert needs_its_twin(page, other) is None
     depths = [[heading.partition(" ")[0] for heading in headings(each)] for each in (page, other)]
     assert depths[0] == depths[1]
     assert blocks(page) == blocks(other)
@@ -253,6 +274,56 @@ def test_every_option_of_a_layout_is_described(page: Path) -> None:
             assert f"`{choice}`" in text
     for preset in layout.PRESETS:
         assert f"`{preset}`" in text
+
+
+def in_both_languages(name: str) -> list[Path]:
+    return [DOCS / name, DOCS / "zh" / name]
+
+
+def first_cells(page: Path, columns: int) -> list[str]:
+    """What stands as code, linked or not, in the first cell of each row of the tables with so many columns."""
+    rows = re.findall(r"^\| (?:\[)?`([\w.-]+)`(.*)\|$", prose(page), re.MULTILINE)
+    return [name for name, rest in rows if rest.count(" | ") == columns - 1]
+
+
+@pytest.mark.parametrize("page", in_both_languages("engines/README.md"), ids=name_of)
+def test_every_engine_stands_in_the_table(page: Path) -> None:
+    assert sorted(first_cells(page, columns=5)) == sorted(ENGINES)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_is_called_by_its_key(name: str) -> None:
+    assert resolve(name).name == name
+
+
+@pytest.mark.parametrize("page", KEYS, ids=name_of)
+def test_messages_that_list_what_is_known_list_all(page: Path) -> None:
+    shown = "\n".join(content for _, content in blocks(page))
+    assert re.findall(r'engine is "\w+"; known: (.*)$', shown, re.MULTILINE) == [", ".join(sorted(ENGINES))]
+    (told,) = re.findall(r'source is "review"; .* known: (.*)$', shown, re.MULTILINE)
+    assert told == f"{', '.join(sorted(SOURCES_OF_TEXTS))}, or a path to a {known_suffixes()} file"
+
+
+@pytest.mark.parametrize("page", in_both_languages("places.md"), ids=name_of)
+def test_every_place_stands_in_the_table_in_its_order(page: Path) -> None:
+    assert first_cells(page, columns=3) == [place.name for place in PLACES]
+
+
+@pytest.mark.parametrize("page", KEYS, ids=name_of)
+def test_every_source_and_format_of_texts_is_described(page: Path) -> None:
+    text = prose(page)
+    (row,) = re.findall(r"^\| `recipe\.data\.source` .*`debian-packages`.*$", text, re.MULTILINE)
+    listed = re.findall(r"^- (?:a )?`([\w.-]+)`.*$", text, re.MULTILINE)
+    for name in (*SOURCES_OF_TEXTS, *READERS):
+        assert f"`{name}`" in row, name
+        assert name in listed, name
+
+
+def test_every_page_stands_in_the_navigation_of_the_site() -> None:
+    _, _, navigation = read(ROOT / "mkdocs.yml").partition("\nnav:\n")
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    generated = {"reference.md", "zh/reference.md"}  # tools/docs_site.py makes them
+    assert set(re.findall(r"[\w/-]+\.md", navigation)) == pages | generated
 
 
 def test_the_readmes_show_the_same_overhead_within_its_limit() -> None:

@@ -1,23 +1,30 @@
 """`samestep hosts`: what was found, what each rank gets, which groups cross hosts; wrong input."""
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samestep.cli.main import main
+from samestep.launch.environments.base import PlaceInputs
+from samestep.launch.environments.registry import PLACES
 
 pytestmark = pytest.mark.quick
 
-VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_JOB_ID", "SM_HOSTS", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
+# What the places say shows them.
+VARIABLES = [name for place in PLACES for name in re.findall(r"[A-Z][A-Z_]+", place.sign)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """No place but this machine, wherever the tests run."""
-    for name in VARIABLES:
+    for name in (*VARIABLES, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
+    left = PlaceInputs(environ=os.environ)
+    assert [place.name for place in PLACES if place.there(left)] == ["this-machine"]
     monkeypatch.setenv("COLUMNS", "160")
 
 

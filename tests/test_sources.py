@@ -1,6 +1,7 @@
 """Where labelled texts come from: files, reviews, package descriptions; their labels, their split, their mistakes."""
 
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import samestep.data.reviews
+from samestep.data.text import READERS, known_suffixes
 from samestep.errors import UserError
 from samestep.recipe import Recipe
 from samestep.tasks.registry import resolve
@@ -150,13 +152,24 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_sources_that_are_none(tmp_path: Path) -> None:
     assert mistake("review") == (
         'recipe.data.source is "review"; did you mean "reviews"? known: debian-packages, reviews, '
-        "or a path to a .jsonl or .csv file"
+        f"or a path to a {known_suffixes()} file"
     )
     path = tmp_path / "data.txt"
     path.write_text("text", encoding="utf-8")
-    assert mistake(path) == f"recipe.data.source is {path}; use a file that ends in .jsonl or .csv"
+    assert mistake(path) == f"recipe.data.source is {path}; use a file that ends in {known_suffixes()}"
     source = jsonl(tmp_path, ROWS)
     assert mistake(source, eval_source="nothing").startswith('recipe.data.eval_source is "nothing"; known: ')
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "told"), [([".a"], ".a"), ([".a", ".b"], ".a or .b"), ([".a", ".b", ".c"], ".a, .b or .c")]
+)
+def test_suffixes_stand_in_a_message_as_in_a_sentence(
+    suffixes: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(re.findall(r"\.\w+", known_suffixes())) == set(READERS)
+    monkeypatch.setattr("samestep.data.text.READERS", dict.fromkeys(suffixes, ""))
+    assert known_suffixes() == told
 
 
 def test_a_file_inside_a_package_is_found_without_importing_it(

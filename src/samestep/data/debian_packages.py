@@ -5,7 +5,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 
-from samestep.data.text import LabelledTexts, once_each
+from samestep.data.text import LabelledTexts, known_suffixes, once_each
 from samestep.errors import UserError
 
 _SECTIONS = 20  # the most frequent ones
@@ -33,7 +33,7 @@ def _dump() -> str:
     if program is None:
         raise UserError(
             'source "debian-packages": no program apt-cache, which Debian and Ubuntu have; use '
-            '"reviews", or a path to a .jsonl or .csv file'
+            f'"reviews", or a path to a {known_suffixes()} file'
         )
     done = subprocess.run([program, "dumpavail"], capture_output=True, check=False)
     if done.returncode:

@@ -1,6 +1,7 @@
 """Labelled texts: what a source gives, readers of a user's own files, and the class numbers of labels.
 
-Sources by name and readers by suffix stand in two tables, a line each.
+Sources by name and readers by suffix stand in two tables, a line each. A reader in a module of its own takes
+`read_utf8`, `check_columns`, `collect_records` and `integer_labels` from here.
 """
 
 import csv
@@ -8,7 +9,7 @@ import importlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def read_jsonl(path: Path) -> LabelledTexts:
 
     Raises UserError with file and line for what is wrong in it.
     """
-    return _collect(path, _json_records(path))
+    return collect_records(path, _json_records(path))
 
 
 def read_csv(path: Path) -> LabelledTexts:
@@ -64,11 +65,7 @@ def read_csv(path: Path) -> LabelledTexts:
 
     Raises UserError with file and line for what is wrong in it.
     """
-    found = _collect(path, _csv_records(path))
-    if not all(_is_integer(str(label)) for label in found.labels):
-        return found
-    labels = [int(label) for label in found.labels]
-    return LabelledTexts(origin=found.origin, texts=found.texts, labels=labels, lines=found.lines)
+    return integer_labels(collect_records(path, _csv_records(path)))
 
 
 def read_utf8(path: Path) -> str:
@@ -98,7 +95,7 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             raise UserError(f"{path}:{number}: not JSON at column {error.colno}: {error.msg}") from None
         if not isinstance(record, dict):
             raise UserError(f'{path}:{number}: {_shown(line)} is no object; use {{"text": ..., "label": ...}}')
-        _check_columns(f"{path}:{number}", record)
+        check_columns(f"{path}:{number}", record)
         yield number, record
 
 
@@ -111,7 +108,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         for row in rows:
             if header is None:
                 header = [name.strip() for name in row]
-                _check_columns(f"{path}:{number}", dict.fromkeys(header))
+                check_columns(f"{path}:{number}", dict.fromkeys(header))
             elif row:
                 if len(row) != len(header):
                     raise UserError(
@@ -124,7 +121,12 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise UserError(f"{path}:{number}: not CSV: {error}") from None
 
 
-def _collect(path: Path, records: Iterator[tuple[int, Mapping[str, Any]]]) -> LabelledTexts:
+def collect_records(path: Path, records: Iterable[tuple[int, Mapping[str, Any]]]) -> LabelledTexts:
+    """The texts and labels of a file's records; of each, the line where it starts, and its columns by name.
+
+    `check_columns` has been asked for the columns. Raises UserError with file and line for a text or a label that
+    is none, for labels of two kinds, and for a file without records.
+    """
     texts: list[str] = []
     labels: list[Label] = []
     lines: list[int] = []
@@ -143,7 +145,15 @@ def _collect(path: Path, records: Iterator[tuple[int, Mapping[str, Any]]]) -> La
     return LabelledTexts(origin=str(path), texts=texts, labels=labels, lines=lines)
 
 
-def _check_columns(place: str, there: Mapping[str, Any]) -> None:
+def integer_labels(found: LabelledTexts) -> LabelledTexts:
+    """The same texts, with integers for labels where every label is one: for formats in which all is text."""
+    if not all(_is_integer(str(label)) for label in found.labels):
+        return found
+    return replace(found, labels=[int(label) for label in found.labels])
+
+
+def check_columns(place: str, there: Mapping[str, Any]) -> None:
+    """Raise UserError where text or label is not among the columns that are there. `place`: file and line."""
     missing = [name for name in _COLUMNS if name not in there]
     if missing:
         raise UserError(
@@ -199,6 +209,12 @@ READERS = {
 }
 
 
+def known_suffixes() -> str:
+    """The suffixes that can be read, for a message: .a, .b or .c."""
+    *others, last = READERS
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def read_source(source: str, where: str) -> LabelledTexts:
     """Read a source: a name of the table, or a path. `where` is the key that names it, for messages.
 
@@ -210,8 +226,8 @@ def read_source(source: str, where: str) -> LabelledTexts:
     if path.suffix in READERS:
         return _function(READERS[path.suffix])(path)
     if path.exists():
-        raise UserError(f"{where} is {source}; use a file that ends in {' or '.join(READERS)}")
-    raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a {" or ".join(READERS)} file')
+        raise UserError(f"{where} is {source}; use a file that ends in {known_suffixes()}")
+    raise UserError(f'{where} is "{source}"; {closest(source, SOURCES)}, or a path to a {known_suffixes()} file')
 
 
 def _function(name: str) -> Callable[..., Any]:

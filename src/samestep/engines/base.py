@@ -251,4 +251,19 @@ class Engine(ABC):
 
     @abstractmethod
     def prepare(self, model: nn.Module, how: Preparation) -> Trainer:
-        """Spread the model, then make the optimizer of the parameters that this rank holds."""
+        """Spread the model, then make the optimizer of the parameters that this rank holds.
+
+        Every rank of a training calls it with the same weights: `training/fit.py` makes them with the recipe's seed,
+        or, where `can_fill` says so, leaves the model on the meta device with its values to come. What samestep
+        spreads (`spread_as` in `engines/setup.py`) takes the same step by itself; an engine whose package spreads the
+        model does what follows, in this order:
+
+        - `keep_no_cache` (`parallel/exact/buffers.py`): forwards keep nothing from one sample to the next.
+        - One `ForwardContext` a model (`parallel/exact/forward_context.py`): which samples a forward works on.
+        - `same_dropout` (`parallel/exact/dropout.py`): random numbers of a forward belong to samples, not ranks.
+        - `global_batch_norm` (`parallel/exact/batch_norm.py`) over `how.mesh.data_group`, where ranks share a batch.
+        - A `Used` (`parallel/unused_parameters.py`): parameters that no rank
+          used have no gradient. An engine that sends gradients itself sends them in its `settle`.
+        - `spread_by_engine` (`engines/setup.py`) of the model, what the package made of it, that context and that
+          `Used`; it stands in the `TrainerSetup` of a `NativeTrainer`, which weighs, clips and steps.
+        """

@@ -28,7 +28,13 @@ class Used(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """After the last backward of a step: a parameter that no rank used has no gradient."""
+        """After the last backward of a step: every gradient was sent, and one that no rank used is none.
+
+        Called once a step, before gradients are scaled to the mean, clipped and used. An engine that sends gradients
+        itself does it here, or waits here for what it began in backward: each parameter's gradient becomes the
+        average over the ranks, with zeros of a rank that has none. A subclass of `UsedByReplicas` does so and then
+        calls `super().settle()`; `engines/horovod.py` has one.
+        """
 
     def noted(self) -> list[bool]:
         """Which parameters this rank used in the step, for a message that is sent anyhow; `forget` then ends it."""
@@ -49,26 +55,31 @@ class UsedAlone(Used):
         pass
 
 
-class _UsedByRanks(Used):
+class UsedByRanks(Used):
+    """Notes what this rank uses, and asks the other ranks. `numbers`: of each parameter's name, its place in `noted`.
+
+    A subclass that sends gradients itself has them averaged in `settle`, then calls `self.forget(self.by_any())`.
+    """
+
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
         """`names`: of the whole model's parameters, where ranks hold different ones of them."""
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._numbers = {name: number for number, name in enumerate(names or self._parameters)}
+        self.numbers = {name: number for number, name in enumerate(names or self._parameters)}
         self._group = group
         self._device_type = local(next(iter(model.parameters())).detach()).device.type
-        self._used = [False] * len(self._numbers)
+        self._used = [False] * len(self.numbers)
 
     def _note(self, name: str, parameter: Tensor) -> Any:
         """Watch a tensor in which the gradient of a parameter is gathered."""
-        number = self._numbers[name]
+        number = self.numbers[name]
 
         def note(reached: Tensor) -> None:
             self._used[number] |= reached.grad is not None
 
         return parameter.register_post_accumulate_grad_hook(note)
 
-    def _by_any(self, *also: int) -> list[int]:
-        """Whether any rank used each parameter, and the largest of what else every rank gives."""
+    def by_any(self, *also: int) -> list[int]:
+        """Whether any rank used each parameter, and the largest of what else every rank gives. Every rank asks."""
         return largest([*self.noted(), *also], self._group, self._device_type)
 
     def noted(self) -> list[bool]:
@@ -77,11 +88,11 @@ class _UsedByRanks(Used):
 
     def forget(self, used: Sequence[int]) -> None:
         for name, parameter in self._parameters.items():
-            if not used[self._numbers[name]]:
+            if not used[self.numbers[name]]:
                 parameter.grad = None
 
 
-class UsedByReplicas(_UsedByRanks):
+class UsedByReplicas(UsedByRanks):
     """DistributedDataParallel waits until every parameter's gradient is ready, so every one is reached."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
@@ -93,10 +104,10 @@ class UsedByReplicas(_UsedByRanks):
         return depending(loss, self._parameters.values())
 
     def settle(self) -> None:
-        self.forget(self._by_any())
+        self.forget(self.by_any())
 
 
-class UsedByShards(_UsedByRanks):
+class UsedByShards(UsedByRanks):
     """FSDP2 gathers and reduces unit by unit: ranks must run the same units, and reduce zeros for what is unused."""
 
     def __init__(
@@ -147,7 +158,7 @@ class UsedByShards(_UsedByRanks):
         return loss
 
     def settle(self) -> None:
-        *used, most, least = self._by_any(self._calls, -self._calls)
+        *used, most, least = self.by_any(self._calls, -self._calls)
         self._calls = 0
         if most != -least:
             raise UserError(_OTHER_BLOCKS.format("in another order"))

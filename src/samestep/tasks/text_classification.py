@@ -162,7 +162,7 @@ class TextData:
     A path may be "package:NAME/FILE", a file inside an installed package.
     """
 
-    source: str = "reviews"  # or debian-packages, or a .jsonl or .csv file with the columns text and label
+    source: str = "reviews"  # or another of SOURCES, or a file with a suffix of READERS (data/text.py)
     eval_source: str | None = None  # held-out texts in a source of their own
     held_out: Annotated[float, Ge(0), Lt(1)] = 0.1  # fraction of `source`; 0: no evaluation
     max_length: Annotated[int, Ge(3)] = 128  # tokens; longer texts are cut

@@ -75,7 +75,8 @@ class FoundCluster:
     cluster: Cluster
     read: tuple[Read, ...] = ()
     slots_from: Slots = "listed"
-    # Whether the place starts this very command on every host by itself; else somebody must start it there.
+    # Whether the place starts this very command on every host by itself: then `samestep launch` starts the ranks of
+    # its own host alone. Else the one that was started reaches the other hosts over SSH.
     on_every_host: bool = False
     main_address: str | None = None  # of the first host, where the place says it; None: its name
     no_address: str | None = None  # why the first host's address is not known, and its name isn't either
@@ -87,8 +88,12 @@ class ClusterEnvironment(Protocol):
 
     name: str
     sign: str  # what shows that this place is there, for messages
-    everywhere: bool  # whether the place by itself runs the user's command on every host, and tells none its rank
-    allocates: bool  # whether its hosts were given to this job alone, so that those it doesn't take stay idle
+    # Whether the place by itself runs the user's command on every host, and tells none its rank. Then a plain
+    # `samestep train` on several hosts is refused: each would do the whole job.
+    everywhere: bool
+    # Whether its hosts were given to this job alone. Then a plain `samestep train`, which takes one of several, tells
+    # of the idle ones, and how to take them.
+    allocates: bool
 
     def named(self, given: PlaceInputs) -> bool:
         """Whether the user named it, such as by the path of a hostfile."""
@@ -126,10 +131,10 @@ class Variables:
         return next((value for name in names if (value := self.text(name)) is not None), None)
 
     def wanted(self, name: str, what: str) -> str:
-        """The value of a variable without which this place says nothing."""
+        """The value of a variable without which this place says nothing. Raises UserError where there is none."""
         value = self.text(name)
         if value is None:
-            raise UserError(f"{name} is not set; {what} is wanted in it")
+            raise UserError(f"{name} is {'empty' if name in self._environ else 'not set'}; {what} is wanted in it")
         return value
 
     def number(self, name: str, least: int = 0) -> int | None:
