@@ -2,7 +2,7 @@
 
 Read in this order. `settings`: what the recorder is told. `runner`: the first lines of a rank, before the user's.
 `recorder`: what it notes, by `interception` (the functions of PyTorch that it listens to), `batches` and what
-`samestep.recording` has. `runs`: the script alone, alone once more with its rows in another order, and split; `follow`: alone on
-the split run's batches. `compare`: the first difference; `sampling`, `gradients` and `updates` say what a difference
-looks like, `kinds` in which words. `report`: the verdict in the terminal; `page`: as a page.
+`samestep.recording` has. `runs`: the script alone, alone once more with its rows in another order, and split;
+`follow`: alone on the split run's batches. `compare`: the first difference; `sampling`, `gradients` and `updates`
+say what a difference looks like, `kinds` in which words. `report`: the verdict in the terminal; `page`: as a page.
 """
