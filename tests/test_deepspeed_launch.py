@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launching import free_port
 from small_tasks import Points
 
@@ -53,6 +54,10 @@ def test_stage_3_of_a_configuration_takes_steps_without_a_launcher(
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}}), encoding="utf-8")
     recipe = samestep.Recipe(task=Points(), batch=33, steps=3, optimizer=samestep.AdamW(lr=1e-2))
+    linear = torch.nn.functional.linear
     alone = samestep.train(recipe, "single", device="cpu", threads=1)
     found = samestep.train(recipe, "single", engine="deepspeed", engine_config=config, device="cpu", threads=1)
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    again = samestep.train(recipe, "single", engine="deepspeed", engine_config=config, device="cpu", threads=1)
+    assert again.losses == found.losses
+    assert torch.nn.functional.linear is linear  # DeepSpeed's own is for its steps alone

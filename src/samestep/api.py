@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from samestep import environment
 from samestep.bits import BitsRow, BitsTaken, compare_bits, take_bits
 from samestep.contract.check import check_contract, find_gradients_passed
@@ -378,8 +380,14 @@ def _join(job: Job) -> Iterator[World]:
         transport=transport,
         share_devices=job.run.transport == "gloo",
     )
-    with float32_products(job.run.float32_matmul), joined as world:
-        yield world
+    # An engine may put functions of its own in the place of PyTorch's, for the whole process, as DeepSpeed's stage 3
+    # does with that of linear layers. This process may be the user's own, and train something else next.
+    linear = torch.nn.functional.linear
+    try:
+        with float32_products(job.run.float32_matmul), joined as world:
+            yield world
+    finally:
+        torch.nn.functional.linear = linear
 
 
 def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | InterruptedJobError | NonFiniteError:
