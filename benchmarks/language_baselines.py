@@ -2,7 +2,7 @@
 
     python benchmarks/language_baselines.py [JOB.yaml]
 
-Three guesses of the next token: each token alike, by the frequencies of tokens in the training set, and by counts of
+Three guesses of the next token: equal chances for every token, by the frequencies of tokens in the training set, and by counts of
 pairs of tokens, smoothed by those frequencies: (pairs + s * frequency) / (tokens + s). Of several s the one is taken
 that is best on the last tenth of the training set, when the rest is counted.
 """
@@ -38,7 +38,7 @@ def main() -> None:
     most = len(train) * 9 // 10
     best = min(STRENGTHS, key=lambda strength: of_pairs(train[:most], train[most:], tokens, strength))
     print(f"{len(train):,} tokens to count, {len(held_out):,} held out, {tokens:,} different ones")
-    print(f"perplexity of each alike: {tokens}")
+    print(f"perplexity of equal chances: {tokens}")
     print(f"of frequencies: {of_frequencies(train, held_out, tokens):.1f}")
     print(f"of pairs, smoothed with s = {best}: {of_pairs(train, held_out, tokens, best):.1f}")
 

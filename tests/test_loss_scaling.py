@@ -1,4 +1,4 @@
-"""fp16 under every layout: every rank scales the loss alike, and passes over a step where any gradient overflows."""
+"""fp16 under every layout: every rank has the same scale, and passes over a step where any gradient overflows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

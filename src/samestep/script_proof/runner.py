@@ -77,7 +77,7 @@ def _run(command: Sequence[str], engines: Sequence[str]) -> None:
 def _leave() -> None:
     """End a process whose script has ended well, without the destructors of what the script has left open.
 
-    The threads of a process group that nobody destroyed may abort the process there, long after the last step.
+    The threads of a process group that was not destroyed may abort the process there, long after the last step.
     """
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
