@@ -1,4 +1,4 @@
-"""A plan beside what `samestep compare` then measures: BERT-base on this machine, and whether both give the same order.
+"""A plan beside what `samestep compare` then measures: BERT-base on this machine, and whether their order agrees.
 
     samestep plan benchmarks/bert_base.yaml --measure 3 --json plan.json
     samestep compare benchmarks/bert_base.yaml --methods "native:single, native:dp2" --repeats 1 --json compare.json
