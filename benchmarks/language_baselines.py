@@ -3,8 +3,8 @@
     python benchmarks/language_baselines.py [JOB.yaml]
 
 Three guesses of the next token: equal chances for every token, by the frequencies of tokens in the training set, and
-by counts of pairs of tokens, smoothed by those frequencies: (pairs + s * frequency) / (tokens + s). Of several s the one is taken
-that is best on the last tenth of the training set, when the rest is counted.
+by counts of pairs of tokens, smoothed by those frequencies: (pairs + s * frequency) / (tokens + s). Of several s the
+one is taken that is best on the last tenth of the training set, when the rest is counted.
 """
 
 import argparse
