@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,8 +19,7 @@ from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
 from samestep.engines.precision import Precision, float32_products
 from samestep.errors import InterruptedJobError, LayoutError, NonFiniteError, RankFailedError, UserError
-from samestep.fault_tolerance import preemption, restarts
-from samestep.fault_tolerance.policy import check_faults, smaller
+from samestep.fault_tolerance.policy import again, check_faults, needs_ranks, smaller
 from samestep.fault_tolerance.rank import RankSupervision, Round
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
@@ -107,7 +107,7 @@ def train_job(job: Job) -> TrainResult:
     fork_server.start_early(job)
     if round_ is None or round_.number == 0:
         _check_contract(job, task)
-    found = _trained(job, layout, round_)
+    found = _trained(job, layout)
     if isinstance(found, Exception):  # the same on all ranks, which have ended in good order
         raise found
     return found
@@ -115,7 +115,7 @@ def train_job(job: Job) -> TrainResult:
 
 def _of_round(job: Job, round_: Round) -> Job:
     """The job of ranks that their hosts' agents have started, perhaps again and with fewer or more hosts."""
-    job = restarts.again(job) if round_.number > 0 else job
+    job = again(job) if round_.number > 0 else job
     if round_.run_folder is not None:
         job = replace(job, run=replace(job.run, folder=round_.run_folder))
     ranks = environment.ranks()
@@ -130,17 +130,12 @@ def _of_round(job: Job, round_: Round) -> Job:
     return job
 
 
-def _trained(job: Job, layout: Layout, round_: Round | None) -> TrainResult | InterruptedJobError | NonFiniteError:
-    if environment.ranks() is not None or not restarts.needed(job, layout):
-        return _train_rank(job, layout, round_ or Round())
+def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
+    if environment.ranks() is not None or not needs_ranks(job, layout):
+        return _train_rank(job, layout)
     folder = RunPlace.of(job).chosen()  # the same for every round
     job = replace(job, run=replace(job.run, folder=folder))
-    return restarts.supervised(job, layout, folder, start=_start_round, smaller=_smaller)
-
-
-def _start_round(job: Job, layout: Layout, round_: Round) -> Any:
-    taken = preemption.TAKEN if job.run.checkpoint is not None else ()
-    return _start(_train_rank, job, layout, round_, signals_taken=taken)
+    return local.train(job, layout, folder, call=partial(_call, _train_rank), smaller=_smaller)
 
 
 def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
@@ -390,7 +385,10 @@ def _join(job: Job) -> Iterator[World]:
         torch.nn.functional.linear = linear
 
 
-def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | InterruptedJobError | NonFiniteError:
+def _train_rank(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
+    round_ = Round.told() or Round()
+    if round_.number > 0:
+        job = again(job)
     with (
         RankSupervision(job.run, round_) as supervision,
         _join(job) as world,
@@ -584,19 +582,17 @@ def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, *arguments
     """Call a function in every rank: here where this process is one of them, or the only one."""
     if environment.ranks() is not None or layout.size == 1:
         return function(job, layout, *arguments)
-    return _start(function, job, layout, *arguments)
+    return local.start(*_call(function, job, layout, *arguments), layout.size)
 
 
-def _start(
-    function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any, signals_taken: Sequence[str] = ()
-) -> Any:
+def _call(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> local.Call:
+    """What each of the ranks of a layout on this host does: the function, on cores and with threads of its own."""
     threads = threads_of(layout.size, job.run.threads)
     own = bindings(this_machine(), layout.size, job.run.bind)
     if job.run.threads is None and environment.asked_threads() is None:
         threads = min(threads, *(each.threads for each in own))  # of NUMA nodes one may have fewer cores
     job = replace(job, run=replace(job.run, threads=threads))
-    call = (own, function, job, layout, *arguments)
-    return local.start(_on_its_cores, call, layout.size, signals_taken=signals_taken)
+    return _on_its_cores, (own, function, job, layout, *arguments)
 
 
 def _on_its_cores(own: Sequence[Binding], function: Callable[..., Any], *arguments: Any) -> Any:

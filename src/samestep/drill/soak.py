@@ -35,7 +35,7 @@ _FEWEST_STEPS = 8
 _PAUSE = 1.0  # seconds
 _HANG_LIMIT = 10.0  # seconds; the job's own limit is made to be waited for once, not in every fault
 _END_GRACE = 3.0  # seconds for the ranks to end, once what looks after them has
-_ROUNDS = "samestep-round-*"  # where ranks write their status
+_ROUNDS = "samestep-agent-*/round-*"  # where ranks write their status
 
 
 class Target:

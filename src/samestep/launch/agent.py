@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from samestep import environment
 from samestep.errors import HostLostError, JobOverError, StartError, UserError
@@ -31,7 +31,7 @@ from samestep.launch.node_spec import NodeSpec
 from samestep.launch.rank_entry import check_command
 from samestep.launch.rounds import RanksEnded
 from samestep.launch.torch_elastic import silent_agent
-from samestep.launch.worker import rank_command
+from samestep.launch.worker import entry_of, rank_command
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
@@ -141,23 +141,11 @@ class _Ranks:
         with ExitStack() as stack:
             follower = stack.enter_context(Follower()) if part.output == "terminal" else None
             files = RankFiles(Path(part.logs) if part.logs is not None else None, part.host, follower)
-            config = LaunchConfig(
-                min_nodes=part.fewest,
-                max_nodes=part.most,
-                nproc_per_node=part.num_procs,
-                run_id=part.job,
-                max_restarts=part.max_restarts,
-                monitor_interval=0.1,
-                logs_specs=files,
-                signals_to_handle="",  # they are ours
-                shutdown_timeout=round(part.grace_period),
-                **self._rendezvous(),
-            )
             stack.enter_context(environment.agent_settings())
             stack.enter_context(environment.given(self._variables()))
             stack.enter_context(self._watch())
             try:
-                self._start(config, files)
+                self._start(files)
             except ChildFailedError as error:
                 return self._failed(partial(first_of, error.failures, part.host, files.here))
             except elastic_agent.HungError as error:
@@ -168,30 +156,44 @@ class _Ranks:
                 return Outcome(exit_code=1, message=self._ended)
         return Outcome()
 
-    def _start(self, config: LaunchConfig, files: RankFiles) -> None:
-        program, *arguments = self._program
+    def _start(self, files: RankFiles) -> None:
+        part = self._part
 
         def explain(failures: Mapping[int, ProcessFailure]) -> RanksEnded:
-            failure = first_of(failures, self._part.host, files.here)
+            failure = first_of(failures, part.host, files.here)
             told = failure.reason.startswith("Traceback")
             reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
             return RanksEnded(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
 
-        elastic_agent.run(config, program, arguments, explain=explain, run_place=self._part.run)
+        entry = entry_of(self._program)  # a server of ranks imports while the hosts meet
+        elastic_agent.run(
+            elastic_agent.AgentSpec(
+                hosts=self._rendezvous(),
+                num_procs=part.num_procs,
+                entry=entry,
+                files=files,
+                explain=explain,
+                max_restarts=part.max_restarts,
+                grace_period=part.grace_period,
+                run=part.run,
+            )
+        )
 
-    def _rendezvous(self) -> dict[str, Any]:
-        """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
+    def _rendezvous(self) -> rendezvous.NodeRendezvous:
+        """Where and how this host's elastic agent meets the others'."""
         part = self._part
-        rendezvous.register()
-        return {
-            "rdzv_backend": rendezvous.BACKEND,
-            "rdzv_endpoint": f"{self._handshake.address}:{part.port}",
-            "rdzv_configs": {
-                "node_rank": part.node_rank,
-                "name": part.host,
-                "limits": part.limits,
-            },
-        }
+        return rendezvous.MultiNodeRendezvous(
+            RendezvousParameters(
+                backend=rendezvous.BACKEND,
+                endpoint=f"{self._handshake.address}:{part.port}",
+                run_id=part.job,
+                min_nodes=part.fewest,
+                max_nodes=part.most,
+                node_rank=part.node_rank,
+                name=part.host,
+                limits=part.limits,
+            )
+        )
 
     def _variables(self) -> dict[str, str]:
         chosen = self._part.chosen
