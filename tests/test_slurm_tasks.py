@@ -16,8 +16,7 @@ from samestep.launch.environments import srun
 from samestep.launch.environments.base import FoundCluster, PlaceInputs
 from samestep.launch.environments.registry import find
 from samestep.launch.filters import Filters, apply
-from samestep.launch.node_spec import NodeSpec
-from samestep.launch.starter import AgentCommand, LaunchOptions
+from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec
 
 # sbatch -N2 -n3 --gpus-per-task=2, as its script finds it on the first node.
 BATCH = {

@@ -4,11 +4,12 @@ What it adds: ranks that wait for a host that is gone are ended without waiting 
 host joins, ranks get notice and save before all start again; all hosts count the same restarts.
 """
 
+import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,24 @@ class AgentSpec:
         None  # what a job of samestep's says of its run's folder, which then takes the ranks' files
     )
     supervision: Supervision = field(default_factory=Supervision)
+
+
+@contextmanager
+def silent_agent() -> Iterator[None]:
+    """The agent logs each failure at length; the root cause is reported once, by us."""
+    # Its modules' loggers have levels of their own.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    loggers = [
+        logging.getLogger(name) for name in (*names, "torch.distributed.elastic", "torch.multiprocessing.spawn")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 class HungError(Exception):

@@ -51,8 +51,8 @@ def end_with_starter() -> None:
 # Forking a process that has loaded the system's frameworks is not safe on macOS.
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
-# The first holds off signals and garbage collection; the last allows collection again.
-_FIRST, _LAST = "samestep.launch.fork_server_first", "samestep.launch.fork_server_last"
+# It holds off signals and garbage collection; the others are imported after it.
+_FIRST = "samestep.launch.fork_server_main"
 
 _ALWAYS = (
     "samestep.api",
@@ -76,7 +76,7 @@ def preload(more: Sequence[str] = ()) -> None:
     """Say what the server imports when it starts; without effect on one that runs already."""
     if METHOD == "forkserver":
         used = (name for name in _WHERE_USED if name in sys.modules)
-        multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more)), _LAST])
+        multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more))])
 
 
 def start_early(job: Job) -> None:

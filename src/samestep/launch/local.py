@@ -24,13 +24,12 @@ from samestep.fault_tolerance.preemption import TAKEN, Signals
 from samestep.fault_tolerance.scratch import scratch
 from samestep.job import Job
 from samestep.launch import fork_server
-from samestep.launch.elastic_agent import AgentSpec, HungError, Supervision
+from samestep.launch.elastic_agent import AgentSpec, HungError, Supervision, silent_agent
 from samestep.launch.elastic_agent import run as run_agent
 from samestep.launch.failure import ended_by, first_of, is_told, mistake_told
 from samestep.launch.logs import Follower, RankFiles
 from samestep.launch.rendezvous import SingleNodeRendezvous
 from samestep.launch.rounds import RanksEnded
-from samestep.launch.torch_elastic import silent_agent
 from samestep.launch.worker import entry_of_call
 from samestep.layout import Layout
 from samestep.run_folder import LOGS

@@ -3,8 +3,7 @@
 import re
 
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Variables, shares, unnamed
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Variables, shares, unnamed
 
 
 class OpenMpi:

@@ -4,8 +4,7 @@ import re
 from itertools import product
 
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Slots, Variables, which
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Slots, Variables, which
 from samestep.ranks import accelerators, counts, in_slurm_step
 from samestep.visible_devices import DeviceChoice
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from samestep import environment
 from samestep.launch.environments.base import PlaceInputs
 from samestep.launch.environments.slurm import Slurm
-from samestep.launch.node_spec import NodeSpec
+from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec, Starter
 from samestep.launch.remote_agent import agent_command
-from samestep.launch.starter import AgentCommand, LaunchOptions, Starter
 
 # What a task of the job is to have. srun would read it as its own options; the agent is one task for all of a node.
 _OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
