@@ -50,6 +50,7 @@ HOUSE = (
     ("proof", "bits"),
     ("matrix",),
     ("display",),
+    ("rank_tasks",),
     ("api",),
     ("job_check",),
     ("job_plan",),

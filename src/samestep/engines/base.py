@@ -245,6 +245,13 @@ class Engine(ABC):
         """
         return
 
+    def in_this_process(self) -> AbstractContextManager[None]:
+        """Around all that this process does of a job, which may be the user's own and train something else next.
+
+        What its package puts in the place of PyTorch's functions is put back there.
+        """
+        return nullcontext()
+
     def check_proof(self, job: Job) -> None:
         """Raise UserError for a settled job of which one process's step is not known. `verify` asks for it."""
         return
