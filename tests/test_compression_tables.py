@@ -1,5 +1,6 @@
 """benchmarks/compression_tables.py, which writes the tables and pictures of docs/less-communication.md."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -103,3 +104,63 @@ def test_the_picture_has_a_panel_for_bytes_and_for_each_link(modules: Any) -> No
     picture = modules.picture(rows, links)
     assert picture.count("<polyline") == 4
     assert "accuracy over seconds of steps, 100 Mbit/s and 20 ms" in picture
+
+
+PAGE = """Before.
+
+<!-- benchmarks/compression_tables.py: reviews -->
+
+old
+
+<!-- end -->
+
+<!-- benchmarks/compression_tables.py: language -->
+
+another job's table
+
+<!-- end -->
+"""
+
+
+def test_a_job_s_table_picture_and_measurements_are_written_and_another_s_stay(
+    modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "curves").mkdir()
+    pages = {language: tmp_path / f"{language}.md" for language in ("en", "zh")}
+    for page in pages.values():
+        page.write_text(PAGE, encoding="utf-8")
+    monkeypatch.setattr(modules, "DOCS", tmp_path)
+    monkeypatch.setattr(modules, "PAGES", pages)
+    rows = rows_of(modules)
+    modules.write_docs([rows], links_of(modules))
+    written = pages["en"].read_text(encoding="utf-8")
+    assert "another job's table" in written
+    assert "old" not in written
+    assert "| `one-bit-adam` | 0.0 | " in written
+    measured = tmp_path / "curves" / "compression-reviews-20.json"
+    assert (tmp_path / "curves" / "compression-reviews-20.svg").is_file()
+    # What was measured makes the same page again; with links that were measured since it has their columns.
+    modules.write_docs(*read_again(modules, [measured], []))
+    assert pages["en"].read_text(encoding="utf-8") == written
+    links = tmp_path / "links.json"
+    of_none = {"job": "reviews", "method": "none", "link": "1gbit", "kinds": {"1000": [1.5, 2.5]}}
+    of_one_bit = {"job": "reviews", "method": "one-bit-adam", "link": "1gbit", "kinds": {"40": [0.25]}}
+    links.write_text(json.dumps([of_none, of_one_bit]), encoding="utf-8")
+    modules.write_docs(*read_again(modules, [measured], [links]))
+    assert "1 Gbit/s, s |" in pages["en"].read_text(encoding="utf-8")
+    assert "| 40 |" in pages["en"].read_text(encoding="utf-8")
+    modules.write_docs(*read_again(modules, [measured], []))
+    assert "| 40 |" in pages["en"].read_text(encoding="utf-8")
+
+
+def read_again(modules: Any, files: list[Path], links: list[Path]) -> tuple[Any, Any]:
+    trained, found = modules.read(files, links)
+    return modules.by_training(trained), found
+
+
+def test_the_page_s_tables_are_those_of_the_measurements_beside_the_pictures(modules: Any) -> None:
+    files = sorted((ROOT / "docs" / "curves").glob("compression-*.json"))
+    trained, links = modules.read(files, [])
+    for rows in modules.by_training(trained):
+        for language, page in modules.PAGES.items():
+            assert modules.section(rows, links, language) in page.read_text(encoding="utf-8")

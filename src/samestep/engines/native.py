@@ -196,7 +196,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
 
         def forwards_done() -> None:
             of_step.add_terms(totals[2:])
-            pending.append(self.sum_totals(totals))  # two numbers, on their way while backward runs
+            pending.append(self.sum_totals(totals))
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
         with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
@@ -210,8 +210,8 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return totals
 
     def sum_totals(self, totals: Tensor) -> dist.Work | None:
-        """Sum [loss sum, count] over the ranks: two numbers, on their way while backward runs."""
-        if self._mesh.loss_group.size() == 1:
+        """Sum [loss sum, count] over the ranks: along with another message, or on their way while backward runs."""
+        if self._mesh.loss_group.size() == 1 or self._spread.sum_along(totals):
             return None
         return dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True)
 

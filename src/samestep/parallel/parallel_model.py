@@ -114,6 +114,13 @@ class ParallelModel(ABC):
         `term` is called where the model's output is. `forwards_done` is called once, when it won't be called again.
         """
 
+    def sum_along(self, totals: Tensor) -> bool:
+        """Whether the running `forward_backward` sums this tensor over the data ranks, in place, before it returns.
+
+        It may be asked in `forwards_done`. What it sends anyhow then carries the tensor, which is one message less.
+        """
+        return False
+
     def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
         """The loss and the backward of a step, as what this spread gives for an output wants them."""
         return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
@@ -204,6 +211,9 @@ class WholeModel(ParallelModel):
         if self.parts.layout.zero >= 2:
             average_what_is_whole(self.model, self.parts)
         self.parts.sum_gradients(self.model)
+
+    def sum_along(self, totals: Tensor) -> bool:
+        return self._rows is None and self._used.sum_along(totals)
 
     def watch_draws(self, *, buffers_moved: bool) -> None:
         """Decide after a first step whether forwards are still watched for draws."""
