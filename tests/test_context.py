@@ -59,6 +59,19 @@ SAME: Mapping[str, Case] = {
     "stages of an encoder and a decoder": (recipe("t5"), "pp2 cp2", {}),
     "a rank works on its part of the tokens": (recipe("llama"), "cp2", {"engine": Widths()}),  # 11 tokens at most
 }
+# Keys and values that travel from rank to rank: causal, padded, and of both with a mask that hides each other.
+RING: Mapping[str, Case] = {
+    "ring: bert": (recipe("bert"), "cp2 attention=ring", {}),
+    "ring: llama": (recipe("llama"), "cp2 attention=ring", {"micro_batch": 4}),
+    "ring: llama, four ranks": (recipe("llama"), "cp4 attention=ring", {}),
+    "ring: heads that are no multiple of the ranks": (recipe("qwen3"), "cp3 attention=ring", {}),
+    "ring: gpt2": (recipe("gpt2"), "fsdp2 cp2 attention=ring recompute=full", {}),
+    "ring: vit": (recipe("vit"), "dp2 cp2 attention=ring", {}),
+    "ring: cross-attention, and relative positions": (recipe("t5"), "cp2 attention=ring", {}),
+    "ring: some blocks' attention on all tokens": (recipe("jamba"), "cp2 attention=ring", {}),
+    "ring: stages of a pipeline": (recipe("llama"), "pp2 cp2 attention=ring", {"micro_batch": 2}),
+    "ring: slices of heads": (recipe("llama"), "cp2 tp2 attention=ring", {}),
+}
 OTHERS: Mapping[str, Case] = {
     "gradients that are not added up": (recipe("bert"), "cp2", {"engine": Unsummed()}),
     "all tokens": (recipe("llama"), "dp2", {"engine": Widths()}),
@@ -68,10 +81,10 @@ OTHERS: Mapping[str, Case] = {
 
 @pytest.fixture(scope="module")
 def proofs() -> Mapping[str, Proof | str]:
-    return prove({**SAME, **OTHERS}, steps=2)
+    return prove({**SAME, **RING, **OTHERS}, steps=2)
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", [*SAME, *RING])
 def test_split_tokens_take_the_step_of_one_process(proofs: Mapping[str, Proof | str], name: str) -> None:
     assert same(proofs, [name]) == {}
 

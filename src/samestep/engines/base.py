@@ -42,6 +42,7 @@ class Abilities:
     precisions: frozenset[str]
     recompute: frozenset[str] = frozenset({"none"})
     offload: frozenset[str] = frozenset({"none"})
+    attention: frozenset[str] = frozenset({"ulysses"})  # of tokens that are split
     config: str | None = None  # what its own configuration file is called, where it takes one
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
     checkpoints: bool = False  # whether its trainers are Checkpointed

@@ -16,7 +16,7 @@ from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Prepara
 from samestep.engines.precision import Precision, parameter_dtype
 from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError
-from samestep.layout import Layout, Offload
+from samestep.layout import AttentionOption, Layout, Offload
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.joined_optimizer import Joined
@@ -416,6 +416,7 @@ class Native(Engine):
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset(get_args(Offload)),
+        attention=frozenset(get_args(AttentionOption)),
         checkpoints=True,
         batch_buffers=True,
         complex_parameters=True,
