@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep import jobfile
-from samestep.data.token_sets import IGNORED
+from samestep.data.tokenizer import IGNORED
 from samestep.tasks.base import Samples
 from samestep.tasks.registry import resolve
 

@@ -121,9 +121,8 @@ def handwritten(loop: Any, folder: Path | None) -> Iterator[None]:
 def samestep(training: Any, folder: Path | None) -> Iterator[None]:
     """What `samestep train` does in a step, with its records."""
     from samestep.fault_tolerance.nonfinite import NonFinite
-    from samestep.training.loop import StepLog
+    from samestep.training.loop import Readout, StepLog
     from samestep.training.metrics_log import Bar, Records, Tally
-    from samestep.training.readout import Readout
 
     with Records(folder, tensorboard=True) as records, Bar("", training.total_steps, shown=False) as bar:
         guard = NonFinite(

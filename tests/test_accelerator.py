@@ -76,7 +76,7 @@ def test_every_layout_takes_the_same_step_and_waits_nowhere(task: str) -> None:
 def test_a_step_that_is_logged_is_read_without_a_wait_for_the_next_one() -> None:
     built, read, values = local.start(_read_out, (), 1)
     assert (built, values) == ([], (1.5, 2.5, {"first": 0.5}))
-    assert read == ["training/readout.py:values (synchronize)"]
+    assert read == ["training/loop.py:values (synchronize)"]
 
 
 def _read_out() -> tuple[list[str], list[str], object]:
@@ -85,7 +85,7 @@ def _read_out() -> tuple[list[str], list[str], object]:
     import torch
 
     from samestep.engines.base import StepReport
-    from samestep.training.readout import Readout
+    from samestep.training.loop import Readout
 
     pretended_device.install()
     loss, norm, first = (torch.tensor(value).to(pretended_device.NAME) for value in (1.5, 2.5, 0.5))

@@ -12,7 +12,7 @@ from small_tasks import Points
 from torch import Tensor
 
 import samestep
-from samestep.tasks.gather import takes_gather
+from samestep.tasks.losses import takes_gather
 
 BATCH = 13  # which neither 2 nor 3 ranks share evenly
 

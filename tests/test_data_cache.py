@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from samestep.data import byte_pairs, tokenizer
+from samestep.data import tokenizer
 from samestep.data.cache import Arrays, DataCache, digest, sequences, stream, stream_tokenizer, text_tokenizer
 from samestep.errors import UserError
 
@@ -46,14 +46,14 @@ def refuse_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(*_: object) -> None:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(tokenizer, "train", trained)
-    monkeypatch.setattr(byte_pairs, "train", trained)
+    monkeypatch.setattr(tokenizer, "train_text", trained)
+    monkeypatch.setattr(tokenizer, "train_stream", trained)
     monkeypatch.setattr(tokenizer.TextTokenizer, "encode", trained)
-    monkeypatch.setattr(byte_pairs.StreamTokenizer, "stream", trained)
+    monkeypatch.setattr(tokenizer.StreamTokenizer, "stream", trained)
 
 
 def test_a_hit_gives_the_ids_of_a_tokenizer_trained_now(cache: DataCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tokenizer.train(TEXTS, 400).encode(TEXTS, 16)
+    expected = tokenizer.train_text(TEXTS, 400).encode(TEXTS, 16)
     first = ids_of(TEXTS, cache)
     assert len(entries(cache)) == 2
     refuse_to_train(monkeypatch)
@@ -64,7 +64,7 @@ def test_a_hit_gives_the_ids_of_a_tokenizer_trained_now(cache: DataCache, monkey
 
 
 def test_a_stream_likewise(cache: DataCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = byte_pairs.train(TEXTS, 300).stream(TEXTS)
+    expected = tokenizer.train_stream(TEXTS, 300).stream(TEXTS)
     first = stream(TEXTS, stream_tokenizer(TEXTS, 300, cache), cache)
     refuse_to_train(monkeypatch)
     again = stream(TEXTS, stream_tokenizer(TEXTS, 300, cache), cache)

@@ -14,7 +14,7 @@ import samestep
 from samestep.engines.base import Engine
 from samestep.job import Job, Run
 from samestep.proof import Proof, proof_job
-from samestep.training.measured_rounding import RoundingFound, beside_rounding, measure, worst_of
+from samestep.training.rounding import RoundingFound, beside_rounding, measure, worst_of
 
 EVERY = ("", *MISTAKES, SUMMED)  # "": none
 POINTS = samestep.Recipe(

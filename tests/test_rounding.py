@@ -9,7 +9,7 @@ from small_tasks import Points
 from torch import nn
 
 import samestep
-from samestep.training.differences import Rounding, relative_tensors
+from samestep.training.rounding import Rounding, relative_tensors
 
 
 class Normed(Points):

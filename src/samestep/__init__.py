@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         Schedule,
     )
     from samestep.tasks.base import Batch, Samples, Task, Work
-    from samestep.tasks.gather import Gather, alone
+    from samestep.tasks.losses import Gather, alone
     from samestep.tasks.turns import InTurns, Turn
     from samestep.training.result import TrainResult
     from samestep.training.session import Session, session
@@ -78,8 +78,8 @@ _HOME = {
     "Work": "samestep.tasks.base",
     "InTurns": "samestep.tasks.turns",
     "Turn": "samestep.tasks.turns",
-    "Gather": "samestep.tasks.gather",
-    "alone": "samestep.tasks.gather",
+    "Gather": "samestep.tasks.losses",
+    "alone": "samestep.tasks.losses",
     "UserError": "samestep.errors",
     "CheckpointError": "samestep.errors",
     "Checkpointing": "samestep.job",

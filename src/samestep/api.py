@@ -30,8 +30,8 @@ from samestep.recipe import Recipe
 from samestep.run_folder import RunPlace
 from samestep.tasks import TASKS
 from samestep.tasks.base import Task, check_data
+from samestep.tasks.losses import with_weights
 from samestep.tasks.registry import resolve as resolve_task
-from samestep.tasks.several_losses import with_weights
 from samestep.tasks.turns import turns_of
 from samestep.training.checkpointing import check_place
 from samestep.training.early_stop import EarlyStopper

@@ -1,9 +1,15 @@
-"""What can go wrong, in two kinds: the user's mistake (no traceback) and a rank's failure (its traceback)."""
+"""What can go wrong, in two kinds: the user's mistake (no traceback) and a rank's failure (its traceback).
+
+Below the exceptions are the parts of a message: the place in the user's code, the closest known word, and a sentence
+for the error that PyTorch raises where a label or an id is out of range.
+"""
 
 import difflib
+import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -136,3 +142,40 @@ def closest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, names, n=1)
     hint = f'did you mean "{near[0]}"? ' if near else ""
     return f"{hint}known: {', '.join(names) or 'nothing'}"
+
+
+# What PyTorch's operators say on a CPU: an embedding, a cross-entropy, indexing, gather and scatter, one_hot.
+_OUT_OF_RANGE = re.compile(
+    r"out of range in self|is out of bounds|index out of range|Class values must be|"
+    r"out of bounds for dimension|indices should be"
+)
+
+_SHOWN = 8  # samples that a message names
+
+
+@contextmanager
+def index_errors_explained(what: str, samples_of: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
+    """Turn PyTorch's error for a label or an id out of range, from deep in a forward, into a UserError.
+
+    `what` ran, and names it in the message; `samples_of` gives the data set's indices of the samples that it had.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if not _OUT_OF_RANGE.search(str(error)) or _of_a_list(error):
+            raise
+        samples = samples_of()
+        numbers = ", ".join(str(number) for number in samples[:_SHOWN]) + (", ..." if len(samples) > _SHOWN else "")
+        of = f", samples {numbers}" if samples else ""
+        place = place_of(error)
+        raise UserError(
+            f"{what}{of}: a label or an id is out of range ({one_line(error)}){f', at {place}' if place else ''}; "
+            "use labels and ids from 0 to the model's number of classes or embeddings less 1"
+        ) from error
+
+
+def _of_a_list(error: BaseException) -> bool:
+    """Whether an error comes from Python's own sequences: a mistake in code, which needs its traceback."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    by_python = re.match(r"(list|tuple|string|range object|pop|deque|bytearray) ", str(error)) is not None
+    return by_python and "torch" not in Path(last.filename).parts

@@ -37,16 +37,7 @@ from samestep.proof_steps import (
 from samestep.recipe import SGD
 from samestep.tasks.base import Task
 from samestep.training.as_built import AsBuilt, FirstStep, hold_as_built
-from samestep.training.differences import Rounding, difference, largest, pairs, relative, relative_tensors
 from samestep.training.fit import Training
-from samestep.training.measured_rounding import (
-    Allowed,
-    RoundingFound,
-    beside_rounding,
-    largest_named,
-    state_name,
-    worst_of,
-)
 from samestep.training.nonfinite_values import (
     ONE_PROCESS,
     NonFiniteValue,
@@ -54,6 +45,20 @@ from samestep.training.nonfinite_values import (
     first_of_steps,
     first_parameter,
     of_sides,
+)
+from samestep.training.rounding import (
+    Allowed,
+    Rounding,
+    RoundingFound,
+    beside_rounding,
+    difference,
+    largest,
+    largest_named,
+    pairs,
+    relative,
+    relative_tensors,
+    state_name,
+    worst_of,
 )
 from samestep.training.update_rule import UpdateRule
 from samestep.visible_devices import DeviceChoice

@@ -30,9 +30,8 @@ from samestep.recording.forward import Keys, ModuleApart, first_module_apart
 from samestep.recording.record import RankStep
 from samestep.recording.samples import rows_of
 from samestep.tasks.base import Task
-from samestep.training.differences import relative, relative_tensors
 from samestep.training.fit import Training
-from samestep.training.measured_rounding import state_name
+from samestep.training.rounding import relative, relative_tensors, state_name
 
 # The optimizer's state that is a sum of gradients: after the first step it is the gradient, times a number.
 _GRADIENTS = ("exp_avg", "momentum_buffer")

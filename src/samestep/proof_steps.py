@@ -20,12 +20,11 @@ from samestep.parallel.state_shards import innermost
 from samestep.recipe import Recipe
 from samestep.tasks.base import Task
 from samestep.training.as_built import dense
-from samestep.training.differences import relative
 from samestep.training.fit import Training
-from samestep.training.measured_rounding import Allowed, GradientFiles, GradientNoise, measure, state_name
 from samestep.training.metrics_log import Bar
 from samestep.training.nonfinite_values import watched
 from samestep.training.optimizer import SCHEDULE
+from samestep.training.rounding import Allowed, GradientFiles, GradientNoise, measure, relative, state_name
 
 AVERAGE = " (its average)"
 _EPS = 2.0**-52  # an optimizer that divides by less than the rounding of a gradient follows the rounding alone

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.tasks import HuggingFace
-from samestep.tasks.gather import takes_gather
+from samestep.tasks.losses import takes_gather
 from samestep.tasks.metrics import Metric, Share
 
 Row = Mapping[str, Any]

@@ -85,8 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
     job_options.prepare(loaded.job)
     from samestep.api import train_job
-    from samestep.display.profile import print_profile
-    from samestep.display.tables import print_result
+    from samestep.display.tables import print_profile, print_result
     from samestep.launch.environments.registry import idle_hosts
 
     if environment.ranks() is None and (idle := idle_hosts(environment.snapshot())) is not None:

@@ -16,8 +16,7 @@ from samestep.job import Job
 from samestep.parallel.complex_parameters import as_real
 from samestep.proof import TOLERANCE, Reference, reference
 from samestep.tasks.base import Task
-from samestep.training.differences import relative_tensors
-from samestep.training.measured_rounding import beside_rounding
+from samestep.training.rounding import beside_rounding, relative_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

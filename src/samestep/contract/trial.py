@@ -25,8 +25,7 @@ from samestep.parallel.exact.dropout import Dropout, same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.nests import map_tensors
 from samestep.tasks.base import Batch, InTurn, Task, call, sum_and_count
-from samestep.tasks.gather import takes_gather
-from samestep.tasks.several_losses import with_weights
+from samestep.tasks.losses import takes_gather, with_weights
 from samestep.tasks.turns import Turn
 from samestep.training.evaluation import switch_off
 from samestep.training.fit import build_model

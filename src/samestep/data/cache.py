@@ -17,9 +17,8 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer
 
 from samestep import __version__, environment
-from samestep.data import byte_pairs, tokenizer
-from samestep.data.byte_pairs import StreamTokenizer
-from samestep.data.tokenizer import TextTokenizer
+from samestep.data import tokenizer
+from samestep.data.tokenizer import StreamTokenizer, TextTokenizer
 from samestep.environment import cache_folder
 from samestep.errors import UserError
 
@@ -139,16 +138,16 @@ def version_of_code() -> str:
 
 def text_tokenizer(texts: Sequence[str], vocabulary: int, cache: DataCache) -> TextTokenizer:
     """A tokenizer trained on the texts, for classification."""
-    rules = _trained("text", texts, vocabulary, cache, lambda: tokenizer.train(texts, vocabulary).tokenizer)
-    return TextTokenizer(tokenizer=rules, padding=tokenizer.TRAINED_PADDING)
+    rules = _trained("text", texts, vocabulary, cache, lambda: tokenizer.train_text(texts, vocabulary).tokenizer)
+    return TextTokenizer(tokenizer=rules, padding=tokenizer.TEXT_PADDING)
 
 
 def stream_tokenizer(documents: Sequence[str], vocabulary: int, cache: DataCache) -> StreamTokenizer:
     """A byte-level tokenizer trained on the documents, for language models."""
     rules = _trained(
-        "stream", documents, vocabulary, cache, lambda: byte_pairs.train(documents, vocabulary).tokenizer
+        "stream", documents, vocabulary, cache, lambda: tokenizer.train_stream(documents, vocabulary).tokenizer
     )
-    return StreamTokenizer(tokenizer=rules, padding=byte_pairs.PADDING, end=byte_pairs.END)
+    return StreamTokenizer(tokenizer=rules, padding=tokenizer.STREAM_PADDING, end=tokenizer.STREAM_END)
 
 
 def _trained(

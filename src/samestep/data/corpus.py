@@ -13,8 +13,8 @@ from samestep.errors import UserError, closest
 
 # Sources by name, each called without arguments: one line each.
 SOURCES = {
-    "shakespeare": "samestep.data.shakespeare:read",
-    "people-daily": "samestep.data.people_daily:read",
+    "shakespeare": "samestep.data.bundled:read_shakespeare",
+    "people-daily": "samestep.data.bundled:read_people_daily",
 }
 
 _SUFFIX = ".txt"

@@ -20,7 +20,7 @@ from samestep.errors import UserError, closest
 
 # Called without arguments: one line each.
 SOURCES = {
-    "digits": "samestep.data.digits:read",
+    "digits": "samestep.data.bundled:read_digits",
     "fashion-mnist": "samestep.data.images:read_fashion_mnist",
 }
 

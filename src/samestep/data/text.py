@@ -198,8 +198,8 @@ def _shown(value: Any) -> str:
 
 # Called without arguments.
 SOURCES = {
-    "reviews": "samestep.data.reviews:read",
-    "debian-packages": "samestep.data.debian_packages:read",
+    "reviews": "samestep.data.bundled:read_reviews",
+    "debian-packages": "samestep.data.bundled:read_debian_packages",
 }
 
 # Called with the path.

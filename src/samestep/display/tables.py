@@ -1,4 +1,4 @@
-"""Tables in the terminal: the result of a training, a proof, and a rehearsal of a job's ranks."""
+"""Tables in the terminal: the result of a training, a proof, a rehearsal of a job's ranks, and a profile."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +9,10 @@ from rich.table import Table
 
 from samestep.bits import BitsRow
 from samestep.comm.traffic import KINDS
-from samestep.display.console import plain_console
+from samestep.display.console import WIDTH, plain_console
 from samestep.fault_tolerance.pace import lagging
 from samestep.matrix import Row
+from samestep.profiling.breakdown import CATEGORIES, Profile
 from samestep.proof import Proof
 from samestep.training.evaluation import scalars
 from samestep.training.result import TrainResult, is_curve
@@ -113,7 +114,9 @@ _HELD = {
     "host": "in host memory",
     "disk": "on disk",
 }
+
 _ALWAYS_SHOWN = ("parameters", "gradients", "optimizer_state", "activations")
+
 _MOST_RANKS = 4
 
 
@@ -234,3 +237,38 @@ def _matrix_table(name: str, rows: Mapping[str, Sequence[Any]]) -> Table:
     for label, numbers in rows.items():
         table.add_row(label, *map(str, numbers))
     return table
+
+
+_MOST_PROFILED = 16
+
+_STRAGGLER_KINDS = {"busy": "where it works", "idle": "where it is idle"}
+
+
+def print_profile(profile: Profile, console: Console | None = None) -> None:
+    """Where a step's time went: a row for each rank, the rank that holds the others up, and the traces' folder."""
+    console = console or plain_console(width=WIDTH)
+    first, last = profile.steps[0], profile.steps[-1]
+    table = Table(
+        title=f"{profile.layout}: where a step's time goes, ms and share, mean of steps {first} to {last}",
+        caption="they add up to the step, but what is overlapped: messages beside which the rank worked",
+    )
+    for title in ("rank", "step", *CATEGORIES, "overlapped"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for rank in profile.ranks[:_MOST_PROFILED]:
+        cells = [
+            f"{rank.categories[name] * 1e3:.1f} {rank.categories[name] / rank.seconds:4.0%}" for name in CATEGORIES
+        ]
+        table.add_row(str(rank.rank), f"{rank.seconds * 1e3:.1f}", *cells, f"{rank.overlapped * 1e3:.1f}")
+    console.print(table)
+    if len(profile.ranks) > _MOST_PROFILED:
+        console.print(f"{len(profile.ranks) - _MOST_RANKS} more ranks stand in profile.json")
+    if profile.straggler is not None:
+        late = profile.straggler
+        console.print(
+            f"straggler: rank {late.rank}: {late.own_seconds * 1e3:.1f} ms a step by itself, the others "
+            f"{late.others_seconds * 1e3:.1f} ms; most of it in {late.phase}, {_STRAGGLER_KINDS[late.kind]}",
+            soft_wrap=True,
+        )
+    if profile.usual_seconds is not None:
+        console.print(f"steps without the profiler: {profile.usual_seconds * 1e3:.1f} ms", soft_wrap=True)
+    console.print(f"profile: {profile.folder}", soft_wrap=True)

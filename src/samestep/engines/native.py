@@ -15,7 +15,7 @@ from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Preparation, Skipping, StepReport, TurnTaking
 from samestep.engines.precision import Precision, parameter_dtype
 from samestep.engines.setup import TrainerSetup, spread_as
-from samestep.errors import UserError
+from samestep.errors import UserError, index_errors_explained
 from samestep.layout import AttentionOption, Layout, Offload
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
@@ -38,8 +38,7 @@ from samestep.parallel.valueless import has_values
 from samestep.parallel.weight_average import WeightAverage
 from samestep.profiling.clock import Phase, StepClock, told_of_gradients
 from samestep.tasks.base import InTurn
-from samestep.tasks.out_of_range import in_one_sentence
-from samestep.tasks.several_losses import SeveralLosses
+from samestep.tasks.losses import SeveralLosses
 from samestep.tasks.turns import StepTurns, Turn
 
 _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
@@ -199,7 +198,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             pending.append(self.sum_totals(totals))
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
-        with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
+        with index_errors_explained(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
             of_step.prepare()
             self._spread.forward_backward(
                 batch.micro_batches, term=term, backward=backward, forwards_done=forwards_done

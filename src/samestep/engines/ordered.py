@@ -11,14 +11,13 @@ from samestep.engines.base import Loss, Preparation
 from samestep.engines.native import NativeTrainer
 from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_as
-from samestep.errors import UserError
+from samestep.errors import UserError, index_errors_explained
 from samestep.parallel.ddp import GradientExchange
 from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.ordered import OrderedModel, total_of_halves
 from samestep.parallel.parallel_model import WholeModel
 from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.tasks.base import sum_and_count
-from samestep.tasks.out_of_range import in_one_sentence
 
 
 def check_model(model: nn.Module) -> None:
@@ -75,7 +74,7 @@ class OrderedTrainer(NativeTrainer):
             return self._precision.scaled(loss_sum * (1 / batch.global_samples))
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
-        with in_one_sentence(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
+        with index_errors_explained(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
             self._ordered.forward_backward(
                 batch.micro_batches, term=term, backward=self._precision.backward, forwards_done=lambda: None
             )

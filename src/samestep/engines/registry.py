@@ -15,8 +15,7 @@ from samestep.layout import Layout
 from samestep.parallel.pipeline import schedule
 from samestep.recipe import Average, NamedOptimizer
 from samestep.tasks.base import Task
-from samestep.tasks.gather import takes_gather
-from samestep.tasks.several_losses import SeveralLosses
+from samestep.tasks.losses import SeveralLosses, takes_gather
 from samestep.tasks.turns import check_optimizers, turns_of
 
 

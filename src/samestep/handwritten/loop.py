@@ -27,7 +27,7 @@ from samestep.parallel.exact.float64 import in_float64
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, Task, as_batch, call, sum_and_count
-from samestep.tasks.gather import takes_gather
+from samestep.tasks.losses import takes_gather
 from samestep.tasks.turns import turns_of
 from samestep.training.evaluation import apart, named_parts, plain, switch_off
 from samestep.training.fit import build_model

@@ -27,7 +27,7 @@ from samestep.data.loader import MicroBatch
 from samestep.errors import UserError
 from samestep.parallel.nests import map_tensors, tensors_in
 from samestep.tasks.base import Batch, sum_and_count
-from samestep.tasks.gather import Gather
+from samestep.tasks.losses import Gather
 
 CoupledLoss = Callable[..., tuple[Tensor, Tensor | int]]  # (output, batch, gather=...)
 

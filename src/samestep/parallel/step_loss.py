@@ -14,8 +14,7 @@ from samestep.parallel.coupled_loss import Coupling
 from samestep.parallel.nests import map_tensors
 from samestep.parallel.parallel_model import ParallelModel
 from samestep.tasks.base import Batch, sum_and_count
-from samestep.tasks.gather import takes_gather
-from samestep.tasks.several_losses import SeveralLosses
+from samestep.tasks.losses import SeveralLosses, takes_gather
 
 Loss = Callable[..., tuple[Tensor, Tensor | int]]
 

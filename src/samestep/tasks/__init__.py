@@ -5,9 +5,8 @@ Read `base` first (what a task is), then `regression`, the smallest. `registry` 
 - `text_classification`, `causal_lm`, `image_classification`; `transformers_model` and `metrics` are what they share,
   `prediction` what they make of samples.
 - `huggingface`: a model with its own loss; `model_facts` and `model_loss` find out by trying what it takes and how
-  its loss counts, `model_copy` copies it, `contrastive` has losses of two towers.
-- Kinds of losses: `several_losses`, `gather` (of samples that are compared), `turns` (steps in turns).
-- `out_of_range`: labels and ids that PyTorch would find deep in a forward.
+  its loss counts, `contrastive` has losses of two towers.
+- Kinds of losses: `losses` (of samples that are compared, of several terms), `turns` (steps in turns).
 """
 
 from importlib import import_module

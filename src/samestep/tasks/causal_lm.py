@@ -16,12 +16,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from samestep import environment
-from samestep.data import byte_pairs, cache, corpus
-from samestep.data.byte_pairs import StreamTokenizer
+from samestep.data import cache, corpus, tokenizer
 from samestep.data.cache import DataCache
 from samestep.data.corpus import RunningText
 from samestep.data.package_files import locate
-from samestep.data.token_sets import IGNORED, TokenBlocks
+from samestep.data.tokenizer import IGNORED, StreamTokenizer, TokenBlocks
 from samestep.errors import UserError
 from samestep.layout import ModelShape
 from samestep.recipe import STRICT, Positive, Real, Whole
@@ -195,7 +194,7 @@ class LanguageData:
     eval_source: str | None = None  # held-out text in a source of its own
     held_out: Annotated[Real, Ge(0), Lt(1)] = 0.1  # fraction of `source`, in pieces; 0: no evaluation
     length: Annotated[Whole, Ge(2)] = 256  # tokens of a sample
-    vocabulary: Annotated[Whole, Ge(byte_pairs.SMALLEST)] = 4096  # of a tokenizer trained on the training text
+    vocabulary: Annotated[Whole, Ge(tokenizer.SMALLEST_STREAM)] = 4096  # of a tokenizer trained on the training text
     tokenizer: str | None = None  # a tokenizer.json or a folder; None: the model folder's, or else a trained one
 
     @model_validator(mode="before")
@@ -223,10 +222,12 @@ def loaded_tokenizer(data: LanguageData, model_folder: Path | None) -> StreamTok
     Raises UserError where it can't be loaded.
     """
     if data.tokenizer is not None:
-        return byte_pairs.load(locate(data.tokenizer, _TOKENIZER), _TOKENIZER)
+        return tokenizer.load_stream(locate(data.tokenizer, _TOKENIZER), _TOKENIZER)
     if model_folder is not None:
         # The weights of a pretrained model mean nothing under the ids of another tokenizer.
-        return byte_pairs.load(model_folder, f"{_TOKENIZER} is missing, and recipe.model.folder has no usable one")
+        return tokenizer.load_stream(
+            model_folder, f"{_TOKENIZER} is missing, and recipe.model.folder has no usable one"
+        )
     return None
 
 
@@ -384,14 +385,14 @@ class CausalLM(Task):
         """
         loaded = self._loaded_tokenizer
         if loaded is None:
-            return byte_pairs.PADDING
+            return tokenizer.STREAM_PADDING
         if loaded.padding is not None:
             return loaded.padding
         return loaded.size if self._model.folder is None else loaded.end or 0
 
     @property
     def _end(self) -> int | None:
-        return byte_pairs.END if self._loaded_tokenizer is None else self._loaded_tokenizer.end
+        return tokenizer.STREAM_END if self._loaded_tokenizer is None else self._loaded_tokenizer.end
 
     @cached_property
     def _train_set(self) -> TokenBlocks:

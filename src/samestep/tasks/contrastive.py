@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.tasks.gather import Gather, alone
-from samestep.tasks.model_copy import copied
-from samestep.tasks.model_loss import loss_of
+from samestep.tasks.losses import Gather, alone
+from samestep.tasks.model_loss import copied, loss_of
 
 RETURN_LOSS = "return_loss"  # the keyword by which such models of transformers are asked for their own loss
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; a wrong candidate is off by far more

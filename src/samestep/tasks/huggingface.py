@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader
 
 from samestep.errors import UserError, described
 from samestep.tasks.base import Batch, Samples, Task, check_samples
-from samestep.tasks.gather import Gather, alone
-from samestep.tasks.model_copy import computed_in, copied
+from samestep.tasks.losses import Gather, alone
 from samestep.tasks.model_facts import ModelFacts, model_facts, same_tensors
-from samestep.tasks.model_loss import loss_of
+from samestep.tasks.model_loss import computed_in, copied, loss_of
 from samestep.tasks.prediction import Prediction, of_classes
 
 if TYPE_CHECKING:

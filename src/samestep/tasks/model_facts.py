@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from samestep.errors import UserError
 from samestep.tasks.contrastive import RETURN_LOSS, Contrast, find_contrast
-from samestep.tasks.model_copy import copied
-from samestep.tasks.model_loss import IGNORED, Terms, at_rest, check_answers, find_terms
+from samestep.tasks.model_loss import IGNORED, Terms, at_rest, check_answers, copied, find_terms
 
 _LARGE = 200_000_000  # parameters
 

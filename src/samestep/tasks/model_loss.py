@@ -1,4 +1,4 @@
-"""Over how many terms a model's own loss is a mean: found by trying the model on a few samples.
+"""Over how many terms a model's own loss is a mean: found by trying a copy of the model on a few samples.
 
 Models of transformers return the mean of their loss, and each kind means another thing by it: over samples, over
 labels that are not masked, over those that have a token before them. A step needs the sum and the count. So the model
@@ -15,14 +15,15 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from samestep.errors import UserError, described
-from samestep.tasks.out_of_range import in_one_sentence
+from samestep.errors import UserError, described, index_errors_explained
 
 IGNORED = -100  # the label that transformers' losses leave out
 # Of a mean of size 1 or more. A wrong count is off by 1e-3 or more; a term that couples samples may be small.
@@ -227,7 +228,7 @@ def _masked(labels: Tensor, ignored: int, fill: bool) -> Tensor:
 def _mean(model: nn.Module, inputs: Inputs, what: str) -> float:
     """The model's own loss for a batch. Raises UserError where it gives none."""
     try:
-        with torch.no_grad(), in_one_sentence(f"{_name(model)} on {what}"):
+        with torch.no_grad(), index_errors_explained(f"{_name(model)} on {what}"):
             output = model(**inputs)
     except UserError:
         raise
@@ -300,3 +301,23 @@ def _slice(inputs: Inputs, index: int, size: int) -> Inputs:
 
 def _name(model: nn.Module) -> str:
     return type(model).__name__
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, also of one that keeps what a forward has computed, such as the states of RecurrentGemma.
+
+    Raises UserError where the model can't be copied.
+    """
+    # PyTorch copies no tensor of a graph; what of a finished forward is kept has no backward any more.
+    values = {id(tensor): tensor.detach().clone() for tensor in computed_in(model)}
+    try:
+        return deepcopy(model, values)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise UserError(f"model= can't be copied ({described(error)}); use a function that builds it") from error
+
+
+def computed_in(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors of a graph that a forward has left in attributes of a model's modules."""
+    for module in model.modules():
+        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
+        yield from (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, Tensor) and not leaf.is_leaf)

@@ -20,8 +20,7 @@ from samestep.data.cache import DataCache, sequences
 from samestep.data.package_files import locate
 from samestep.data.split import check_split, limited, split
 from samestep.data.text import Classes, LabelledTexts, find_classes, read_source
-from samestep.data.token_sets import TokenisedTexts
-from samestep.data.tokenizer import TRAINED_PADDING, TextTokenizer
+from samestep.data.tokenizer import TEXT_PADDING, TextTokenizer, TokenisedTexts
 from samestep.errors import UserError
 from samestep.layout import ModelShape
 from samestep.recipe import STRICT, Positive
@@ -235,10 +234,12 @@ def loaded_tokenizer(data: TextData, model_folder: Path | None) -> TextTokenizer
     Raises UserError where it can't be loaded.
     """
     if data.tokenizer is not None:
-        return tokenizer.load(locate(data.tokenizer, _TOKENIZER), _TOKENIZER)
+        return tokenizer.load_text(locate(data.tokenizer, _TOKENIZER), _TOKENIZER)
     if model_folder is not None:
         # The weights of a pretrained model mean nothing under the ids of another tokenizer.
-        return tokenizer.load(model_folder, f"{_TOKENIZER} is missing, and recipe.model.folder has no usable one")
+        return tokenizer.load_text(
+            model_folder, f"{_TOKENIZER} is missing, and recipe.model.folder has no usable one"
+        )
     return None
 
 
@@ -376,7 +377,7 @@ class TextClassification(Task):
 
     @property
     def _padding(self) -> int:
-        return self._loaded_tokenizer.padding if self._loaded_tokenizer else TRAINED_PADDING
+        return self._loaded_tokenizer.padding if self._loaded_tokenizer else TEXT_PADDING
 
     @cached_property
     def _train_set(self) -> TokenisedTexts:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.errors import UserError
 from samestep.tasks.base import Batch, Task
-from samestep.tasks.several_losses import with_weights
+from samestep.tasks.losses import with_weights
 
 if TYPE_CHECKING:
     from torch import nn

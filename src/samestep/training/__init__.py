@@ -2,12 +2,12 @@
 
 In the order of reading:
 
-- `fit`: a whole training on one rank. `loop`: its steps, logged with `readout`. `session`: one rank's part, also for
-  loops of one's own (`own_loop`).
+- `fit`: a whole training on one rank. `loop`: its steps, and how they are logged. `session`: one rank's part, also
+  for loops of one's own (`own_loop`).
 - `optimizer`, `named_optimizer`, `adapters`: what is stepped, and by what.
 - `evaluation`, `early_stop`, `metrics_log`, `board`, `usage`, `result`: what is measured, shown and left on disk.
 - `checkpointing`, `state`: when a checkpoint is saved, and what of a training goes into it.
-- `built_model`, `same_task`: what is checked of the model on the ranks. `as_built`, `differences`,
-  `measured_rounding`, `update_rule`, `nonfinite_values`: parts of a proof.
+- `model_checks`: what is checked of the model on the ranks. `as_built`, `rounding`, `update_rule`,
+  `nonfinite_values`: parts of a proof.
 - `step_timing`: a few steps of a job, timed. `rehearsal`, `step_work`: steps without values, and the work in them.
 """

@@ -24,8 +24,7 @@ from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.deferred_init import tied_stay_tied
 from samestep.recipe import Recipe
 from samestep.tasks.base import Batch, Samples, Task, call, sum_and_count
-from samestep.tasks.gather import of_whole_batch
-from samestep.tasks.several_losses import SeveralLosses
+from samestep.tasks.losses import SeveralLosses, of_whole_batch
 from samestep.tasks.turns import turns_of
 from samestep.training.adapters import put_adapters
 from samestep.training.evaluation import switch_off

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from samestep.data.loader import Chunk
 from samestep.engines.base import Trainer
-from samestep.errors import UserError
+from samestep.errors import UserError, index_errors_explained
 from samestep.tasks.base import Batch
-from samestep.tasks.out_of_range import in_one_sentence
 
 if TYPE_CHECKING:
     from samestep.tasks.metrics import Metric
@@ -105,7 +104,7 @@ def evaluate(
     for some in _batched(chunks, at_once):
         mine = []
         for chunk in some:
-            with in_one_sentence("evaluation"):
+            with index_errors_explained("evaluation"):
                 output = trainer.predict(chunk.batch.inputs)
                 mine.append(None if chunk.lent or output is None else on_cpu(scores(output, chunk.batch)))
             if advance is not None:

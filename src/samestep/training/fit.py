@@ -30,20 +30,19 @@ from samestep.profiling.profiler import FOLDER as PROFILE_FOLDER
 from samestep.profiling.profiler import StepProfiler
 from samestep.recipe import Recipe
 from samestep.tasks.base import First, InTurn, Samples, Task, as_batch
-from samestep.tasks.several_losses import with_weights
+from samestep.tasks.losses import with_weights
 from samestep.tasks.turns import StepTurns, Turn, check_parameters, turns_of
 from samestep.training import result as results
 from samestep.training import usage as usages
 from samestep.training.adapters import put_adapters
-from samestep.training.built_model import check_memory, check_model, materialize
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
 from samestep.training.evaluation import switch_off
 from samestep.training.loop import StepLog, take_all_steps
 from samestep.training.metrics_log import Bar, Records, Tally
+from samestep.training.model_checks import check_memory, check_model, check_same_task, materialize
 from samestep.training.optimizer import OptimizerPlan, make_schedule, optimizer_of_turns
 from samestep.training.result import TrainResult
-from samestep.training.same_task import check_same_task
 from samestep.training.session import Session
 from samestep.training.usage import Usage, speeds
 

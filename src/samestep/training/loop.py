@@ -1,23 +1,59 @@
 """The loop over a training's steps: take, log, evaluate, save, and stop where a signal asks for it.
 
-A training goes back to its last checkpoint when a loss is not finite, and leaves that batch out.
+A step's values are read from the device while the next step is computed (`Readout`, `StepLog`). A training goes back
+to its last checkpoint when a loss is not finite, and leaves that batch out.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from samestep.data.loader import StepBatch
+from samestep.engines.base import StepReport
 from samestep.errors import InterruptedJobError
 from samestep.fault_tolerance.nonfinite import NonFinite
 from samestep.fault_tolerance.rank import RankSupervision
 from samestep.training.checkpointing import Checkpoints
 from samestep.training.early_stop import Stopped
 from samestep.training.metrics_log import Bar, Records, Tally
-from samestep.training.readout import Readout
 
 if TYPE_CHECKING:
     from samestep.training.fit import Training
+
+
+class Readout:
+    """The numbers of a report, copied behind the step that computes them.
+
+    To read a tensor, the host waits until the device has done all that it was asked to do by then, which is the next
+    step too where a report is read one step late. The copy is asked for before that step is, and reading it waits for
+    its own place in the order alone.
+    """
+
+    def __init__(self, report: StepReport) -> None:
+        self.lr = report.lr
+        self.sent = report.sent
+        self._names = tuple(report.terms)
+        values = [report.loss, report.grad_norm, *report.terms.values()]
+        device = report.loss.device
+        self._done = None
+        if device.type == "cpu":
+            self._values = values
+            return
+        numbers = torch.stack([value.detach().to(device, torch.float64) for value in values])
+        there = torch.empty(numbers.shape, dtype=torch.float64, pin_memory=True)
+        there.copy_(numbers, non_blocking=True)
+        self._values = there.unbind()
+        self._done = torch.get_device_module(device).Event()
+        self._done.record()
+
+    def values(self) -> tuple[float, float, Mapping[str, float]]:
+        """Loss, norm of the gradient, and the loss's terms by name; waits until they are there."""
+        if self._done is not None:
+            self._done.synchronize()
+        loss, grad_norm, *terms = (value.item() for value in self._values)
+        return loss, grad_norm, dict(zip(self._names, terms, strict=True))
 
 
 class StepLog:

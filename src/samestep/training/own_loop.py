@@ -16,7 +16,7 @@ from samestep.parallel.joined_optimizer import Joined, Member
 from samestep.parallel.offload.optimizer import BY_NUMBER
 from samestep.parallel.optimizer_kinds import Shapes
 from samestep.tasks.base import check_samples
-from samestep.training.built_model import check_memory, check_model, lazy_modules
+from samestep.training.model_checks import check_memory, check_model, lazy_modules
 
 
 def check_prepared(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:

@@ -40,7 +40,7 @@ from samestep.engines.registry import (
     check_sparse_rows,
     resolve,
 )
-from samestep.errors import LayoutError, UserError
+from samestep.errors import LayoutError, UserError, index_errors_explained
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import Transport, World, join
 from samestep.layout import Layout, unsized
@@ -51,7 +51,6 @@ from samestep.parallel.pipeline.schedule import micro_batches
 from samestep.parallel.sparse_rows import Choice as SparseRows
 from samestep.recipe import Average, Precision, Recipe
 from samestep.tasks.base import Samples, default_scores
-from samestep.tasks.out_of_range import in_one_sentence
 from samestep.training import evaluation
 from samestep.training.adapters import AdapterFacts, facts_of
 from samestep.training.evaluation import Scores
@@ -215,7 +214,7 @@ class Session:
         move(model, self.world.device, parameter_dtype(self._precision, master_weights=self._master_weights))
         if details.example is not None:
             details = replace(details, example=to_device(details.example, self.world.device, self._dtype))
-        with in_one_sentence("the first samples"):  # with which some layouts try the model
+        with index_errors_explained("the first samples"):  # with which some layouts try the model
             self._trainer = self.engine.prepare(
                 model,
                 Preparation(

@@ -20,10 +20,9 @@ from samestep.engines.base import Loss, StepReport
 from samestep.engines.deepspeed import trainer
 from samestep.engines.deepspeed.initialize import quietly, without_deprecations
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer
-from samestep.errors import UserError
+from samestep.errors import UserError, index_errors_explained
 from samestep.layout import Layout
 from samestep.tasks.base import Task, as_batch
-from samestep.tasks.out_of_range import in_one_sentence
 
 Layers = Sequence[tuple[str, nn.Module]]  # each with its name in the model
 
@@ -223,7 +222,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         }
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
-        with without_deprecations(), in_one_sentence(f"step {batch.step}", batch.samples):
+        with without_deprecations(), index_errors_explained(f"step {batch.step}", batch.samples):
             running = self._running = _Step(batch=batch, loss=loss, totals=self._begin())
             self.engine.micro_batches = len(batch.micro_batches)
             # The loss finds its targets in the micro-batch, so that stands for the labels.

@@ -14,13 +14,12 @@ from samestep.data.loader import MicroBatch, StepBatch, to_device
 from samestep.engines.base import Loss, StepReport, Trainer
 from samestep.engines.deepspeed.gradients import SameOrder, gradients_of
 from samestep.engines.deepspeed.initialize import at_work, quietly, without_deprecations
-from samestep.errors import UserError
+from samestep.errors import UserError, index_errors_explained
 from samestep.layout import Layout
 from samestep.parallel.exact.buffers import Versions, check_buffers, versions
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.holdings import Holdings, state_tensors
 from samestep.tasks.base import call, sum_and_count
-from samestep.tasks.out_of_range import in_one_sentence
 
 
 def whole_parameters(model: nn.Module, package: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +152,7 @@ class DeepSpeedTrainer(Trainer):
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         if not self.model.training:
             self.engine.train()
-        with at_work(self._device), in_one_sentence(f"step {batch.step}", batch.samples):
+        with at_work(self._device), index_errors_explained(f"step {batch.step}", batch.samples):
             totals = self._begin()
             self._backward(batch, loss, totals)
             self._settle(batch, totals)

@@ -1,0 +1,137 @@
+"""Losses of a task that are more than one sum over samples: losses that couple samples, and several losses.
+
+A loss that couples samples, such as a contrastive one, compares each sample with all others of the batch, of which a
+rank has some. Such a task gives its loss a third parameter:
+
+    def loss(self, output, batch, gather=samestep.alone):
+        images, texts = output  # [samples of this call, width] each
+        all_texts = gather(texts)  # [samples of the global batch, width], in the global batch's order
+        logits = images @ all_texts.T
+        return F.cross_entropy(logits, gather.rows(images), reduction="sum"), len(images)
+
+The loss is called for each micro-batch on each rank, and gives the terms of that micro-batch's samples. What it
+gathers is the same in every call, and gradients flow through it to the samples of all ranks and micro-batches.
+
+Several losses are named terms, each a sum with a count of its own, and a weight. The loss of a step is the sum over
+the terms of weight * sum / count, where sums and counts are those of the global batch. Backward adds all terms'
+gradients together, after which none can be divided by itself. So each term's global count must be known before.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from samestep.errors import UserError
+from samestep.tasks.base import Batch, sum_and_count
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PARAMETER = "gather"  # of a loss that couples samples
+# What is known of functions: every step asks, and to read a signature takes as long as a small layer's forward.
+_known: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
+
+
+class Gather:
+    """What a loss gets as `gather`. This one is of a process that has the whole batch in one call."""
+
+    def __call__(self, nest: Any) -> Any:
+        """The same nest of tensors with the rows of the global batch, in its order.
+
+        Every tensor has one row a sample, [samples of this call, ...], and becomes [samples of the batch, ...].
+        Every call of the loss in a step must gather tensors of the same kinds, in the same order.
+        """
+        return nest
+
+    def rows(self, tensor: "Tensor") -> "Tensor":
+        """Which rows of what was gathered are those of this call's samples. [samples of this call], int64
+
+        `tensor` is any with one row a sample; the result is on its device.
+        """
+        import torch
+
+        return torch.arange(len(tensor), device=tensor.device)
+
+
+alone = Gather()
+
+
+def of_whole_batch(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss that is called with the whole batch at once."""
+    return partial(loss, gather=alone) if takes_gather(loss) else loss
+
+
+def takes_gather(loss: Callable[..., Any]) -> bool:
+    """Whether a loss couples the samples of a batch, which its parameter `gather` says."""
+    loss = getattr(loss, "function", loss)  # of several terms
+    function = getattr(loss, "__func__", loss)  # of a method, of which there is another object each time
+    if not isinstance(function, FunctionType):
+        return _names_gather(loss)
+    known = _known.get(function)
+    if known is None:
+        known = _known[function] = _names_gather(loss)
+    return known
+
+
+def _names_gather(loss: Callable[..., Any]) -> bool:
+    try:
+        return _PARAMETER in inspect.signature(loss).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+
+
+@dataclass(frozen=True)
+class SeveralLosses:
+    """What a trainer gets as the loss of several terms: a function that gives name -> (sum, count), and weights."""
+
+    function: Callable[..., Any]
+    weights: Mapping[str, float]
+
+    def around(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> "SeveralLosses":
+        """The same with its function wrapped."""
+        return replace(self, function=wrap(self.function))
+
+    def terms(self, output: Any, batch: Batch, **gather: Any) -> "dict[str, tuple[Tensor, Tensor | int]]":
+        """The terms of a batch, in the order of the weights. Raises UserError where they are others."""
+        given = self.function(output, batch, **gather)
+        if not isinstance(given, Mapping):
+            raise UserError(
+                f"loss_weights names {', '.join(self.weights)}, and the loss gave a {type(given).__name__}; use a "
+                "mapping of these names to pairs of a sum and a count"
+            )
+        if given.keys() != self.weights.keys():
+            raise UserError(
+                f"loss_weights names {', '.join(self.weights)}, and the loss gave {', '.join(map(str, given))}; use "
+                "the same names"
+            )
+        return {name: sum_and_count(given[name]) for name in self.weights}
+
+    def __call__(self, output: Any, batch: Batch, **gather: Any) -> "tuple[Tensor, Tensor | int]":
+        """The weighted sum over the terms' sums, and the sum of their counts: what adds up over parts of a batch."""
+        terms = self.terms(output, batch, **gather)
+        total = sum((self.weights[name] * value for name, (value, _) in terms.items()), start=0)
+        return total, sum((count for _, count in terms.values()), start=0)  # pyright: ignore[reportReturnType]
+
+    def of_whole_batch(self, output: Any, batch: Batch, **gather: Any) -> "tuple[Tensor, int]":
+        """The loss of a step that has this batch alone, and 1."""
+        terms = self.terms(output, batch, **gather)
+        parts = [self.weights[name] * value / _at_least_one(count) for name, (value, count) in terms.items()]
+        return sum(parts, start=0), 1  # pyright: ignore[reportReturnType]
+
+
+def _at_least_one(count: "Tensor | int") -> "Tensor | int":
+    return max(count, 1) if isinstance(count, (int, float)) else count.clamp(min=1)
+
+
+def with_weights(loss: Callable[..., Any], weights: Mapping[str, float]) -> Callable[..., Any]:
+    """A task's loss as a trainer takes it. Raises UserError for what are no weights."""
+    if not isinstance(weights, Mapping):
+        raise UserError(f"loss_weights is a {type(weights).__name__}; use a mapping of the terms' names to numbers")
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight != weight:
+            raise UserError(f'loss_weights: "{name}" has the weight {weight!r}; use a number')
+    return SeveralLosses(loss, dict(weights)) if weights else loss
