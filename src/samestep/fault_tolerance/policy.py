@@ -17,6 +17,11 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
             raise UserError(
                 f'run.inject: rank {fault.rank} is not there; layout "{layout}" has the ranks 0 to {layout.size - 1}'
             )
+        if fault.when is not None and fault.fault in ("nan", "slow"):
+            raise UserError(
+                f"run.inject: fault {fault.fault} is committed in a step that is said, and has when: {fault.when}; "
+                "use step alone, or kill, raise, hang or oom"
+            )
     if run.on_nonfinite != "stop" and not skips:
         raise UserError(
             f'run.on_nonfinite is {run.on_nonfinite}, and engine "{run.engine}" takes every step; use '
