@@ -1,10 +1,20 @@
 """A Slurm job: the nodes that were given to it, seen from sbatch, salloc, or a step that srun started."""
 
 import re
+from collections.abc import Mapping
 from itertools import product
 
 from samestep.errors import UserError
-from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Slots, Variables, which
+from samestep.launch.environments.base import (
+    Cluster,
+    FoundCluster,
+    Host,
+    Meeting,
+    PlaceInputs,
+    Slots,
+    Variables,
+    which,
+)
 from samestep.ranks import accelerators, counts, in_slurm_step
 from samestep.visible_devices import DeviceChoice
 
@@ -61,8 +71,7 @@ class Slurm:
         read = Variables(given.environ)
         job = read.wanted("SLURM_JOB_ID", "the job's number")
         step = in_slurm_step(given.environ)
-        name = "SLURM_STEP_NODELIST" if step and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-        names = host_names(name, read.wanted(name, "the names of the job's hosts"))
+        name, names = _nodes(read, step=step)
         # One task on each node: this command is that task, and starts the node's ranks.
         agents = step and read.number("SLURM_STEP_NUM_TASKS") == len(names)
         slots, counted = _slots(read, names, step=step, agents=agents, device=given.device)
@@ -80,6 +89,24 @@ class Slurm:
             slots_from=counted,
             on_every_host=agents and len(names) > 1,
         )
+
+
+def _nodes(read: Variables, *, step: bool) -> tuple[str, list[str]]:
+    """The variable that names the nodes of the step, or of the job, and their names."""
+    name = "SLURM_STEP_NODELIST" if step and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    return name, host_names(name, read.wanted(name, "the names of the job's hosts"))
+
+
+def meeting(environ: Mapping[str, str]) -> Meeting:
+    """Where the tasks of a step meet: on the first of its nodes."""
+    read = Variables(environ)
+    _, nodes = _nodes(read, step=True)
+    parts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return Meeting(
+        job=" ".join(["slurm", *(read.text(part) or "" for part in parts)]),
+        addresses=(nodes[0],),
+        other=nodes[1] if len(nodes) > 1 else None,
+    )
 
 
 def _slots(
