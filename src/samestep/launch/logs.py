@@ -16,6 +16,7 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.run_folder import LOGS
 
+_OTHERWISE = "--logs FOLDER says another"
 _EVERY = 0.1  # seconds between two looks at the files
 _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
 
@@ -23,12 +24,18 @@ _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
 class RankFiles(LogsSpecs):
     """FOLDER/HOST/round-0/rank-3.out and rank-3.err; every start of this host's ranks is a round."""
 
-    def __init__(self, folder: Path | None, host: str, follower: "Follower | None") -> None:
-        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown."""
+    def __init__(
+        self, folder: Path | None, host: str, follower: "Follower | None", *, otherwise: str = _OTHERWISE
+    ) -> None:
+        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown.
+
+        `otherwise`: what to do where the folder can't be.
+        """
         super().__init__()
         self._chosen = folder
         self._host = host
         self._follower = follower
+        self._otherwise = otherwise
         self._round = -1
 
     def of_run(self, folder: Path) -> None:
@@ -59,7 +66,7 @@ class RankFiles(LogsSpecs):
         except OSError as error:
             raise UserError(
                 f"{self._host}: what the ranks write can't be kept in {self._folder}: {error.strerror}; "
-                "--logs FOLDER says another"
+                f"{self._otherwise}"
             ) from None
         found = LogsDest()
         followed: dict[int, str] = {}
