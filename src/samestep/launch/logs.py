@@ -17,6 +17,7 @@ from samestep.errors import UserError
 from samestep.run_folder import LOGS
 
 _OTHERWISE = "--logs FOLDER says another"
+_COLUMNS = 80  # of a terminal that doesn't say how many it has
 _EVERY = 0.1  # seconds between two looks at the files
 _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
 
@@ -151,7 +152,9 @@ class Follower:
                 kind = _Bytes if self._bars and stream.isatty() else _Lines
                 shown.append(kind(path, stream, prefix if self._prefixes else ""))
         self._turn_to(shown)
-        return {} if bar is None else environment.bar_at(bar, os.get_terminal_size(2).columns)
+        if bar is None:
+            return {}
+        return environment.bar_at(bar, os.get_terminal_size(self._streams[1].fileno()).columns or _COLUMNS)
 
     def _turn_to(self, shown: "Sequence[_Shown]") -> None:
         with self._lock:
