@@ -128,7 +128,8 @@ def _run(
         stack.enter_context(_signal_handlers_kept())
         stack.enter_context(silent_agent())
         stack.callback(_show_cursor)
-        files = RankFiles(logs, _HOST, stack.enter_context(Follower(prefixes=False, bars=True)))
+        follower = stack.enter_context(Follower(prefixes=False, bars=True))
+        files = RankFiles(logs, _HOST, follower, otherwise="run.folder says another")
         stack.enter_context(environment.given({}))  # the variables of a round stand there, for its ranks
         stack.enter_context(environment.agent_settings())
         spec = AgentSpec(

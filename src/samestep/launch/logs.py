@@ -16,6 +16,8 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.run_folder import LOGS
 
+_OTHERWISE = "--logs FOLDER says another"
+_COLUMNS = 80  # of a terminal that doesn't say how many it has
 _EVERY = 0.1  # seconds between two looks at the files
 _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
 
@@ -23,12 +25,18 @@ _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
 class RankFiles(LogsSpecs):
     """FOLDER/HOST/round-0/rank-3.out and rank-3.err; every start of this host's ranks is a round."""
 
-    def __init__(self, folder: Path | None, host: str, follower: "Follower | None") -> None:
-        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown."""
+    def __init__(
+        self, folder: Path | None, host: str, follower: "Follower | None", *, otherwise: str = _OTHERWISE
+    ) -> None:
+        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown.
+
+        `otherwise`: what to do where the folder can't be.
+        """
         super().__init__()
         self._chosen = folder
         self._host = host
         self._follower = follower
+        self._otherwise = otherwise
         self._round = -1
 
     def of_run(self, folder: Path) -> None:
@@ -59,7 +67,7 @@ class RankFiles(LogsSpecs):
         except OSError as error:
             raise UserError(
                 f"{self._host}: what the ranks write can't be kept in {self._folder}: {error.strerror}; "
-                "--logs FOLDER says another"
+                f"{self._otherwise}"
             ) from None
         found = LogsDest()
         followed: dict[int, str] = {}
@@ -144,7 +152,9 @@ class Follower:
                 kind = _Bytes if self._bars and stream.isatty() else _Lines
                 shown.append(kind(path, stream, prefix if self._prefixes else ""))
         self._turn_to(shown)
-        return {} if bar is None else environment.bar_at(bar, os.get_terminal_size(2).columns)
+        if bar is None:
+            return {}
+        return environment.bar_at(bar, os.get_terminal_size(self._streams[1].fileno()).columns or _COLUMNS)
 
     def _turn_to(self, shown: "Sequence[_Shown]") -> None:
         with self._lock:

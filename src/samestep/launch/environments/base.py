@@ -107,6 +107,18 @@ class FoundCluster:
     main_port: int | None = None  # a port there that the place keeps for the job
 
 
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What every rank knows of a job whose launcher numbers its ranks and no more."""
+
+    job: str  # names the job, and no other at the same time
+    addresses: tuple[str, ...]  # rank 0's host is reached under one of them
+    other: str | None = None  # another host of the job
+
+
+TELL_US = "tell all ranks where to meet by MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there)"
+
+
 class ClusterEnvironment(Protocol):
     """One way in which hosts are found."""
 

@@ -8,8 +8,7 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.launch.network import interface_of, own_name_leads_nowhere
 from samestep.launch.script_env import torch
-from samestep.launch.script_env.base import Contract, Expected, Rank
-from samestep.launch.script_env.rank_store import addresses, gathered, meeting
+from samestep.launch.script_env.base import Contract, Expected, Rank, addresses, gathered, meeting
 from samestep.launch.script_env.sidecar import start_beside
 
 _SERVER = "samestep.launch.script_env.horovod_server"
