@@ -66,9 +66,8 @@ def test_blocks_of_stages_and_of_parts_of_the_tokens_are_compiled() -> None:
     assert same(proofs, layouts) == {}
     # A stage has half of the layers; ranks with half of the tokens have all of them.
     least = STEPS * MICRO_BATCHES * LAYERS * PRODUCTS
-    assert {
-        layout: products[layout] >= least // (2 if layout == "pp2" else 1) for layout in layouts
-    } == dict.fromkeys(layouts, True), products
+    for layout in layouts:
+        assert products[layout] >= least // (2 if layout == "pp2" else 1), products
 
 
 def _traced(jobs: Mapping[str, Job], known: Mapping[str, Any], steps: int) -> tuple[dict[str, Any], dict[str, int]]:
