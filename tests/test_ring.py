@@ -1,7 +1,5 @@
 """Ring attention: what PyTorch's attention of the whole gives, forward and backward, and what a rank needs for it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -116,12 +114,11 @@ def test_every_rank_has_an_early_and_a_late_piece() -> None:
     assert local.start(_shares_of, (2, 7), 2) == [[0, 1, 6], [2, 3, 4, 5]]
 
 
-@contextmanager
-def _halves(dtype: torch.dtype) -> Iterator[list[Block]]:
-    """A block of keys cut in two."""
+def _cut_in_two(dtype: torch.dtype) -> list[Block]:
+    """Blocks of the first keys, of the others, and of all."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 6, 8, dtype=dtype) for heads in (4, 2, 2))
-    yield [
+    return [
         Block(query=query, key=key[:, :, first:last], value=value[:, :, first:last], scale=0.3)
         for first, last in ((0, 2), (2, 6), (0, 6))
     ]
@@ -130,21 +127,21 @@ def _halves(dtype: torch.dtype) -> Iterator[list[Block]]:
 @pytest.mark.parametrize("kernel", ["_FOR_CPU", "_WRITTEN_OUT"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_blocks_of_keys_put_together_are_all_keys(kernel: str, dtype: torch.dtype) -> None:
-    with _halves(dtype) as (early, late, whole):
-        attend, gradients = getattr(block_attention, kernel)
-        exact = block_attention.exact_dtype(dtype)
-        output, lse = (part.to(exact) for part in attend(early))
-        block_attention.merge(output, lse, attend(late))
-        expected = attend(whole)
-        tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
-        torch.testing.assert_close(output, expected.output.to(exact), **tolerance)
-        torch.testing.assert_close(lse, expected.lse.to(exact), **tolerance)
-        weights = torch.randn_like(expected.output)
-        attended = Attended(output.to(dtype), lse)
-        (of_query, *of_rest), (more, *of_others) = (gradients(each, weights, attended) for each in (early, late))
-        found = [of_query + more, *(torch.cat(pair, 2) for pair in zip(of_rest, of_others, strict=True))]
-        for mine, other in zip(found, gradients(whole, weights, expected), strict=True):
-            torch.testing.assert_close(mine.to(exact), other.to(exact), **tolerance)
+    early, late, whole = _cut_in_two(dtype)
+    attend, gradients = getattr(block_attention, kernel)
+    exact = block_attention.exact_dtype(dtype)
+    output, lse = (part.to(exact) for part in attend(early))
+    block_attention.merge(output, lse, attend(late))
+    expected = attend(whole)
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(output, expected.output.to(exact), **tolerance)
+    torch.testing.assert_close(lse, expected.lse.to(exact), **tolerance)
+    weights = torch.randn_like(expected.output)
+    attended = Attended(output.to(dtype), lse)
+    (of_query, *of_rest), (more, *of_others) = (gradients(each, weights, attended) for each in (early, late))
+    found = [of_query + more, *(torch.cat(pair, 2) for pair in zip(of_rest, of_others, strict=True))]
+    for mine, other in zip(found, gradients(whole, weights, expected), strict=True):
+        torch.testing.assert_close(mine.to(exact), other.to(exact), **tolerance)
 
 
 def test_the_kernel_for_accelerators_takes_and_gives_such_shapes() -> None:
