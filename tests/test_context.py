@@ -67,6 +67,7 @@ RING: Mapping[str, Case] = {
     "ring: heads that are no multiple of the ranks": (recipe("qwen3"), "cp3 attention=ring", {}),
     "ring: gpt2": (recipe("gpt2"), "fsdp2 cp2 attention=ring recompute=full", {}),
     "ring: vit": (recipe("vit"), "dp2 cp2 attention=ring", {}),
+    "ring: a bias with a gradient": (recipe("umt5"), "cp2 attention=ring", {}),
     "ring: cross-attention, and relative positions": (recipe("t5"), "cp2 attention=ring", {}),
     "ring: some blocks' attention on all tokens": (recipe("jamba"), "cp2 attention=ring", {}),
     "ring: stages of a pipeline": (recipe("llama"), "pp2 cp2 attention=ring", {"micro_batch": 2}),
@@ -104,6 +105,26 @@ def test_a_model_whose_tokens_cannot_be_split_is_refused(proofs: Mapping[str, Pr
     assert reason in str(proofs["no tokens"])
 
 
+def test_a_ring_is_refused_where_attention_drops_probabilities() -> None:
+    with pytest.raises(
+        samestep.LayoutError, match=r"attn drops attention probabilities \(0\.1\), .*attention=ulysses"
+    ):
+        samestep.train(recipe("gpt2", dropout=True), layout="cp2 attention=ring")
+
+
+@pytest.mark.parametrize(
+    ("layout", "run", "message"),
+    [
+        ("dp2 attention=ring", {}, "attention=ring is for the ranks of context parallel; use cp2 attention=ring"),
+        ("cp2 attention=ring", {"engine": "accelerate"}, 'engine "accelerate" '),
+        ("cp2 attention=rings", {}, "attention=rings; it can be ulysses, ring"),
+    ],
+)
+def test_a_ring_is_refused_before_ranks_start(layout: str, run: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(samestep.LayoutError, match=message):
+        samestep.verify(recipe("bert"), layout=layout, check=False, **run)
+
+
 def test_modules_that_get_all_tokens_drop_out_what_one_process_does() -> None:
-    proof = samestep.verify(recipe("encoder"), layout="cp2", dropout=True)
-    assert proof.same_step, proof
+    cases = {layout: (recipe("encoder"), layout, {}) for layout in ("cp2", "cp2 attention=ring")}
+    assert same(prove(cases, steps=2, dropout=True), list(cases)) == {}

@@ -23,6 +23,7 @@ from samestep.launch.device import accelerators, check_devices, device_of
 from samestep.launch.environments.registry import check_not_alone
 from samestep.layout import Layout, unsized
 from samestep.matrix import Row
+from samestep.parallel.compile import check_compile
 from samestep.parallel.offload.memory import check_offload_folder
 from samestep.proof import Proof, Reference, proof_job, reference
 from samestep.proof_departure import look
@@ -412,6 +413,8 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
         Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
         raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; use engine native')
+    if job.run.compile:
+        check_compile(layout)
     if job.run.float32_matmul != "highest" and not engine.abilities.float32_matmul:
         raise UserError(
             f"run.float32_matmul is {job.run.float32_matmul}, which is of PyTorch's products, "

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.launch.device import has_flash_attention
+
 _ATEN: Any = torch.ops.aten
 
 
@@ -82,14 +84,15 @@ def _kernel(block: Block) -> _Kernel:
     if query.device.type == "cpu" and block.value.shape[-1] == query.shape[-1]:
         return _FOR_CPU
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if query.device.type == "cuda" and half and block.mask is None and _fits_flash(block):
+    if half and block.mask is None and _fits_flash(block):
         return _FLASH
     return _WRITTEN_OUT
 
 
 def _fits_flash(block: Block) -> bool:
     width = block.query.shape[-1]
-    return width % 8 == 0 and width <= 256 and block.value.shape[-1] == width
+    fits = width % 8 == 0 and width <= 256 and block.value.shape[-1] == width
+    return fits and has_flash_attention(block.query.device)
 
 
 def _attend_for_cpu(block: Block) -> Attended:

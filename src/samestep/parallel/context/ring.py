@@ -10,9 +10,9 @@ gradients.
 Tokens are shared out in a zigzag (see `messages.Shares`), so that under a causal mask all ranks have as much to do:
 half of the queries or half of the keys of each further rank.
 
-PyTorch's own ring (torch.distributed.tensor.experimental, as of 2.13) is not used: it takes no masks and no numbers
-of tokens that the ranks don't divide, has no rule for attention on CPUs, adds up in float32 whatever the precision, so
-that nothing could be proved in float64, and is switched on for a whole process.
+PyTorch's own ring (torch.distributed.tensor.experimental, as of 2.13) is not used. It takes no masks and no numbers
+of tokens that the ranks don't divide, has no rule for attention on CPUs, adds up in float32 whatever the precision,
+so that nothing could be proved in float64, and is switched on for a whole process.
 """
 
 # PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.

@@ -51,8 +51,8 @@ def split_tokens(
     example: Any,
     fill: Callable[[], None],
     precisely: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Make what can of a model work on this rank's tokens. Raises LayoutError where nothing can.
+) -> list[str]:
+    """Make what can of a model work on this rank's tokens: which modules. Raises LayoutError where nothing can.
 
     Embeddings before the blocks, and what stands after them, see all tokens on every rank. So do modules in the
     blocks in which tokens meet otherwise than in PyTorch's attention; which ones is said on standard error. The
@@ -94,6 +94,7 @@ def split_tokens(
     said = splitter.said()
     if said and dist.get_rank() == 0:
         print(f'samestep: layout "{layout}": {said}', file=sys.stderr, flush=True)
+    return splitter.names()
 
 
 _LARGE = 2**30  # bytes of parameters that a rank holds for a comparison of outputs
