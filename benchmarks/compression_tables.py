@@ -11,14 +11,15 @@ picture of each table's curves into docs/curves.
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
+from page_parts import write_parts
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,7 @@ from samestep.display.curves_svg import COLOURS, Curve, Panel, Scale, svg
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = {"en": DOCS / "less-communication.md", "zh": DOCS / "zh" / "less-communication.md"}
-MARKS = re.compile(r"(<!-- benchmarks/compression_tables.py -->\n).*?(<!-- end -->)", re.DOTALL)
+PART = "benchmarks/compression_tables.py"  # of the pages, by its mark
 WORDS: Mapping[str, Mapping[str, str]] = {
     "en": {
         "heads": "method | MB sent | x fewer | {value} at the end (least to most) | within the spread of `none`",
@@ -182,9 +183,7 @@ def show(rows: Rows, links: Links) -> None:
 
 def write_docs(trainings: Sequence[Rows], links: Links) -> None:
     for language, page in PAGES.items():
-        text = "\n\n".join(section(rows, links, language) for rows in trainings)
-        before = page.read_text(encoding="utf-8")
-        page.write_text(MARKS.sub(lambda marks, text=text: f"{marks[1]}\n{text}\n\n{marks[2]}", before), "utf-8")
+        write_parts(page, {PART: "\n\n".join(section(rows, links, language) for rows in trainings)})
     for rows in trainings:
         (DOCS / "curves" / picture_name(rows)).write_text(picture(rows, links), encoding="utf-8")
 
