@@ -17,7 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
 import torch
+from page_parts import write_parts
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +28,6 @@ from samestep.launch.device import accelerator_names, accelerators, build
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
-BEGIN, END = "<!-- measured -->\n", "<!-- end -->"  # of what --docs writes into a page
 
 # What each section shows, in both languages, in the order in which they run.
 TITLES: Mapping[str, tuple[str, str]] = {
@@ -99,10 +101,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def write_docs(results: Mapping[str, Result]) -> None:
     for language, file in enumerate((DOCS / "gpu.md", DOCS / "zh" / "gpu.md")):
-        text = file.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        file.write_text(f"{before}{BEGIN}{page(results, language)}{END}{after}", encoding="utf-8")
+        write_parts(file, {"measured": page(results, language).rstrip("\n")})
 
 
 def main() -> int:

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from page_parts import read_part, write_parts
 
 from benchmarks.turns import BASE
 from benchmarks.ways import WAYS
@@ -38,7 +41,7 @@ SHORT = (
     "shared",
     "shared-compiled",
 )
-MARKS = re.compile(r"(<!-- benchmarks/turns_tables.py -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PART = "benchmarks/turns_tables.py"  # of the pages, by its mark
 CHINESE = {
     "hand-written, no messages": "手写，不通信",
     "hand-written DDP": "手写 DDP",
@@ -75,20 +78,15 @@ def main() -> None:
         return
     for language in PAGES:
         for page, rows in ((PAGES[language], measured), (SHORT_PAGES[language], known)):
-            before = page.read_text(encoding="utf-8")
-            page.write_text(updated(before, tables(rows, language), language), encoding="utf-8")
+            write_parts(page, {PART: updated(read_part(page, PART), tables(rows, language), language)})
 
 
-def updated(page: str, measured: Mapping[str, Columns], language: str) -> str:
-    """A page's text with these tables' columns in place of the same ones, or behind those that it has."""
-
-    def between(marks: re.Match[str]) -> str:
-        found = read(marks[2])
-        for title, columns in measured.items():
-            found[title] = {**found.get(title, {}), **columns}
-        return f"{marks[1]}\n{text_of(found, language)}\n\n{marks[3]}"
-
-    return MARKS.sub(between, page)
+def updated(text: str, measured: Mapping[str, Columns], language: str) -> str:
+    """The tables of a page with these columns in place of the same ones, or behind those that it has."""
+    found = read(text)
+    for title, columns in measured.items():
+        found[title] = {**found.get(title, {}), **columns}
+    return text_of(found, language)
 
 
 def read(text: str) -> dict[str, Columns]:

@@ -8,24 +8,20 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.turns_tables import PAGES, SHORT_PAGES, joined, tables, updated
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-PAGE = """Before.
+from page_parts import read_part
 
-<!-- benchmarks/turns_tables.py -->
+from benchmarks.turns_tables import PAGES, PART, SHORT, SHORT_PAGES, joined, read, tables, updated, words
+from benchmarks.ways import WAYS
 
-2 processes on a host:
+TABLES = """2 processes on a host:
 
 | way | reviews, fp32 | language, fp32 |
 | --- | --- | --- |
 | hand-written DDP | 1.00: 73 ms | 1.00: 280 ms |
 | Accelerate | 1.02 (1.01-1.03) | 1.00 (1.00-1.00) |
-| samestep, tpN |  | 1.35 (1.35-1.35) |
-
-<!-- end -->
-
-After.
-"""
+| samestep, tpN |  | 1.35 (1.35-1.35) |"""
 
 
 def row(way: str, ratios: list[float], **more: Any) -> dict[str, Any]:
@@ -43,11 +39,10 @@ def test_measured_columns_take_the_place_of_their_own_and_others_stay() -> None:
         row("ddp", [1.0], **hosts),
         row("alone", [0.52], **hosts),
     ]
-    assert updated(PAGE, tables(joined(rows), "en"), "en") == PAGE.replace(
+    assert updated(TABLES, tables(joined(rows), "en"), "en") == TABLES.replace(
         """| hand-written DDP | 1.00: 73 ms | 1.00: 280 ms |
 | Accelerate | 1.02 (1.01-1.03) | 1.00 (1.00-1.00) |
-| samestep, tpN |  | 1.35 (1.35-1.35) |
-""",
+| samestep, tpN |  | 1.35 (1.35-1.35) |""",
         """| hand-written DDP | 1.00: 100 ms | 1.00: 280 ms |
 | Accelerate |  | 1.00 (1.00-1.00) |
 | samestep | 0.80 (0.70-0.90) |  |
@@ -58,13 +53,34 @@ def test_measured_columns_take_the_place_of_their_own_and_others_stay() -> None:
 | way | reviews, fp32 |
 | --- | --- |
 | hand-written, no messages | 0.52 (0.52-0.52) |
-| hand-written DDP | 1.00: 100 ms |
-""",
+| hand-written DDP | 1.00: 100 ms |""",
     )
 
 
 @pytest.mark.parametrize(("language", "pages"), [(language, (PAGES, SHORT_PAGES)) for language in PAGES])
 def test_the_pages_are_read_without_loss(language: str, pages: Any) -> None:
     for page in pages:
-        text = page[language].read_text(encoding="utf-8")
+        text = read_part(page[language], PART)
+        assert text.count("|") > 100
         assert updated(text, {}, language) == text
+
+
+@pytest.mark.parametrize("language", PAGES)
+def test_the_readme_has_the_rows_of_the_page_s_tables_for_the_ways_that_most_people_know(language: str) -> None:
+    known = {words(WAYS[way].title, language) for way in SHORT}
+    whole = {
+        title: {name: {way: cell for way, cell in column.items() if way in known} for name, column in columns.items()}
+        for title, columns in read(read_part(PAGES[language], PART)).items()
+    }
+    short = read(read_part(SHORT_PAGES[language], PART))
+    assert {title: columns for title, columns in short.items() if title not in whole} == {}
+    for title, columns in short.items():
+        assert columns == {name: whole[title][name] for name in columns}
+
+
+def test_the_chinese_tables_have_the_cells_of_the_english_ones() -> None:
+    english, chinese = (
+        [[list(column.values()) for column in columns.values()] for columns in read(read_part(page, PART)).values()]
+        for page in PAGES.values()
+    )
+    assert chinese == english
