@@ -43,6 +43,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "title": "`examples/{job}.yaml`, {steps} steps, {seeds} seeds:",
         "one": "`examples/{job}.yaml`, {steps} steps, one seed:",
         "picture": "![{value} over bytes sent and over time]({file})",
+        "over bytes": "![{value} over bytes sent]({file})",
         "seed": "one seed",
         "yes": "yes",
         "no": "no",
@@ -59,6 +60,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "title": "`examples/{job}.yaml`，{steps} 步，{seeds} 个种子：",
         "one": "`examples/{job}.yaml`，{steps} 步，一个种子：",
         "picture": "![{value}随发送的字节和时间的变化]({file})",
+        "over bytes": "![{value}随发送的字节的变化]({file})",
         "seed": "一个种子",
         "yes": "是",
         "no": "否",
@@ -236,7 +238,9 @@ def section(rows: Rows, links: Links, language: str) -> str:
     lines = [f"| {' | '.join(names)} |", f"| --- |{' ---: |' * 3} --- |{' ---: |' * (len(names) - 5)}"]
     lines += [f"| {' | '.join([f'`{method}`', *cells(rows, links, method, words)])} |" for method in rows]
     folder = "curves" if language == "en" else "../curves"
-    shown = words["picture"].format(value=words[first.value], file=f"{folder}/{picture_name(rows)}")
+    shown = words["picture" if links.of(rows) else "over bytes"].format(
+        value=words[first.value], file=f"{folder}/{picture_name(rows)}"
+    )
     return "\n\n".join([words["title" if others else "one"].format(**named), "\n".join(lines), shown])
 
 
