@@ -1,7 +1,7 @@
 """What one host's agent tells of its rounds, however its looks at the ranks fall."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,15 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rounds(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRounds]:
-    """After a first round in which rank 0 was killed in step 3; the second one has begun."""
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back what a round tells its ranks."""
     for name in ("SAMESTEP_ROUND", "SAMESTEP_ROUND_FOLDER", "SAMESTEP_RUN_FOLDER", "SAMESTEP_MEMORY_FOLDER"):
         monkeypatch.setenv(name, "")
+
+
+@pytest.fixture
+def rounds(tmp_path: Path, run: Path, told: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeRounds]:
+    """After a first round in which rank 0 was killed in step 3; the second one has begun."""
     monkeypatch.setattr(watchdog, "_AFTER_A_DEATH", 3600.0)  # the rank that fails here is this very process
     monkeypatch.setattr(watchdog, "_LAST_WORDS", 3600.0)
     host: Any = OneHost()
@@ -113,3 +118,21 @@ def test_a_fault_is_written_down_though_the_next_round_ends_before_its_ranks_say
     rounds.end(RanksEnded(rank=0, reason="it raised", at=1.0))
     (fault,) = faults_in(run)
     assert (fault["step"], fault["goes_on_at"]) == (3, None)
+
+
+def test_a_fault_has_its_rounds_layout_though_the_ranks_said_nothing_and_fewer_go_on(
+    tmp_path: Path, run: Path, told: None
+) -> None:
+    known = [JobInfo(hang_limit=None, grace_period=0.0, layout="dp3", run_folder=str(run))]
+    host: Any = OneHost()
+    rounds = NodeRounds(host, tmp_path / "agent", tmp_path / "memory", None, known=lambda: known[-1])
+    host.meet(0)
+    rounds.begin([0, 1, 2])
+    known.append(replace(known[0], layout="dp2"))  # one of them is lost for good
+    rounds.end(RanksEnded(rank=2, reason="it was ended by SIGKILL", at=0.0))
+    host.meet(1)
+    rounds.begin([0, 1])
+    rounds.end(None)
+    rounds.close(failed=False)
+    (fault,) = faults_in(run)
+    assert (fault["rank"], fault["processes"], fault["layout"], fault["next_layout"]) == (2, 3, "dp3", "dp2")

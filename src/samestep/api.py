@@ -11,11 +11,12 @@ from samestep import environment, rank_tasks
 from samestep.bits import BitsRow, compare_bits
 from samestep.contract.check import check_contract, find_gradients_passed
 from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients
+from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
 from samestep.engines.precision import Precision
 from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
 from samestep.fault_tolerance.policy import again, check_faults, needs_ranks, smaller
-from samestep.fault_tolerance.rank import Round
+from samestep.fault_tolerance.rank import RankSupervision, Round
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
 from samestep.launch.affinity import bindings, chosen, cores, this_machine, threads_of
@@ -36,9 +37,10 @@ from samestep.tasks.registry import resolve as resolve_task
 from samestep.tasks.turns import turns_of
 from samestep.training.checkpointing import check_place
 from samestep.training.early_stop import EarlyStopper
+from samestep.training.fit import fit_with_rollbacks
 from samestep.training.optimizer import check_average_start, check_optimizers, check_turns_optimizers
 from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
-from samestep.training.result import TrainResult, check_folder
+from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
 from samestep.training.step_timing import StepTiming
 from samestep.training.usage import Usage
 from samestep.validation import checked
@@ -126,10 +128,31 @@ def _of_round(job: Job, round_: Round) -> Job:
 
 def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
     if environment.ranks() is not None or not needs_ranks(job, layout):
-        return rank_tasks.train_rank(job, layout)
+        return _train_rank(job, layout)
     folder = RunPlace.of(job).chosen()  # the same for every round
     job = replace(job, run=replace(job.run, folder=folder))
-    return local.train(job, layout, folder, call=partial(_call, rank_tasks.train_rank), smaller=_smaller)
+    return local.train(job, layout, folder, call=partial(_call, _train_rank), smaller=_smaller)
+
+
+def _train_rank(
+    job: Job, layout: Layout, round_: Round | None = None
+) -> TrainResult | InterruptedJobError | NonFiniteError:
+    """`round_`: None for that which this rank was told, where it was told one."""
+    round_ = round_ or Round.told() or Round()
+    if round_.number > 0:
+        job = again(job)
+    with (
+        RankSupervision(job.run, round_) as supervision,
+        rank_tasks.joined(job) as world,
+    ):
+        supervision.joined()
+        try:
+            result = fit_with_rollbacks(job, resolve_task(job.recipe), world, layout, supervision)
+        except (InterruptedJobError, NonFiniteError) as error:  # they leave in good order, as after the last step
+            return error
+        if world.rank == 0 and (result.folder / SCHEDULE_FILE).exists():
+            draw_schedule(result.folder)
+        return result
 
 
 def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:

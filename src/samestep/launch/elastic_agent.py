@@ -76,9 +76,7 @@ class AgentSpec:
     max_restarts: int = 0
     grace_period: float = 30.0  # seconds that the ranks have to end when they are told to
     signals: str = ""  # the names of those upon which PyTorch's agent ends
-    run: RunPlace | None = (
-        None  # what a job of samestep's says of its run's folder, which then takes the ranks' files
-    )
+    run: RunPlace | None = None  # of a job of samestep's, in whose folder the ranks' files then are
     supervision: Supervision = field(default_factory=Supervision)
 
 
@@ -133,13 +131,14 @@ class NodeElasticAgent(_ElasticAgent):
             spec.hosts, place, memory, spec.run, known=spec.supervision.known, signals=spec.supervision.signals
         )
         self._why: RanksEnded | None = None
+        self._mistaken = False  # whether it was a mistake of the user's
         self._ranks: Sequence[Handle] = ()  # that were started last
         self._at_once = False  # whether the ranks have nothing to save with those that are gone
 
     def close(self) -> None:
         """After the last round."""
         self._rounds.end(self._why)
-        self._rounds.close(failed=self._why is not None)
+        self._rounds.close(failed=self._why is not None and not self._mistaken)
 
     @property
     def hang(self) -> Hang | None:
@@ -205,7 +204,8 @@ class NodeElasticAgent(_ElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self._why = self._spec.explain(result.failures)
         self._hosts.heartbeat.leave("failed")
-        if _USERS_MISTAKE in codes or self._supervision.stopped:
+        self._mistaken = _USERS_MISTAKE in codes
+        if self._mistaken or self._supervision.stopped:
             self._remaining_restarts = 0  # a mistake would be made again
         elif self._is_lost_for_good() and (fewer := self._supervision.shrink()) is not None:
             spec = self._worker_group.spec

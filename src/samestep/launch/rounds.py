@@ -59,7 +59,8 @@ class NodeRounds:
         say it. `signals`: by which the ranks are let to save.
         """
         self._run = run
-        self._known = known
+        self._knows = known
+        self._known: JobInfo | None = None  # of the present round, before its ranks said anything
         self._signals = signals
         self.run_folder: Path | None = None  # the same on all hosts, once they have met
         self._memory = memory
@@ -123,7 +124,7 @@ class NodeRounds:
                 memory=str(self._memory),
             )
         )
-        self._about = self._known() if self._known is not None else None
+        self._about = self._known = self._knows() if self._knows is not None else None
         if round_.first and round_.number > 0:
             if (cause := self._root_cause(round_)) is not None:
                 fault, moment, done = cause
@@ -149,7 +150,7 @@ class NodeRounds:
         if said is None:
             return
         if self._known is not None and said.layout is None:
-            said = replace(said, layout=self._known().layout)
+            said = replace(said, layout=self._known.layout)
         if said == self._about:
             return
         self._about = said
@@ -196,9 +197,9 @@ class NodeRounds:
                 time.sleep(_APART)
             found = self._root_cause(replace(round_, number=round_.number + 1, members=()))
             if found is not None:
-                # Where nothing was tried, the error that follows says it all.
+                # Where nothing was tried, the error that follows says it all; of a command it always does.
                 interrupted = self._signals is not None and self._signals.number is not None
-                self._tell(found[0], aloud=round_.number > 0 or interrupted)
+                self._tell(found[0], aloud=self._known is not None and (round_.number > 0 or interrupted))
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _word(self) -> Mapping[str, Any]:
