@@ -193,8 +193,8 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.timeout(300)
 def test_shared_rows_take_the_same_step() -> None:
     cases: dict[str, Any] = {
+        "a loss of its own, shards": (recipe(Own(tied=True)), "fsdp2 cp2", {"check": False}),
         "a loss of its own": (recipe(Own()), "cp2", {"check": False}),
-        "tied": (recipe(Words(tied=True)), "fsdp2 cp2", {"check": False}),
         "stages": (recipe(Words()), "pp2 cp2", {"check": False, "micro_batch": 3}),
     }
     assert same(prove(cases, steps=2), list(cases)) == {}
