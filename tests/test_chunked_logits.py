@@ -16,7 +16,7 @@ import samestep
 from samestep.api import dry_run_layouts
 from samestep.errors import LayoutError, UserError
 from samestep.job import Job, Run
-from samestep.parallel.chunked_logits import ChunkedLogits, _Source, chunk_logits
+from samestep.parallel.chunked_logits import ChunkedLogits, _logits, _Source, chunk_logits
 
 WIDE = 4096
 
@@ -168,26 +168,14 @@ def _most(usages: Any) -> int:
     return max(usage.activations for usage in usages)
 
 
-class Capped(Words):
-    """A loss of logits that are changed before cross-entropy takes them, some of them in place."""
-
-    def __init__(self, *, how: str) -> None:
-        super().__init__()
-        self.how = how
+class Own(Words):
+    """A loss with a function that PyTorch's modes and subclasses are not asked about, and one of all logits."""
 
     def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
-        logits = output.logits
-        if self.how == "capped":
-            output.logits = 5 * torch.tanh(logits / 5)
-        elif self.how == "in place":
-            logits[..., 0] = -3.0
-        elif self.how == "a part":
-            output.logits = logits[..., :40]
-            batch = batch._replace(targets=batch.targets.masked_fill(batch.targets >= 40, -100))
-        elif self.how == "a function of its own":
-            output.logits = Doubled.apply(logits)
+        squares = output.logits.logsumexp(-1).square().mean(-1).sum()
+        output.logits = Doubled.apply(output.logits)
         loss, count = super().loss(output, batch)
-        return loss + logits.float().logsumexp(-1).square().mean(-1).sum() * (self.how == "twice"), count
+        return loss + squares, count
 
 
 class Doubled(torch.autograd.Function):
@@ -203,19 +191,54 @@ class Doubled(torch.autograd.Function):
 
 
 @pytest.mark.timeout(300)
-def test_other_losses_of_shared_rows_take_the_same_step() -> None:
-    hows = ("as it is", "capped", "in place", "a part", "a function of its own", "twice")
-    cases: dict[str, Any] = {how: (recipe(Capped(how=how)), "cp2", {"check": False}) for how in hows}
-    cases["tied"] = (recipe(Words(tied=True)), "fsdp2 cp2", {"check": False})
-    cases["stages"] = (recipe(Words()), "pp2 cp2", {"check": False, "micro_batch": 3})
-    assert same(prove(cases, steps=1), list(cases)) == {}
+def test_shared_rows_take_the_same_step() -> None:
+    cases: dict[str, Any] = {
+        "a loss of its own, shards": (recipe(Own(tied=True)), "fsdp2 cp2", {"check": False}),
+        "a loss of its own": (recipe(Own()), "cp2", {"check": False}),
+        "stages": (recipe(Words()), "pp2 cp2", {"check": False, "micro_batch": 3}),
+    }
+    assert same(prove(cases, steps=2), list(cases)) == {}
+
+
+def _first_changed(logits: Tensor) -> Tensor:
+    logits[..., 0] = -3.0
+    return F.cross_entropy(logits.view(-1, 5), TARGETS)
+
+
+TARGETS = torch.tensor([0, 1, 4, 3, 2, 2, 1, 0])
+LOSSES: dict[str, Any] = {
+    "as it is": lambda logits: F.cross_entropy(logits.view(-1, 5), TARGETS),
+    "shifted": lambda logits: F.cross_entropy(logits.double()[:, :-1].reshape(-1, 5), TARGETS[:6]),
+    "capped": lambda logits: F.cross_entropy(2 * torch.tanh(logits / 2).view(-1, 5), TARGETS),
+    "weighted": lambda logits: F.cross_entropy(logits.view(-1, 5), TARGETS, torch.arange(1.0, 6.0)),
+    "classes first": lambda logits: F.cross_entropy(logits.transpose(1, 2), TARGETS.view(2, 4)),
+    "in two goes": lambda logits: F.nll_loss(logits.log_softmax(-1).flatten(0, 1), TARGETS),
+    "and all of them": lambda logits: F.cross_entropy(logits.view(-1, 5), TARGETS) + logits.logsumexp(-1).sum(),
+    "some classes": lambda logits: logits[..., :2].square().sum(),
+    "changed in place": _first_changed,
+    "by a function": lambda logits: F.cross_entropy(Doubled.apply(logits).view(-1, 5), TARGETS),
+    "by a function of rows": lambda logits: F.cross_entropy(Doubled.apply(logits.view(-1, 5)), TARGETS),
+    "without a gradient too": lambda logits: logits.square().mean() * float(logits.detach().argmax(-1).max() >= 0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_logits_that_may_be_wanted_whole_give_the_same_loss_and_gradients(name: str) -> None:
+    found: list[list[Any]] = []
+    for shared in (True, False):
+        torch.manual_seed(0)
+        layer, hidden = nn.Linear(3, 5), torch.randn(2, 4, 3, requires_grad=True)
+        source = _Source(inputs=hidden, layer=layer, classes=5, dtypes=(torch.float32,), rows=None)
+        loss = LOSSES[name](_logits(source) if shared else layer(hidden))
+        loss.backward()
+        found.append([loss.detach(), hidden.grad, layer.weight.grad, layer.bias.grad])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_a_view_of_logits_that_are_changed_in_place_is_refused() -> None:
-    (hidden,) = (torch.randn(4, 3, requires_grad=True),)
-    logits = ChunkedLogits(
-        _Source(inputs=hidden, layer=nn.Linear(3, 5), classes=5, dtypes=(torch.float32,), rows=None)
-    )
+    hidden = torch.randn(4, 3, requires_grad=True)
+    logits = _logits(_Source(inputs=hidden, layer=nn.Linear(3, 5), classes=5, dtypes=(torch.float32,), rows=None))
     view = logits.reshape(2, 2, 5)
     logits[0] = 0.0
     assert logits[0].tolist() == [0.0] * 5

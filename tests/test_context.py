@@ -69,7 +69,6 @@ RING: Mapping[str, Case] = {
     "ring: vit": (recipe("vit"), "dp2 cp2 attention=ring", {}),
     "ring: a bias with a gradient": (recipe("umt5"), "cp2 attention=ring", {}),
     "ring: cross-attention, and relative positions": (recipe("t5"), "cp2 attention=ring", {}),
-    "ring: some blocks' attention on all tokens": (recipe("jamba"), "cp2 attention=ring", {}),
     "ring: stages of a pipeline": (recipe("llama"), "pp2 cp2 attention=ring", {"micro_batch": 2}),
     "ring: slices of heads": (recipe("llama"), "cp2 tp2 attention=ring", {}),
 }

@@ -160,8 +160,10 @@ class ChunkedLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below autograd, such as in a function of the user's own: `_Given` takes its gradient.
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, ChunkedLogits)]
-        if func._schema.is_mutable or any(each._source.rows is not None for each in given):
+        if any(each._source.rows is not None for each in given):
             raise _wanted_whole(str(func))
+        if func._schema.is_mutable:
+            raise UserError(f"logits are changed in place by {func}, which PyTorch does not tell of; change a copy")
         with torch.no_grad():
             args, kwargs = whole_logits((args, kwargs or {}))
             return func(*args, **kwargs)
@@ -169,7 +171,9 @@ class ChunkedLogits(Tensor):
 
 def _logits(source: _Source) -> ChunkedLogits:
     """The logits of a source, with a gradient of their own where something may want them."""
-    return ChunkedLogits(source) if source.rows is not None else _Given.apply(source.inputs, source)  # pyright: ignore
+    if source.rows is not None:
+        return ChunkedLogits(source)
+    return _Given.apply(source.inputs, source)  # pyright: ignore[reportReturnType]
 
 
 class _Given(torch.autograd.Function):
