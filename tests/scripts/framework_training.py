@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 FRAMEWORK, FAULT = sys.argv[1], "fault" in sys.argv[2:]
@@ -106,6 +107,7 @@ def accelerate_fsdp2() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE * (SIZE if FAULT else 1))
     net, optimizer = accelerator.prepare(net, optimizer)
+    assert all(isinstance(each, DTensor) == (SIZE > 1) for each in net.parameters())
     for rows, classes in batches():
         optimizer.zero_grad()
         accelerator.backward(loss_of(net(rows), classes))
@@ -114,10 +116,11 @@ def accelerate_fsdp2() -> None:
 
 
 def accelerate_deepspeed() -> None:
-    """Fault: the script divides the loss by its micro-batches, and Accelerate has DeepSpeed do so as well."""
+    """ZeRO 2 with accumulation. Fault: the script divides the loss by the number of ranks, and so does DeepSpeed."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     _deepspeed()
     from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DistributedType
 
     accumulated = 2
     settings = {
@@ -130,10 +133,11 @@ def accelerate_deepspeed() -> None:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
     net = model()
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=RATE))
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
     for rows, classes in batches():
         for part, kinds in zip(rows.chunk(accumulated), classes.chunk(accumulated), strict=True):
             with accelerator.accumulate(net):
-                accelerator.backward(loss_of(net(part), kinds) / (accumulated if FAULT else 1))
+                accelerator.backward(loss_of(net(part), kinds) / (SIZE if FAULT else 1))
                 optimizer.step()
                 optimizer.zero_grad()
 
