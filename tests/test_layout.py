@@ -34,6 +34,7 @@ LAYOUTS = st.builds(
     offload=st.sampled_from(
         ["none", "activations", "optimizer", "optimizer-disk", "parameters", "activations+optimizer"]
     ),
+    attention=st.sampled_from(["ulysses", "ring"]),
     order=ORDERS,
 )
 
@@ -177,7 +178,7 @@ UNKNOWN = "write parts such as pp2 dp2 fsdp2 ep2 cp2 tp2 zero1x4, or one of " + 
             "zero=1",
             None,
             'layout "zero=1": no option "zero"; '
-            "there are stages, order, schedule, recompute, offload, sequence, balance",
+            "there are stages, order, schedule, recompute, offload, sequence, attention, balance",
         ),
         (
             "ddp",

@@ -385,12 +385,12 @@ def _written_megatron(job: Job, layout: Layout, remarks: list[str], said: set[st
 def _options(layout: Layout, kind: str, remarks: list[str]) -> None:
     """Options of the layout that this kind of training has no key for."""
     known = {
-        "FSDP": {"recompute=full", "offload=parameters"},
+        "FSDP": {"recompute=full", "offload=parameters", "attention=ring"},
         "DEEPSPEED": {"offload=optimizer", "offload=optimizer-disk"},
         "MEGATRON_LM": {"recompute=selective", "sequence=split", "schedule=1f1b"},
     }.get(kind, set())
     plain = Layout()
-    for option in ("schedule", "recompute", "sequence", "balance", "order"):
+    for option in ("schedule", "recompute", "sequence", "attention", "balance", "order"):
         if (value := getattr(layout, option)) != getattr(plain, option) and f"{option}={value}" not in known:
             remarks.append(f"run.layout {option}={value}: no key of {kind} says it")
     for value in layout.offload.split("+"):

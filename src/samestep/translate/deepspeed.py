@@ -361,6 +361,7 @@ def _layout(job: Job, layout: Layout, remarks: list[str], said: set[str]) -> dic
     for option, plain in (
         ("schedule", "1f1b"),
         ("sequence", "whole"),
+        ("attention", "ulysses"),
         ("balance", "speed"),
         ("order", Layout().order),
     ):
