@@ -44,6 +44,8 @@ TITLES: Mapping[str, tuple[str, str]] = {
 
 Result = Mapping[str, Any]  # titles, rows, left_out
 
+KEPT_FOR_EACH = 25.0  # seconds, of those that sections before it could take
+
 
 def machine() -> str:
     """The machine of the figures, in a line."""
@@ -64,6 +66,11 @@ def run(section: str, size: str, seconds: float) -> Result:
         return {"titles": [], "rows": [], "left_out": [f"all of it: it failed ({last})"]}
     result: Result = json.loads(done.stdout.strip().splitlines()[-1])
     return result
+
+
+def limit(left: float, *, later: int) -> float:
+    """Seconds that a section may take of those that are left, of which each later one keeps some."""
+    return max(left / (later + 1), left - KEPT_FOR_EACH * later, 1.0)
 
 
 def show(console: Console, section: str, result: Result, seconds: float) -> None:
@@ -124,9 +131,9 @@ def main() -> int:
     console.print(machine())
     until = time.monotonic() + asked.seconds
     results: dict[str, Result] = {}
-    for section in asked.only:
+    for number, section in enumerate(asked.only, 1):
         began = time.monotonic()
-        results[section] = run(section, size, max(1.0, until - began))
+        results[section] = run(section, size, limit(until - began, later=len(asked.only) - number))
         show(console, section, results[section], time.monotonic() - began)
     if asked.json is not None:
         asked.json.write_text(json.dumps({"machine": machine(), "sections": results}, indent=1), encoding="utf-8")

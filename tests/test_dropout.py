@@ -172,9 +172,11 @@ def moment(*samples: int, step: int = 0, seed: int = 0) -> Moment:
     return Moment(step=step, samples=torch.tensor(samples), lent=False, seed=seed)
 
 
-def dropped(model: nn.Module, when: Moment, *inputs: Tensor, part: Portion | None = None) -> Any:
+def dropped(
+    model: nn.Module, when: Moment, *inputs: Tensor, part: Portion | None = None, attention: bool = True
+) -> Any:
     now = ForwardContext()
-    same_dropout(model.train(), now)
+    same_dropout(model.train(), now, attention=attention)
     with now.at(when), now.holding(part or Portion()):
         return model(*inputs)
 
@@ -303,6 +305,47 @@ def test_dropout_inside_multi_head_attention_is_ours(weights: bool) -> None:
     torch.testing.assert_close(dropped(model, moment(8, 9), inputs[1:]), whole[1:])
     assert not torch.allclose(dropped(model, moment(7, 8, 9, step=1), inputs), whole)
     assert not torch.allclose(model(inputs), whole)  # no training step: PyTorch's own
+
+
+class Attending(nn.Module):
+    """Dropout of attention's weights, and of what attention gives."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.kind = kind
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.kind == "function":
+            query = inputs.unflatten(-1, (2, 4)).transpose(1, 2)  # [samples, heads, tokens, 4]
+            given = F.scaled_dot_product_attention(query, query, query, dropout_p=0.5 if self.training else 0.0)
+            given = given.transpose(1, 2).flatten(-2)
+        else:
+            given, _ = self.attention(inputs, inputs, inputs, need_weights=self.kind == "weights")
+        return torch.stack([given, F.dropout(torch.ones_like(given), 0.5, self.training)])
+
+
+@pytest.mark.parametrize("kind", ["function", "module", "weights"])
+def test_attention_alone_can_be_left_whole_and_other_masks_stay(kind: str) -> None:
+    model, inputs = Attending(kind), torch.randn(3, 5, 8)
+    dropping, mask = dropped(model, moment(7, 8, 9), inputs)
+    whole, same_mask = dropped(model, moment(7, 8, 9), inputs, attention=False)
+    assert torch.equal(mask, same_mask)
+    model.eval()
+    torch.testing.assert_close(whole, model(inputs)[0])
+    assert not torch.allclose(dropping, whole)
+
+
+def test_attention_without_dropout_runs_flash_attention() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    def kernels(attention: bool) -> set[str]:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            dropped(Attending("function"), moment(7, 8, 9), torch.randn(3, 5, 8), attention=attention)
+        return {event.key for event in seen.key_averages() if "attention" in event.key}
+
+    assert any("flash" in name for name in kernels(attention=False))
+    assert not kernels(attention=True)
 
 
 def test_outside_of_training_nothing_is_dropped_and_outside_of_steps_nothing_changes() -> None:

@@ -1,5 +1,7 @@
 """Dropout under layouts that cut the model itself: the masks of one process, in their parts."""
 
+from dataclasses import replace
+
 import pytest
 from tiny_models import Tiny
 
@@ -16,5 +18,9 @@ def test_cut_models_drop_what_one_process_drops(name: str) -> None:
     rows = verify_layouts(Job(recipe=recipe, run=Run(threads=1), name=name), layouts, steps=3, dropout=True)
     assert [row.layout for row in rows if row.reason is not None] == []
     assert all(row.passed for row in rows), rows
+    alone = Job(recipe=replace(recipe, attention_dropout=False), run=Run(threads=1), name=name)
+    other = verify_layouts(alone, ["pp2", "cp2"], steps=3, dropout=True)
+    assert all(row.passed for row in other), other
+    assert other[0].proof != rows[3].proof
     without = verify_layouts(Job(recipe=recipe, run=Run(threads=1), name=name), ["single"], steps=3)
     assert rows[-1].proof != without[0].proof

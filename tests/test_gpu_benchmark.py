@@ -1,6 +1,7 @@
 """`make gpu` on a machine without an accelerator: what it runs there, what it leaves out, and what it writes."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,14 @@ def test_a_section_that_takes_too_long_is_left_behind_and_named() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "left out: all of it: it took more than 1 s" in done.stdout
+
+
+def test_a_slow_section_leaves_time_to_those_after_it() -> None:
+    limit = runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))["limit"]
+    left = 470.0
+    for later in range(8, -1, -1):
+        taken = limit(left, later=later)
+        assert taken >= 25
+        left -= taken
+    assert left >= 0
+    assert limit(0.0, later=3) == 1.0

@@ -39,18 +39,21 @@ def _job(layout: str) -> Job:
     return replace(job, recipe=recipe, run=replace(job.run, layout=layout, threads=1))
 
 
-def _scaled(layouts: Sequence[str], *, alone: bool = False) -> dict[str, list[Scaled]]:
-    """By layout what each rank saw. `alone`: no rank hears of another one's overflow."""
+def _scaled(layouts: Sequence[str], *, planted: bool = False, alone: bool = False) -> dict[str, list[Scaled]]:
+    """By layout what each rank saw.
+
+    `planted`: the last rank has infinite gradients in the last step. `alone`: no rank hears of another's overflow.
+    """
     by_size: dict[int, list[str]] = {}
     for layout in layouts:
         by_size.setdefault(Layout.parse(layout).size, []).append(layout)
     found: dict[str, list[Scaled]] = {}
     for size, mine in by_size.items():
-        found |= local.start(_on_each_rank, (mine, alone), size)
+        found |= local.start(_on_each_rank, (mine, planted, alone), size)
     return found
 
 
-def _on_each_rank(layouts: Sequence[str], alone: bool) -> Mapping[str, list[Scaled]]:
+def _on_each_rank(layouts: Sequence[str], planted: bool, alone: bool) -> Mapping[str, list[Scaled]]:
     import os
 
     import pretended_device
@@ -63,9 +66,16 @@ def _on_each_rank(layouts: Sequence[str], alone: bool) -> Mapping[str, list[Scal
 
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # each rank sees its own device alone
     pretended_device.install()
-    if alone:
-        agreed = Precision.unscale
-        Precision.unscale = lambda self, optimizer, everyone=None: agreed(self, optimizer)
+    agreed, infinite = Precision.unscale, [False]
+
+    def unscale(self: Precision, optimizer: Any, everyone: Any = None) -> None:
+        if infinite[0]:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.fill_(float("inf"))
+        agreed(self, optimizer, None if alone else everyone)
+
+    Precision.unscale = unscale
 
     def one(layout: str, world: World) -> Scaled:
         job = _job(layout)
@@ -78,6 +88,8 @@ def _on_each_rank(layouts: Sequence[str], alone: bool) -> Mapping[str, list[Scal
         scales: list[float] = []
         for _ in steps:
             scales.append(trainer._precision.state()["scale"])
+            infinite[0] = planted and len(scales) == STEPS - 1 and world.rank == world.world_size - 1
+        infinite[0] = False
         pairs = zip(before, trainer.model.parameters(), strict=True)
         return Scaled(losses=losses, scales=scales, moved=any(bool((a != b).any()) for a, b in pairs))
 
@@ -118,6 +130,8 @@ def test_every_layout_scales_the_loss() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_hear_of_no_others_overflow_are_seen() -> None:
-    (ranks,) = _scaled(["pp2"], alone=True).values()
-    assert ranks[0].scales != ranks[1].scales
+@pytest.mark.parametrize("alone", [False, True])
+def test_ranks_that_hear_of_no_others_overflow_are_seen(alone: bool) -> None:
+    ((first, last),) = _scaled(["pp2"], planted=True, alone=alone).values()
+    assert last.scales[-1] < last.scales[-2]
+    assert (first.scales == last.scales) is not alone

@@ -102,15 +102,6 @@ MENDS = (
         layout="fsdp2 offload=parameters",
         seen="on the same device",
     ),
-    Mend(
-        what="offloaded gradients are summed on the accelerator",
-        file="parallel/sharding.py",
-        now="torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])",
-        before="torch.cat([gradient.reshape(-1) for gradient in gradients])",
-        task="language",
-        layout="fsdp2 cp2 offload=parameters",
-        seen="",
-    ),
 )
 
 

@@ -425,6 +425,7 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     engines.check_sparse_rows(job.run.sparse_rows, engine, layout, recipe.communication)
     engines.check_shared_replicas(job, engine, layout)
     engines.check_master_weights(job, engine, layout)
+    engines.check_attention_dropout(job, engine)
     engines.check_reduction(job, engine, layout, device_of(0, job.run.device).type if here else "cpu")
     check_optimizers(job, engine, layout)
     if environment.ranks() is None:

@@ -24,6 +24,8 @@ class AdamW:
     eps: Annotated[Real, Gt(0)] = 1e-8
     weight_decay: Annotated[Real, Ge(0)] = 0.01
     decay_all: bool = False  # also biases and norms, which take no decay otherwise
+    # How the two averages of matrices and tables are kept from step to step: as they are, or rounded.
+    state: Literal["full", "bf16", "8bit"] = "full"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -211,6 +213,8 @@ class Recipe:
     # With bf16: parameters and gradients are bf16 too, and the optimizer steps a float32 copy of the parameters.
     master_weights: bool = False
     dropout: bool = True  # False switches every dropout of the model off
+    # False: attention drops none of its weights, so that flash attention can run, which never writes them out.
+    attention_dropout: bool = True
     communication: Communication | None = None  # None: every step's gradient, whole and exact
     evaluation: Evaluation = field(default_factory=Evaluation)
     adapter: LoRA | None = None  # None: all of the model is trained, but for what the task freezes
@@ -241,6 +245,23 @@ class Recipe:
                 "master_weights",
                 f"master_weights is true, for parameters in bf16, and precision is {self.precision}; use bf16",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _rounded_state_by_itself(self) -> "Recipe":
+        for optimizer in (self.optimizer, *(group.optimizer for group in self.groups)):
+            if not isinstance(optimizer, AdamW) or optimizer.state == "full":
+                continue
+            said = f"optimizer.state is {optimizer.state}"
+            if self.master_weights:
+                raise broken_rule(
+                    "master_weights", f"master_weights is true and {said}; keep the state full, or no master weights"
+                )
+            if self.communication is not None:
+                raise broken_rule(
+                    "communication",
+                    f"communication is {self.communication.kind} and {said}, which has other state; use one",
+                )
         return self
 
     @model_validator(mode="after")

@@ -14,14 +14,15 @@ from samestep.errors import CheckpointError
 # A training may go on for longer, with another rate or another eye on it; what it learns from, and what is saved of
 # it, stays.
 _MAY_CHANGE = ("steps", "epochs", "optimizer", "schedule", "clip", "precision", "dropout", "evaluation", "early_stop")
-_STAYS_OF_OPTIMIZER = "optimizer.name"
+_STAYS_OF_OPTIMIZER = ("optimizer.name", "optimizer.state")
+_BEFORE_THE_KEY = {"optimizer.state": "full"}  # what recipes meant that were saved before they had it
 
 
 def differences(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
     """What a job's recipe says otherwise than the one that a checkpoint was saved under: a line a key."""
     if not saved:
         return []
-    before, now = _flat(saved), _flat(recipe)
+    before, now = _both(saved, recipe)
     return [
         f"recipe.{key} is {now.get(key)}, and was {before.get(key)}"
         for key in dict.fromkeys([*before, *now])
@@ -36,18 +37,23 @@ def changes(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
     """
     if not saved:
         return []
-    before, now = _flat(saved), _flat(recipe)
+    before, now = _both(saved, recipe)
     lines: list[str] = []
     for key in dict.fromkeys([*before, *now]):
         if before.get(key) == now.get(key):
             continue
         line = f"recipe.{key} is {now.get(key)}, and was {before.get(key)}"
-        if key == _STAYS_OF_OPTIMIZER or key.partition(".")[0] not in _MAY_CHANGE:
+        if key in _STAYS_OF_OPTIMIZER or key.partition(".")[0] not in _MAY_CHANGE:
             raise CheckpointError(
                 f"the checkpoint is of another training: {line}; set it back, or train without resuming"
             )
         lines.append(line)
     return lines
+
+
+def _both(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    before, now = _flat(saved), _flat(recipe)
+    return {**{key: value for key, value in _BEFORE_THE_KEY.items() if key in now}, **before}, now
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

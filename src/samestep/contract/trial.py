@@ -66,7 +66,7 @@ class Trial:
         keep_no_cache(self.model)
         with said(MODEL, "the model"):
             move(self.model, self.device, self.dtype)
-            self.dropout = same_dropout(self.model, self._now)
+            self.dropout = same_dropout(self.model, self._now, attention=self.job.recipe.attention_dropout)
             global_batch_norm(self.model, _everyone(), self._now)
         self.model.train()
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}

@@ -65,6 +65,7 @@ class Abilities:
     own_optimizers: bool = False  # optimizers by name, and groups of parameters with settings of their own
     averages: bool = False  # recipe.average
     master_weights: bool = False  # recipe.master_weights
+    attention_dropout: bool = False  # whether recipe.attention_dropout may be false
     several_losses: bool = False  # losses of several terms, each with its own count
     turns: bool = False  # steps in turns, each with its own loss and parameters
     gathers: bool = False  # a task's loss that couples samples, by `gather`

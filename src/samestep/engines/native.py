@@ -23,6 +23,7 @@ from samestep.parallel.joined_optimizer import Joined
 from samestep.parallel.layout_failure import LayoutFailures
 from samestep.parallel.master_weights import MasterWeights
 from samestep.parallel.offload.optimizer import OffloadedOptimizer
+from samestep.parallel.rounded_state import RoundedState
 from samestep.parallel.sharding import Entry, ShardTable, local
 from samestep.parallel.spread_optimizer import spread_optimizer
 from samestep.parallel.state_shards import (
@@ -46,7 +47,7 @@ _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
 
 def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
     for each in innermost(optimizer):
-        yield from each.stepping() if isinstance(each, (OffloadedOptimizer, MasterWeights)) else (each,)
+        yield from each.stepping() if isinstance(each, (OffloadedOptimizer, MasterWeights, RoundedState)) else (each,)
 
 
 class NativeTrainer(Checkpointed, Skipping, TurnTaking):
@@ -433,6 +434,7 @@ class Native(Engine):
         own_optimizers=True,
         averages=True,
         master_weights=True,
+        attention_dropout=True,
         gathers=True,
         several_losses=True,
         turns=True,

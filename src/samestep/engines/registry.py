@@ -103,6 +103,15 @@ def check_master_weights(job: Job, engine: Engine, layout: Layout) -> None:
         raise UserError(f"{said} and run.reduction is ordered, which is for float32; use one")
 
 
+def check_attention_dropout(job: Job, engine: Engine) -> None:
+    """Raise UserError where an engine can't leave the dropout of attention weights alone out."""
+    if not job.recipe.attention_dropout and not engine.abilities.attention_dropout:
+        raise UserError(
+            f'recipe.attention_dropout is false, which engine "{engine.name}" does not have; use engine native, or '
+            "recipe.dropout: false"
+        )
+
+
 def check_buckets(
     bucket_mb: float | None, engine: Engine, layout: Layout, communication: Communication | None
 ) -> None:

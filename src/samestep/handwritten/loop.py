@@ -72,6 +72,10 @@ class Loop:
             )
         if recipe.master_weights:
             raise UserError("handwritten methods keep parameters in float32; use a recipe without master_weights")
+        if not recipe.attention_dropout:
+            raise UserError(
+                "handwritten methods drop what the model says; use a recipe without attention_dropout: false"
+            )
         if task.loss_weights or turns_of(task):
             raise UserError(
                 "handwritten methods have one loss of one count; use a task without loss_weights or turns"

@@ -199,7 +199,7 @@ class _Spreading:
         if self.details.compile:
             check_compile(self.layout)
         else:
-            same_dropout(self.model, self.now)
+            same_dropout(self.model, self.now, attention=self.details.attention_dropout)
         global_batch_norm(self.model, self.mesh.data_group, self.now)
         self.buffers = BatchBuffers(self.model, self.joins, self.mesh.data_group, self.now)
 

@@ -4,7 +4,7 @@ A rank then holds 2 (parameter) + 2 (gradient) + 12 (copy and two averages of Ad
 sharded of it divides by the ranks (Micikevicius et al. 2018, section 3.1; Rajbhandari et al. 2020, section 3.1).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from samestep.parallel.joined_optimizer import follow
+from samestep.parallel.optimizer_lots import Lot, lots
 from samestep.parallel.sharding import local
 
 KEY = "master"  # of the copy in a parameter's state
-_LOT = 1 << 24  # numbers whose gradients are in float32 at a time
 
 
 class MasterWeights(Optimizer):
@@ -34,7 +33,7 @@ class MasterWeights(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._masters[parameter] = nn.Parameter(local(parameter.detach()).to(dtype, copy=True))
-        self._lots = [_Lot(kind, settings, self.param_groups, lot, self._masters) for lot in _lots(self.param_groups)]
+        self._lots = [Lot(kind, settings, self.param_groups, lot, self._masters) for lot in lots(self.param_groups)]
         for lot in self._lots:
             lot.complete(self.param_groups)
         for parameter in self._masters:
@@ -47,10 +46,10 @@ class MasterWeights(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for lot in self._lots:
-            for parameter, master in lot.masters.items():
+            for parameter, master in lot.stepped.items():
                 master.grad = None if parameter.grad is None else local(parameter.grad).to(master.dtype)
             lot.step(self.param_groups)
-            for parameter, master in lot.masters.items():
+            for parameter, master in lot.stepped.items():
                 if master.grad is not None:
                     local(parameter.detach()).copy_(master)
                     master.grad = None
@@ -66,7 +65,7 @@ class MasterWeights(Optimizer):
             with torch.no_grad():
                 master.copy_(local(state.pop(KEY, parameter).detach()))
             for lot in self._lots:
-                if parameter in lot.masters and state:
+                if parameter in lot.stepped and state:
                     lot.optimizer.state[master] = state
             self._show(parameter, state)
 
@@ -77,48 +76,6 @@ class MasterWeights(Optimizer):
 
     def _show(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         self.state[parameter] = {**state, KEY: self._masters[parameter].detach()}
-
-
-class _Lot:
-    """Copies that are stepped together."""
-
-    def __init__(
-        self,
-        kind: Callable[..., Optimizer],
-        settings: Mapping[str, Any],
-        groups: Sequence[Mapping[str, Any]],
-        lot: Mapping[int, Sequence[nn.Parameter]],  # by the number of their group
-        masters: Mapping[nn.Parameter, nn.Parameter],
-    ) -> None:
-        self.masters = {parameter: masters[parameter] for mine in lot.values() for parameter in mine}
-        self._numbers = list(lot)
-        copies = [{**groups[number], "params": [masters[p] for p in mine]} for number, mine in lot.items()]
-        self.optimizer = kind(copies, **settings)
-
-    def complete(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Write into the groups what was not said, so that a schedule finds the settings of the kind of optimizer."""
-        for number, mine in zip(self._numbers, self.optimizer.param_groups, strict=True):
-            for name, value in mine.items():
-                groups[number].setdefault(name, value)
-
-    def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        follow(self.optimizer, groups, self._numbers)
-        self.optimizer.step()
-
-
-def _lots(groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[int, list[nn.Parameter]]]:
-    """Parameters of up to some numbers together, by the number of their group."""
-    lot: dict[int, list[nn.Parameter]] = {}
-    size = 0
-    for number, group in enumerate(groups):
-        for parameter in group["params"]:
-            lot.setdefault(number, []).append(parameter)
-            size += local(parameter.detach()).numel()
-            if size >= _LOT:
-                yield lot
-                lot, size = {}, 0
-    if lot:
-        yield lot
 
 
 def with_masters(kind: Callable[..., Optimizer], dtype: torch.dtype) -> Callable[..., Optimizer]:

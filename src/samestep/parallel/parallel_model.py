@@ -51,6 +51,8 @@ class Details:
     cut_at: Sequence[str] = ()
     # Whether each block is compiled by torch.compile.
     compile: bool = False
+    # Whether attention drops weights, where the model says so.
+    attention_dropout: bool = True
     # Rows of logits that the output layer and cross-entropy compute at a time; None: all.
     loss_chunk: int | None = None
     # Megabytes of gradients that replicas send together; None: as many as PyTorch's DistributedDataParallel sends.

@@ -267,7 +267,7 @@ class _Message:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(local(parameter.grad))
-        # Offloaded gradients are on the CPU, and an accelerator's group sends what is on the accelerator.
+        # Offloaded gradients are on the CPU, where a group has gloo alone, which is slower than the accelerator.
         flat = torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None

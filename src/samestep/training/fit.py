@@ -116,6 +116,7 @@ class Training:
                 batch_buffers=task.batch_buffers(),
                 cut_at=job.run.cut_at or (),
                 compile=job.run.compile,
+                attention_dropout=recipe.attention_dropout,
                 loss_chunk=job.run.loss_chunk,
                 bucket_mb=job.run.bucket_mb,
                 offload_folder=job.run.offload_folder,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -18,12 +18,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from samestep.engines.base import Engine
 from samestep.engines.registry import check_average
-from samestep.errors import UserError, closest
+from samestep.errors import LayoutError, UserError, closest
 from samestep.job import Job
 from samestep.launch.device import device_of
 from samestep.layout import Layout
 from samestep.parallel.joined_optimizer import Joined, Member
 from samestep.parallel.optimizer_kinds import Make, Shapes
+from samestep.parallel.rounded_state import RoundedState
 from samestep.recipe import SGD, AdamW, Group, NamedOptimizer, Recipe, Schedule
 from samestep.tasks.turns import Turn
 from samestep.training.named_optimizer import maker_of, takes, try_out
@@ -46,8 +47,14 @@ def make_optimizer(spec: AdamW | SGD, groups: Sequence[dict[str, Any]], *, fused
         return make(groups)
 
 
+def _plain(spec: "Spec") -> TypeGuard[AdamW | SGD]:
+    """Whether it is an optimizer of PyTorch's as it comes, which steps any part of a parameter by itself."""
+    return not isinstance(spec, NamedOptimizer) and not (isinstance(spec, AdamW) and spec.state != "full")
+
+
 def _adamw(spec: AdamW) -> Callable[..., Optimizer]:
-    return partial(torch.optim.AdamW, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    adamw = partial(torch.optim.AdamW, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    return adamw if spec.state == "full" else partial(RoundedState, kind=adamw, state=spec.state, lr=spec.lr)
 
 
 def _sgd(spec: SGD) -> Callable[..., Optimizer]:
@@ -187,7 +194,7 @@ class OptimizerPlan:
         """An optimizer of parameters, or of what a rank holds of them, by their names in the whole model."""
         held = by_name(parameters)
         (first, *others) = self._parts
-        if not others and not isinstance(first.spec, NamedOptimizer):
+        if not others and _plain(first.spec):
             return make_optimizer(first.spec, self._groups(first, held) or [{"params": []}], fused=self._fused)
         return Joined(self.members(held), lr=self.rate)
 
@@ -270,7 +277,7 @@ def optimizer_of_turns(
     held = by_name(parameters)
     plans = plans_of(recipe, model, turns)
     specs = [turn.optimizer or recipe.optimizer for turn in turns]
-    if len({type(spec) for spec in specs}) > 1 or isinstance(specs[0], NamedOptimizer):
+    if len({type(spec) for spec in specs}) > 1 or not all(map(_plain, specs)):
         return Joined([member for plan in plans for member in plan.members(held)], lr=plans[0].rate)
     made = [
         plan((name, each) for name, some in held.items() if turn.steps(name) for each in some)
@@ -395,6 +402,8 @@ def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
     specs = {"recipe.optimizer": recipe.optimizer}
     specs |= {f"recipe.groups.{number}.optimizer": group.optimizer for number, group in enumerate(recipe.groups)}
     for where, spec in specs.items():
+        if isinstance(spec, AdamW) and not _plain(spec):
+            _check_rounded(spec, where, job, engine, layout)
         if not isinstance(spec, NamedOptimizer):
             continue
         if not able.own_optimizers:
@@ -402,6 +411,22 @@ def check_optimizers(job: Job, engine: Engine, layout: Layout) -> None:
                 f'{where} is {spec.name}, and engine "{engine.name}" takes adamw or sgd; use one, or engine native'
             )
         _check_named(spec, where, job, layout)
+
+
+def _check_rounded(spec: AdamW, where: str, job: Job, engine: Engine, layout: Layout) -> None:
+    """Raise UserError where the averages of Adam can't be kept rounded with this engine, layout or job."""
+    said = f"{where}.state is {spec.state}"
+    if not engine.abilities.own_optimizers:
+        raise UserError(f'{said}, which engine "{engine.name}" does not have; use engine native')
+    for option in ("optimizer", "optimizer-disk"):
+        if layout.offloads(option):
+            raise LayoutError(
+                f'layout "{layout}": {said}, and offload={option} takes the state off the device as it is; use one'
+            )
+    if job.run.share_replicas and layout.size > 1:
+        raise UserError(f"{said}, for which whole parameters are stepped, and run.share_replicas is true; use one")
+    if job.run.reduction == "ordered":
+        raise UserError(f"{said} and run.reduction is ordered, which is for full state; use one")
 
 
 def _check_named(spec: NamedOptimizer, where: str, job: Job, layout: Layout) -> None:

@@ -154,6 +154,8 @@ def written_optimizer(recipe: Recipe, remarks: list[str]) -> dict[str, Any]:
     if isinstance(given, AdamW):
         settings = {"lr": given.lr, "betas": list(given.betas), "eps": given.eps, "weight_decay": given.weight_decay}
         made = {"type": "AdamW", "params": settings}
+        if given.state != "full":
+            remarks.append(f"recipe.optimizer.state = {given.state}: DeepSpeed's AdamW keeps its averages in full")
     else:
         settings = {"lr": given.lr, "momentum": given.momentum, "weight_decay": given.weight_decay}
         made = {"type": "SGD", "params": {**settings, "nesterov": given.nesterov}}

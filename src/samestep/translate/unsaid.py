@@ -29,6 +29,7 @@ REASONS = {
     "recipe.clip": "the script clips",
     "recipe.precision": _SCRIPT,
     "recipe.dropout": "the model says it",
+    "recipe.attention_dropout": "the model says it",
     "recipe.master_weights": "the script makes its optimizer",
     "recipe.communication": "the script registers the hook or makes the optimizer",
     "recipe.evaluation": "the script evaluates",

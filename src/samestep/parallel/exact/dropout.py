@@ -1,16 +1,20 @@
 """Dropout, and every other random draw of a forward, the same however a step is cut.
 
 Whether a number is dropped is a function of the sample and the place alone (see counter_rng.py), so every rank
-decides it for the samples and the part of the model that it has. Attention with dropout writes its probabilities out.
+decides it for the samples and the part of the model that it has. Attention with dropout writes its weights out,
+tokens x tokens: kernels that never do, such as flash attention, draw numbers of their own.
+`recipe.attention_dropout: false` leaves this dropout out, and these kernels run.
 """
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -60,13 +64,14 @@ def explicit_attention(
 _SWITCH_OFF = "use recipe.dropout: false"
 
 
-def same_dropout(model: nn.Module, now: ForwardContext) -> "Dropout":
+def same_dropout(model: nn.Module, now: ForwardContext, *, attention: bool = True) -> "Dropout":
     """Make every dropout and draw of a model that is still whole the same for every layout, in training steps.
 
+    `attention`: whether attention drops weights, where the model says so.
     Raises UserError for a module whose dropout can't be drawn by sample.
     """
     _check(model)
-    dropout = Dropout(now)
+    dropout = Dropout(now, attention=attention)
     for name, module in model.named_modules():
         if _may_drop(module):
             module.forward = dropout.within(name, module.forward)
@@ -99,9 +104,11 @@ def _check(model: nn.Module) -> None:
 class Dropout(TorchFunctionMode):
     """Answers every call of a dropout function, and of one that draws, in a training forward."""
 
-    def __init__(self, now: ForwardContext) -> None:
+    def __init__(self, now: ForwardContext, *, attention: bool = True) -> None:
         super().__init__()
         self.now = now
+        self._attends = attention
+        self._told = False  # that weights of attention are written out
         self.answered: list[tuple[str, str]] = []  # module and function of each draw, if `notes`
         self.notes = False
         self._name = ""  # of the innermost module whose forward runs
@@ -140,6 +147,11 @@ class Dropout(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(func, *args, **keywords)
         if func is F.multi_head_attention_forward:
+            if not self._attends and draws_in(func, args, keywords):
+                self.now.count(self._name)  # as if it drew: what follows keeps its numbers
+                given = _MULTI_HEAD.bind(*args, **keywords)
+                given.arguments["dropout_p"] = 0.0
+                args, keywords = given.args, given.kwargs
             self._samples_lead = True
             try:
                 with self:
@@ -208,8 +220,24 @@ class Dropout(TorchFunctionMode):
         nothing_to_drop = not 0 < dropout_p <= 1
         if nothing_to_drop or (is_causal and attn_mask is not None):  # an error of PyTorch's
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if not self._attends:
+            self.now.count(self._name)  # as if it drew: what follows keeps its numbers
+            return func(query, key, value, attn_mask, 0.0, is_causal, **options)
+        self._tell(query.device)
         drop = partial(self._drop_weights, probability=dropout_p)
         return explicit_attention(query, key, value, attn_mask, is_causal, **options, drop=drop)
+
+    def _tell(self, device: torch.device) -> None:
+        """Say once, where it costs most, what the dropout of attention rules out."""
+        if device.type == "cpu" or self._told:
+            return
+        self._told = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(
+                f"samestep: {self._name or 'the model'}: attention drops weights, for which it writes them out, "
+                "tokens x tokens, without flash attention; recipe.attention_dropout: false leaves that dropout out",
+                file=sys.stderr,
+            )
 
     def _drop_weights(self, weights: Tensor, probability: float) -> Tensor:
         parts = self.now.part.attention if weights.ndim == 4 else {}
