@@ -1,6 +1,5 @@
 """What the scripts of each engine expect when they start: variables and arguments, a file an engine.
 
 Read `base` first (what a contract is), then `torch`, the shortest, and `registry`. The others are `accelerate`,
-`deepspeed`, `horovod`, `keras` and `lightning`. Some need a helper process beside
-their ranks (`sidecar`, `horovod_server`, `until_rank_ends`) or must agree on ports before they start (`rank_store`).
+`deepspeed`, `horovod`, `keras` and `lightning`. Some need a helper process beside their ranks (`sidecar`).
 """

@@ -1,15 +1,25 @@
-"""What a contract is: the variables and arguments that an engine's scripts expect, written from a rank's place."""
+"""What a contract is: the variables and arguments that an engine's scripts expect, written from a rank's place.
 
-from collections.abc import Callable, Mapping
+Some contracts must agree on addresses and ports before the scripts start. Ranks do so through a store that all of
+them reach (`meeting`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from samestep.errors import UserError
 from samestep.ranks import Ranks
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What a contract is written from."""
+    """A rank as a contract sees it: its place, its environment, and the options of --engine."""
 
     ranks: Ranks
     environ: Mapping[str, str]  # as the launcher left it
@@ -35,23 +45,68 @@ class Expected:
 
     variables: Mapping[str, str]
     arguments: tuple[str, ...] = ()  # before the script's own
-    # Address and port of a rank's presence: the script is ended, in good order, when that rank has ended.
+    # Address and port of a rank's presence: the script is told to stop when that rank has ended.
     as_long_as: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """An engine's."""
+    """How an engine's scripts are told their place among the ranks."""
 
     expected: Callable[[Rank], Expected]  # every rank calls it, since some agree on addresses and ports
     options: Mapping[str, str] = field(default_factory=dict)  # by name, with what each takes
     check: Callable[[Mapping[str, str]], None] = lambda options: None  # raises UserError for a wrong option
-    package: str | None = None  # of Python, without which the ranks can't be told what they expect
+    package: str | None = None  # of Python, which the contract needs to be written
     installs: str = ""  # what would install it
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """The value of an option. Raises UserError where it is no whole number, or too small."""
+    """The value of an option. Raises UserError where it is not a whole number, or too small."""
     if text.isdecimal() and int(text) >= least:
         return int(text)
     raise UserError(f"--engine: {name}={text}; it must be a whole number of {least} or more")
+
+
+# Slower than the slowest start of a rank: the first import of PyTorch from a cold disk.
+_PATIENCE = timedelta(minutes=5)
+
+
+@contextmanager
+def meeting(rank: Rank, address: str, port: int) -> Iterator["Store"]:
+    """A store that all ranks share until each of them has left it.
+
+    It is the store that the elastic agent serves. Where the agent serves none, rank 0 serves one at the same address
+    and port, which are free again for its script afterwards. Keys have a prefix for each start of the ranks.
+    """
+    from torch.distributed import HashStore, PrefixStore, TCPStore
+
+    environ, size = rank.environ, rank.ranks.world_size
+    served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if size == 1:
+        yield HashStore()
+        return
+    serves = not served and rank.ranks.rank == 0
+    store = TCPStore(address, port, None, is_master=serves, timeout=_PATIENCE, wait_for_workers=False)
+    round_of_ranks = f"{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-of-{size}"
+    named = PrefixStore(f"samestep/contract/{round_of_ranks}", store)
+    yield named
+    if named.add("left", 1) == size:
+        named.set("all left", "")
+    if serves:
+        named.wait(["all left"])
+
+
+def gathered(store: "Store", name: str, rank: Rank, mine: str) -> list[str]:
+    """What each rank wrote under a name, in the order of ranks. Every rank must call this."""
+    store.set(f"{name}/{rank.ranks.rank}", mine)
+    return [store.get(f"{name}/{other}").decode() for other in range(rank.ranks.world_size)]
+
+
+def addresses(store: "Store", rank: Rank, main: str) -> list[str]:
+    """The address of each rank's host by which the other hosts reach it; the loopback where there is one host."""
+    from samestep.launch.network import LOOPBACK, agreed_before_group
+
+    ranks = rank.ranks
+    if ranks.local_world_size == ranks.world_size:
+        return [LOOPBACK] * ranks.world_size
+    return gathered(store, "address", rank, agreed_before_group(store, ranks.rank, ranks.world_size, main))

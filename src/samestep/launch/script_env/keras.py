@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from samestep.errors import UserError
 from samestep.launch.network import held_port
 from samestep.launch.script_env import sidecar, torch
-from samestep.launch.script_env.base import Contract, Expected, Rank, whole_number
-from samestep.launch.script_env.rank_store import addresses, gathered, meeting
+from samestep.launch.script_env.base import Contract, Expected, Rank, addresses, gathered, meeting, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import Store
