@@ -7,7 +7,8 @@ Every method trains the same recipe for the same number of steps, one after the 
 evaluated every so many steps. Bytes are those that rank 0 sends; with plain data parallelism ("none") the bytes of
 its third step times the steps. Seconds are those of the steps, without start and evaluations. The JSON file holds the
 curves: a list of [step, seconds, bytes, value] for each method and seed. compression_tables.py makes tables and
-pictures of it, and with what compression_links.py measures the time over slow links.
+pictures of it, and with what compression_links.py measures the time over slow links. It is written after each
+training, and trainings that it has already are not taken again, so a run that was broken off goes on.
 """
 
 import argparse
@@ -96,15 +97,25 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, methods: Sequence[str]) -> list[Trained]:
-    found: list[Trained] = []
+    found = kept(options.json)
     for job in options.jobs:
         for seed in map(int, options.seeds.split(",")):
             for method in methods:
+                what = (job.stem, method, seed, options.steps, METHODS[method](options.steps))
+                if any(what == (each.job, each.method, each.seed, each.steps, each.communication) for each in found):
+                    continue
                 print(f"{job.stem}, {method}, seed {seed}", file=sys.stderr, flush=True)
                 found.append(train(job, method, seed, options))
                 if options.json is not None:
                     options.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n", "utf-8")
     return found
+
+
+def kept(file: Path | None) -> list[Trained]:
+    """The trainings that a file has."""
+    if file is None or not file.exists():
+        return []
+    return [Trained(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def overrides(method: str, steps: int, folder: Path, further: Sequence[str]) -> list[tuple[str, str]]:

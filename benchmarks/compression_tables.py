@@ -1,19 +1,22 @@
 """Tables and pictures of what compression.py and compression_links.py have measured.
 
     python benchmarks/compression_tables.py build/reviews-*.json [--links build/links-*.json] [--docs]
+    python benchmarks/compression_tables.py docs/curves/compression-reviews-486.json --links build/links.json --docs
 
 A table for each job and number of steps: bytes, the last value as mean over the seeds with the least and the most,
 and whether the mean is within what plain data parallelism has over the seeds. With `--links` also the seconds of all
 steps over each link: how many steps of each kind the training took, times what such a step takes over the link; start
-and evaluations are not in it. `--docs` writes the tables into docs/less-communication.md and its Chinese page, and a
-picture of each table's curves into docs/curves.
+and evaluations are not in it. `--docs` writes the tables of these jobs into docs/less-communication.md and its
+Chinese page, where each job has a part of its own, and into docs/curves a picture of each table's curves and what was
+measured, as JSON. Such a file of docs/curves can be given again, with or without new links.
 """
 
 import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,7 +32,7 @@ from samestep.display.curves_svg import COLOURS, Curve, Panel, Scale, svg
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = {"en": DOCS / "less-communication.md", "zh": DOCS / "zh" / "less-communication.md"}
-PART = "benchmarks/compression_tables.py"  # of the pages, by its mark
+PART = "benchmarks/compression_tables.py: {job}"  # of a page
 WORDS: Mapping[str, Mapping[str, str]] = {
     "en": {
         "heads": "method | MB sent | x fewer | {value} at the end (least to most) | within the spread of `none`",
@@ -40,6 +43,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "title": "`examples/{job}.yaml`, {steps} steps, {seeds} seeds:",
         "one": "`examples/{job}.yaml`, {steps} steps, one seed:",
         "picture": "![{value} over bytes sent and over time]({file})",
+        "over bytes": "![{value} over bytes sent]({file})",
         "seed": "one seed",
         "yes": "yes",
         "no": "no",
@@ -56,6 +60,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "title": "`examples/{job}.yaml`，{steps} 步，{seeds} 个种子：",
         "one": "`examples/{job}.yaml`，{steps} 步，一个种子：",
         "picture": "![{value}随发送的字节和时间的变化]({file})",
+        "over bytes": "![{value}随发送的字节的变化]({file})",
         "seed": "一个种子",
         "yes": "是",
         "no": "否",
@@ -72,7 +77,13 @@ class Links:
     """What steps take over links."""
 
     def __init__(self, found: Sequence[OverLink]) -> None:
-        self._kinds = {(each.job, each.method, each.link): each.kinds for each in found}
+        self._found = {(each.job, each.method, each.link): each for each in found}
+        self._kinds = {key: each.kinds for key, each in self._found.items()}
+
+    def measured(self, rows: Rows) -> Iterator[OverLink]:
+        """What was measured of a table's job and methods, each link and method as it was measured last."""
+        ((first, *_), *_) = rows.values()
+        return (each for (job, method, _), each in self._found.items() if job == first.job and method in rows)
 
     def of(self, rows: Rows) -> list[str]:
         """The links that every method of a table was measured over."""
@@ -104,12 +115,25 @@ def main() -> None:
     parser.add_argument("--links", nargs="*", type=Path, default=[])
     parser.add_argument("--docs", action="store_true", help="write tables and pictures into the docs")
     options = parser.parse_args()
-    found = [Trained(**each) for file in options.files for each in json.loads(file.read_text("utf-8"))]
-    links = Links([OverLink(**each) for file in options.links for each in json.loads(file.read_text("utf-8"))])
+    found, links = read(options.files, options.links)
     for rows in by_training(found):
         show(rows, links)
     if options.docs:
         write_docs(by_training(found), links)
+
+
+def read(files: Sequence[Path], of_links: Sequence[Path]) -> tuple[list[Trained], Links]:
+    """What compression.py, compression_links.py and this program have written; later files' links come first."""
+    trained: list[Trained] = []
+    links: list[OverLink] = []
+    for file in files:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        both = content if isinstance(content, dict) else {"trained": content, "links": []}
+        trained += (Trained(**each) for each in both["trained"])
+        links += (OverLink(**each) for each in both["links"])
+    for file in of_links:
+        links += (OverLink(**each) for each in json.loads(file.read_text(encoding="utf-8")))
+    return trained, Links(links)
 
 
 def by_training(found: Sequence[Trained]) -> list[Rows]:
@@ -182,10 +206,27 @@ def show(rows: Rows, links: Links) -> None:
 
 
 def write_docs(trainings: Sequence[Rows], links: Links) -> None:
+    """Write these jobs' parts of both pages, their pictures and what was measured; other jobs' stay as they are."""
     for language, page in PAGES.items():
-        write_parts(page, {PART: "\n\n".join(section(rows, links, language) for rows in trainings)})
+        parts: dict[str, list[str]] = {}
+        for rows in trainings:
+            ((first, *_), *_) = rows.values()
+            parts.setdefault(PART.format(job=first.job), []).append(section(rows, links, language))
+        write_parts(page, {name: "\n\n".join(sections) for name, sections in parts.items()})
     for rows in trainings:
-        (DOCS / "curves" / picture_name(rows)).write_text(picture(rows, links), encoding="utf-8")
+        file = DOCS / "curves" / picture_name(rows)
+        file.write_text(picture(rows, links), encoding="utf-8")
+        file.with_suffix(".json").write_text(measured_json(rows, links), encoding="utf-8")
+
+
+def measured_json(rows: Rows, links: Links) -> str:
+    """What a table and its picture were made of, a training or a link in a line; `read` takes it."""
+    lists = {"trained": [each for trained in rows.values() for each in trained], "links": list(links.measured(rows))}
+    parts = (
+        f'"{name}": [\n' + ",\n".join(json.dumps(asdict(each)) for each in found) + "\n]"
+        for name, found in lists.items()
+    )
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 def section(rows: Rows, links: Links, language: str) -> str:
@@ -197,7 +238,9 @@ def section(rows: Rows, links: Links, language: str) -> str:
     lines = [f"| {' | '.join(names)} |", f"| --- |{' ---: |' * 3} --- |{' ---: |' * (len(names) - 5)}"]
     lines += [f"| {' | '.join([f'`{method}`', *cells(rows, links, method, words)])} |" for method in rows]
     folder = "curves" if language == "en" else "../curves"
-    shown = words["picture"].format(value=words[first.value], file=f"{folder}/{picture_name(rows)}")
+    shown = words["picture" if links.of(rows) else "over bytes"].format(
+        value=words[first.value], file=f"{folder}/{picture_name(rows)}"
+    )
     return "\n\n".join([words["title" if others else "one"].format(**named), "\n".join(lines), shown])
 
 

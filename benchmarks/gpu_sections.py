@@ -25,6 +25,7 @@ from samestep.launch.device import accelerators, device_of, peak_memory
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.matrix import ALL, FAST
+from samestep.parallel.context.block_attention import Block, attend, gradients
 from samestep.training.fit import Training
 
 PROOF_JOB = Path(__file__).parents[1] / "examples" / "proof" / "language.yaml"
@@ -113,7 +114,7 @@ def doctor(_: str) -> Section:
 def proofs(size: str) -> Section:
     """Layouts that fit, held against one process in float64."""
     section = Section(titles=("layout", "loss", "gradient norm", "parameters", "verdict"))
-    layouts = FAST if size == "tiny" else ALL
+    layouts = FAST if size == "tiny" else (*ALL, "cp2 attention=ring", "dp2 cp4 attention=ring")
     wanted = 2 if size == "tiny" else 8
     job = jobfile.load(PROOF_JOB, []).job
     if 0 < accelerators() < 8:  # ranks then share a device, whose messages go through the host's memory
@@ -168,7 +169,29 @@ def attention(size: str) -> Section:
                 seconds = _of_attention(given, device)
             relative = (apart / exact.abs().max()).item()
             section.rows.append([str(tokens), name, f"{relative:.1e}", f"{seconds * 1e3:.3f}"])
+        relative, seconds = _of_ring(given, device)
+        section.rows.append([str(tokens), "a block of a ring", f"{relative:.1e}", f"{seconds * 1e3:.3f}"])
     return section
+
+
+def _of_ring(given: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
+    """Ring attention's kernel: how far its output and gradients are from float64, and seconds of both."""
+    query, key, value = given
+    block = Block(query=query, key=key, value=value, causal=True, scale=query.shape[-1] ** -0.5)
+    leaves = [each.double().requires_grad_() for each in given]
+    exact = _attended(leaves)
+    expected = [exact, *torch.autograd.grad(exact.sum(), leaves)]
+    taken: list[float] = []
+    found: list[torch.Tensor] = []
+    for _ in range(WARM_UP + STEPS):
+        _wait(device)
+        began = time.perf_counter()
+        attended = attend(block)
+        found = [attended.output, *gradients(block, torch.ones_like(attended.output), attended)]
+        _wait(device)
+        taken.append(time.perf_counter() - began)
+    apart = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)]
+    return max(apart), median(taken[WARM_UP:])
 
 
 def _attended(given: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What benchmarks/hosts.py and recovery.py start by torchrun: DistributedDataParallel as its tutorials have it.
+"""What hosts.py, recovery.py and soak.py start by torchrun: DistributedDataParallel as its tutorials have it.
 
 The state is saved after every step.
 
@@ -41,6 +41,9 @@ def main(folder: Path, *, steps: int, batch: int, step_seconds: float, group_lim
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
+        if (asked := folder.with_name(f"{folder.name}-raise-{rank}")).exists():  # by benchmarks/soak.py
+            asked.unlink()
+            raise ArithmeticError("planted")
         optimizer.step()
         note(folder, rank, step, step_seconds)
         if rank == 0:

@@ -32,3 +32,15 @@ def noted(folder: Path) -> Mapping[Process, list[float]]:
         if whole:
             found[Process(host=host, rank=int(rank), pid=int(pid))] = [float(line.split()[0]) for line in whole]
     return dict(sorted(found.items(), key=lambda each: each[1][0]))
+
+
+def last_step(folder: Path) -> int:
+    """The last step that any process has noted; -1: none yet. The ends of the files are read alone."""
+    found = -1
+    for file in folder.glob("steps-*"):
+        with file.open("rb") as content:
+            content.seek(max(0, file.stat().st_size - 256))
+            whole = [line for line in content.read().split(b"\n")[:-1] if len(line.split()) == 2]
+        if whole:
+            found = max(found, int(whole[-1].split()[1]))
+    return found

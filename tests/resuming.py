@@ -6,12 +6,12 @@ from typing import Any
 from unittest import mock
 
 import samestep
-from samestep.api import _train_rank
 from samestep.fault_tolerance.rank import Round
 from samestep.job import Job, Run
 from samestep.launch import local
 from samestep.launch.world import join
 from samestep.layout import Layout
+from samestep.rank_tasks import train_rank
 from samestep.training import usage
 
 # Every job makes groups of its own, whose threads stay to the end of the process, and some hundreds of them slow it.
@@ -38,7 +38,7 @@ def train_all(jobs: Sequence[Job]) -> list[samestep.TrainResult]:
 def _on_ranks(jobs: Sequence[Job]) -> list[samestep.TrainResult]:
     # The processor's peak, which a training's speed is held against, takes longer to measure than these trainings.
     with join(threads=1), mock.patch.object(usage, "_peak", return_value=1e9):
-        found = [_train_rank(job, Layout.parse(job.run.layout), Round()) for job in jobs]
+        found = [train_rank(job, Layout.parse(job.run.layout), Round()) for job in jobs]
     return [result for result in found if isinstance(result, samestep.TrainResult)]
 
 

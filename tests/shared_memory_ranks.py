@@ -1,6 +1,9 @@
 """What ranks do in the tests of shared memory: they make groups, call collectives, and end in several ways."""
 
+import contextlib
+import io
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -31,10 +34,16 @@ LENGTHS = (1, 77, 300_001, 1_500_003)
 
 
 def group_of(
-    store: dist.Store, rank: int, ranks: int, environ: Mapping[str, str], seconds: float = 30, host: str | None = None
+    store: dist.Store,
+    rank: int,
+    ranks: int,
+    environ: Mapping[str, str],
+    seconds: float = 30,
+    host: str | None = None,
+    number: int = 0,
 ) -> Any:
     options = SimpleNamespace(
-        store=store, group_rank=rank, group_size=ranks, timeout=timedelta(seconds=seconds), group_id="0"
+        store=store, group_rank=rank, group_size=ranks, timeout=timedelta(seconds=seconds), group_id=str(number)
     )
     return backend.new_group(options, environ, host)
 
@@ -59,6 +68,37 @@ def joined(parts: list[Tensor], operation: Any) -> Tensor:
     if operation == dist.ReduceOp.AVG:
         total = total / len(parts)
     return total.to(parts[0].dtype)
+
+
+def told_by_groups(how: str) -> list[tuple[str, bool, float]]:
+    """Of each rank what it prints while it makes two groups, whether both share memory, and a sum over the second.
+
+    `how`: "compiler", which fails, or "memory", of which a process may have 64 KiB.
+    """
+    with join(device="cpu", threads=1) as world:
+        store = dist.distributed_c10d._get_default_store()
+        environ = {**os.environ, **({"CXX": "false"} if how == "compiler" else {})}
+        told = io.StringIO()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if how == "memory":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+        with contextlib.redirect_stderr(told):
+            groups = [
+                group_of(
+                    dist.PrefixStore(f"{how}-{number}", store), world.rank, world.world_size, environ, number=number
+                )
+                for number in range(2)
+            ]
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        shared = all(isinstance(group, SharedMemoryGroup) for group in groups)
+        numbers = torch.tensor([1.0 + world.rank])
+        groups[1].allreduce([numbers]).wait()
+        found: list[Any] = [None] * world.world_size
+        dist.all_gather_object(found, (told.getvalue(), shared, numbers.item()))
+        for group in groups:
+            if isinstance(group, SharedMemoryGroup):
+                group.close()
+        return found
 
 
 def wrong_collectives(kernels: Mapping[str, Mapping[str, str]]) -> list[str]:

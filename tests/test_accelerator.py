@@ -21,7 +21,7 @@ JOBS = Path(__file__).parents[1] / "examples" / "proof"
 TASKS = ("text", "language", "images", "regression")
 
 # Beside those of the matrix.
-LAYOUTS = (*ALL, "pp2 cp2", "pp2 tp2 sequence=split")
+LAYOUTS = (*ALL, "pp2 cp2", "pp2 tp2 sequence=split", "cp2 attention=ring", "dp2 cp2 attention=ring")
 
 # Where a step may wait for the device once all is warm, and why. What reads a tensor's value on the host (.item(),
 # .tolist(), bool(), nonzero()), or copies from or to memory that is not pinned, anywhere else fails these tests.
@@ -59,7 +59,7 @@ def problem_of(task: str, layout: str) -> str | None:
 
 def test_shards_and_tokens_take_the_same_step_and_wait_nowhere() -> None:
     # Embeddings that are tied to the output, gradients that are summed after backward, parameters that are gathered.
-    _assert_right(["language"], ["fsdp2", "cp2"])
+    _assert_right(["language"], ["fsdp2", "cp2", "cp2 attention=ring"])
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from proving import prove
+from proving import prove, same
 from small_tasks import Points
 from tiny_models import DECODER, VOCABULARY
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
+from samestep.api import dry_run_layouts
 from samestep.errors import LayoutError, UserError
-from samestep.parallel.chunked_logits import ChunkedLogits, chunk_logits
+from samestep.job import Job, Run
+from samestep.parallel.chunked_logits import ChunkedLogits, _Source, chunk_logits
 
 WIDE = 4096
 
@@ -142,6 +144,83 @@ def test_what_a_step_keeps_falls_by_the_logits() -> None:
     logits = samples * 12 * vocabulary * 4
     assert peak(vocabulary, None) - rest > 2.5 * logits
     assert peak(vocabulary, 16) - rest < 0.2 * logits
+
+
+@pytest.mark.timeout(300)
+def test_logits_and_loss_fall_with_the_ranks_of_context_parallel() -> None:
+    vocabulary, samples = 16384, 32
+    layouts = ["single", "cp2", "cp4 attention=ring"]
+
+    def peaks(classes: int) -> dict[str, int]:
+        job = Job(recipe=recipe(Words(vocabulary=classes), batch=samples), run=Run(threads=1, check=False))
+        return {layout: _most(usages) for layout, usages in dry_run_layouts(job, layouts).items()}
+
+    small, large = peaks(VOCABULARY), peaks(vocabulary)
+    of_logits = {layout: large[layout] - small[layout] for layout in layouts}
+    assert of_logits["single"] > 2.5 * samples * 12 * vocabulary * 4
+    assert of_logits["cp2"] == pytest.approx(of_logits["single"] / 2, rel=0.1)
+    assert of_logits["cp4 attention=ring"] == pytest.approx(of_logits["single"] / 4, rel=0.1)
+
+
+def _most(usages: Any) -> int:
+    """The activations of the rank that has most of them."""
+    assert not isinstance(usages, str), usages
+    return max(usage.activations for usage in usages)
+
+
+class Capped(Words):
+    """A loss of logits that are changed before cross-entropy takes them, some of them in place."""
+
+    def __init__(self, *, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def loss(self, output: Any, batch: samestep.Batch) -> tuple[Tensor, Tensor | int]:
+        logits = output.logits
+        if self.how == "capped":
+            output.logits = 5 * torch.tanh(logits / 5)
+        elif self.how == "in place":
+            logits[..., 0] = -3.0
+        elif self.how == "a part":
+            output.logits = logits[..., :40]
+            batch = batch._replace(targets=batch.targets.masked_fill(batch.targets >= 40, -100))
+        elif self.how == "a function of its own":
+            output.logits = Doubled.apply(logits)
+        loss, count = super().loss(output, batch)
+        return loss + logits.float().logsumexp(-1).square().mean(-1).sum() * (self.how == "twice"), count
+
+
+class Doubled(torch.autograd.Function):
+    """A function that PyTorch's modes and subclasses are not asked about, such as of a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return 2 * logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * gradients[0]
+
+
+@pytest.mark.timeout(300)
+def test_other_losses_of_shared_rows_take_the_same_step() -> None:
+    hows = ("as it is", "capped", "in place", "a part", "a function of its own", "twice")
+    cases: dict[str, Any] = {how: (recipe(Capped(how=how)), "cp2", {"check": False}) for how in hows}
+    cases["tied"] = (recipe(Words(tied=True)), "fsdp2 cp2", {"check": False})
+    cases["stages"] = (recipe(Words()), "pp2 cp2", {"check": False, "micro_batch": 3})
+    assert same(prove(cases, steps=1), list(cases)) == {}
+
+
+def test_a_view_of_logits_that_are_changed_in_place_is_refused() -> None:
+    (hidden,) = (torch.randn(4, 3, requires_grad=True),)
+    logits = ChunkedLogits(
+        _Source(inputs=hidden, layer=nn.Linear(3, 5), classes=5, dtypes=(torch.float32,), rows=None)
+    )
+    view = logits.reshape(2, 2, 5)
+    logits[0] = 0.0
+    assert logits[0].tolist() == [0.0] * 5
+    with pytest.raises(UserError, match="logits are changed in place"):
+        view.sum()
 
 
 def test_what_else_wants_logits_is_refused_by_its_name() -> None:

@@ -73,6 +73,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         raise StartedError
 
     monkeypatch.setattr("samestep.launch.local.start", start)
+    monkeypatch.setattr("samestep.launch.local.train", start)
 
 
 # The arguments, and what the one message says: what is wrong, and where that can be said, what would do.

@@ -1,10 +1,29 @@
-"""run.compile: compiled blocks take the same step, and what can't be compiled yet is refused."""
+"""run.compile: compiled blocks take the same step, under whichever layout, and what can't be compiled is refused."""
 
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import proving
 import pytest
+from proving import same
 from small_tasks import Points
 from tiny_models import Tiny
+from torch import nn
 
 import samestep
+from samestep.job import Job, Run
+from samestep.launch import local
+from samestep.proof import proof_job, reference
+from samestep.tasks.registry import resolve
+
+STEPS = 2
+LAYERS, PRODUCTS = 4, 7  # of the tiny Llama: layers, and products of matrices in each
+MICRO_BATCHES = 4  # of 3 samples at most
 
 
 def recipe(name: str, **values: object) -> samestep.Recipe:
@@ -13,7 +32,20 @@ def recipe(name: str, **values: object) -> samestep.Recipe:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["single", "dp2", "fsdp2 recompute=full", "tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "single",
+        "dp2",
+        "fsdp2 recompute=full",
+        "tp2",
+        "pp2",
+        "pp2 stages=2 schedule=interleaved-1f1b recompute=full",
+        "cp2",
+        "cp2 attention=ring",
+        "pp2 cp2 attention=ring",
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 @pytest.mark.timeout(600)
 def test_compiled_blocks_take_the_same_step(layout: str) -> None:
@@ -21,9 +53,72 @@ def test_compiled_blocks_take_the_same_step(layout: str) -> None:
     assert proof.same_step, proof
 
 
-@pytest.mark.parametrize(("layout", "what"), [("pp2", "stages are not"), ("cp2", "blocks on parts of the tokens")])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(300)
+def test_blocks_of_stages_and_of_parts_of_the_tokens_are_compiled() -> None:
+    """Traced, and cut into forward and backward, as for the compiler; what it would write is run as it is."""
+    layouts = ["pp2", "cp2", "cp2 attention=ring"]
+    run = Run(compile=True, threads=1, micro_batch=3, check=False)
+    jobs = {layout: proof_job(Job(recipe=recipe("llama"), run=replace(run, layout=layout))) for layout in layouts}
+    with TemporaryDirectory() as folder:
+        known = reference(jobs["pp2"], resolve(jobs["pp2"].recipe), STEPS, Path(folder))
+        proofs, products = local.start(_traced, (jobs, dict.fromkeys(layouts, known), STEPS), 2)
+    assert same(proofs, layouts) == {}
+    # A stage has half of the layers; ranks with half of the tokens have all of them.
+    least = STEPS * MICRO_BATCHES * LAYERS * PRODUCTS
+    for layout in layouts:
+        assert products[layout] >= least // (2 if layout == "pp2" else 1), products
+
+
+def _traced(jobs: Mapping[str, Job], known: Mapping[str, Any], steps: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """Each layout's proof, and how many products of matrices compiled forwards computed on this rank."""
+    import torch
+    from torch._dynamo.backends.common import aot_autograd
+
+    ran: Counter[str] = Counter()
+    current = ""
+
+    def forward(graph: Any, _: Any) -> Callable[..., Any]:
+        targets = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+        products = sum(node.target in targets for node in graph.graph.nodes)
+
+        def run(arguments: list[Any]) -> Any:
+            ran[current] += products
+            given, arguments[:] = list(arguments), []
+            return graph(*given)
+
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+    def backward(graph: Any, _: Any) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> Any:
+            given, arguments[:] = list(arguments), []
+            return graph(*given)
+
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+    def compile_it(self: nn.Module, **_: Any) -> None:
+        backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+        self._compiled_call_impl = torch.compile(self._call_impl, backend=backend)
+
+    proofs: dict[str, Any] = {}
+    with patch.object(nn.Module, "compile", compile_it):
+        for current, job in jobs.items():
+            proofs |= proving._on_each_rank({current: job}, known, steps)
+            torch._dynamo.reset()
+    return proofs, dict(ran)
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        ("ep2", "experts are not compiled yet; use run.compile: false"),
+        ("pp2 schedule=interleaved-zero-bubble", "gives both at once; use schedule=1f1b, or run.compile: false"),
+    ],
+)
 def test_layouts_that_are_not_compiled_are_refused(layout: str, what: str) -> None:
-    with pytest.raises(samestep.LayoutError, match=f"{what}.* run.compile: false"):
+    with pytest.raises(samestep.LayoutError, match=what):
         samestep.verify(recipe("bert"), layout=layout, compile=True, check=False)
 
 

@@ -1,14 +1,12 @@
 """benchmarks/compression_tables.py, which writes the tables and pictures of docs/less-communication.md."""
 
-import re
+import json
 import sys
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from page_parts import read_part
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,71 +106,61 @@ def test_the_picture_has_a_panel_for_bytes_and_for_each_link(modules: Any) -> No
     assert "accuracy over seconds of steps, 100 Mbit/s and 20 ms" in picture
 
 
-SHAPES = "{http://www.w3.org/2000/svg}"
+PAGE = """Before.
+
+<!-- benchmarks/compression_tables.py: reviews -->
+
+old
+
+<!-- end -->
+
+<!-- benchmarks/compression_tables.py: language -->
+
+another job's table
+
+<!-- end -->
+"""
 
 
-def ends_of_curves(picture: Path, panel: int) -> Iterator[tuple[str, tuple[float, float], tuple[float, float]]]:
-    """Each curve of a panel: its name, what its last point reads off the axes, and what half a pixel is there.
-
-    The panel over bytes is the first one, whose axis of bytes has the powers of ten.
-    """
-    texts = list(ElementTree.parse(picture).iter(f"{SHAPES}text"))
-    lines = list(ElementTree.parse(picture).iter(f"{SHAPES}polyline"))
-    titles = [number for number, text in enumerate(texts) if " over " in (text.text or "")]
-    own = texts[titles[panel] : [*titles, len(texts)][panel + 1]]
-
-    def marks(anchor: str, axis: str) -> list[tuple[float, float]]:
-        return [
-            (float(text.attrib[axis]), float(text.text or "")) for text in own if text.attrib["text-anchor"] == anchor
-        ]
-
-    def along(places: list[tuple[float, float]], at: float, *, powers: bool) -> tuple[float, float]:
-        """The value at a place, of an axis whose marks are there, and by how much it may be off."""
-        (first, low), (last, high) = places[0], places[-1]
-        share = (at - first) / (last - first)
-        if powers:
-            value = low * (high / low) ** share
-            return value, value * ((high / low) ** abs(0.1 / (last - first)) - 1)
-        return low + (high - low) * share, abs((high - low) * 0.1 / (last - first))
-
-    names = [text.text or "" for text in own if text.attrib["text-anchor"] == "start"][1:]
-    for name, line in zip(names, lines[panel * len(names) :], strict=False):
-        x, y = map(float, line.attrib["points"].split()[-1].split(","))
-        across = along(marks("middle", "x"), x, powers=panel == 0)
-        up = along(marks("end", "y"), y + 4, powers=False)
-        yield name, (across[0], up[0]), (across[1], up[1])
-
-
-def test_the_curves_end_at_the_bytes_values_and_seconds_of_their_table(modules: Any) -> None:
-    tables = 0
-    for page in modules.PAGES.values():
-        text = read_part(page, modules.PART)
-        for rows, picture in re.findall(r"((?:\|.*\n)+)\n!\[.*\]\((.*)\)", text):
-            _, _, *lines = ([cell.strip(" `") for cell in row[1:-1].split("|")] for row in rows.splitlines())
-            cells = {line[0]: line[1:] for line in lines}
-            for panel, column in enumerate([0, *range(4, len(lines[0]) - 1)]):
-                ends = list(ends_of_curves(page.parent / picture, panel))
-                assert [name for name, _, _ in ends] == list(cells)
-                for name, (across, up), (off_across, off_up) in ends:
-                    shown, value = cells[name][column], cells[name][2].partition(" ")[0]
-                    assert abs(across - float(shown)) <= off_across + 0.5 * 10 ** -len(shown.partition(".")[2])
-                    assert abs(up - float(value)) <= off_up + 0.5 * 10 ** -len(value.partition(".")[2])
-            tables += 1
-    assert tables == 2
+def test_a_job_s_table_picture_and_measurements_are_written_and_another_s_stay(
+    modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "curves").mkdir()
+    pages = {language: tmp_path / f"{language}.md" for language in ("en", "zh")}
+    for page in pages.values():
+        page.write_text(PAGE, encoding="utf-8")
+    monkeypatch.setattr(modules, "DOCS", tmp_path)
+    monkeypatch.setattr(modules, "PAGES", pages)
+    rows = rows_of(modules)
+    modules.write_docs([rows], links_of(modules))
+    written = pages["en"].read_text(encoding="utf-8")
+    assert "another job's table" in written
+    assert "old" not in written
+    assert "| `one-bit-adam` | 0.0 | " in written
+    measured = tmp_path / "curves" / "compression-reviews-20.json"
+    assert (tmp_path / "curves" / "compression-reviews-20.svg").is_file()
+    # What was measured makes the same page again; with links that were measured since it has their columns.
+    modules.write_docs(*read_again(modules, [measured], []))
+    assert pages["en"].read_text(encoding="utf-8") == written
+    links = tmp_path / "links.json"
+    of_none = {"job": "reviews", "method": "none", "link": "1gbit", "kinds": {"1000": [1.5, 2.5]}}
+    of_one_bit = {"job": "reviews", "method": "one-bit-adam", "link": "1gbit", "kinds": {"40": [0.25]}}
+    links.write_text(json.dumps([of_none, of_one_bit]), encoding="utf-8")
+    modules.write_docs(*read_again(modules, [measured], [links]))
+    assert "1 Gbit/s, s |" in pages["en"].read_text(encoding="utf-8")
+    assert "| 40 |" in pages["en"].read_text(encoding="utf-8")
+    modules.write_docs(*read_again(modules, [measured], []))
+    assert "| 40 |" in pages["en"].read_text(encoding="utf-8")
 
 
-def test_the_chinese_page_has_the_english_one_s_cells(modules: Any) -> None:
-    words = dict(zip(modules.WORDS["en"].values(), modules.WORDS["zh"].values(), strict=True))
-    english, chinese = (
-        [
-            [cell.strip() for cell in row.split("|")]
-            for row in read_part(page, modules.PART).splitlines()
-            if row.startswith("| `")
-        ]
-        for page in modules.PAGES.values()
-    )
-    one_seed = modules.WORDS["en"]["seed"]
-    assert english
-    for cells, theirs in zip(english, chinese, strict=True):
-        ours = [words.get(cell, cell.replace(one_seed, words[one_seed])) for cell in cells]
-        assert ours == theirs
+def read_again(modules: Any, files: list[Path], links: list[Path]) -> tuple[Any, Any]:
+    trained, found = modules.read(files, links)
+    return modules.by_training(trained), found
+
+
+def test_the_page_s_tables_are_those_of_the_measurements_beside_the_pictures(modules: Any) -> None:
+    files = sorted((ROOT / "docs" / "curves").glob("compression-*.json"))
+    trained, links = modules.read(files, [])
+    for rows in modules.by_training(trained):
+        for language, page in modules.PAGES.items():
+            assert modules.section(rows, links, language) in page.read_text(encoding="utf-8")

@@ -59,6 +59,20 @@ SAME: Mapping[str, Case] = {
     "stages of an encoder and a decoder": (recipe("t5"), "pp2 cp2", {}),
     "a rank works on its part of the tokens": (recipe("llama"), "cp2", {"engine": Widths()}),  # 11 tokens at most
 }
+# Keys and values that travel from rank to rank: causal, padded, and of both with a mask that hides each other.
+RING: Mapping[str, Case] = {
+    "ring: bert": (recipe("bert"), "cp2 attention=ring", {}),
+    "ring: llama": (recipe("llama"), "cp2 attention=ring", {"micro_batch": 4}),
+    "ring: llama, four ranks": (recipe("llama"), "cp4 attention=ring", {}),
+    "ring: heads that are no multiple of the ranks": (recipe("qwen3"), "cp3 attention=ring", {}),
+    "ring: gpt2": (recipe("gpt2"), "fsdp2 cp2 attention=ring recompute=full", {}),
+    "ring: vit": (recipe("vit"), "dp2 cp2 attention=ring", {}),
+    "ring: a bias with a gradient": (recipe("umt5"), "cp2 attention=ring", {}),
+    "ring: cross-attention, and relative positions": (recipe("t5"), "cp2 attention=ring", {}),
+    "ring: some blocks' attention on all tokens": (recipe("jamba"), "cp2 attention=ring", {}),
+    "ring: stages of a pipeline": (recipe("llama"), "pp2 cp2 attention=ring", {"micro_batch": 2}),
+    "ring: slices of heads": (recipe("llama"), "cp2 tp2 attention=ring", {}),
+}
 OTHERS: Mapping[str, Case] = {
     "gradients that are not added up": (recipe("bert"), "cp2", {"engine": Unsummed()}),
     "all tokens": (recipe("llama"), "dp2", {"engine": Widths()}),
@@ -68,10 +82,10 @@ OTHERS: Mapping[str, Case] = {
 
 @pytest.fixture(scope="module")
 def proofs() -> Mapping[str, Proof | str]:
-    return prove({**SAME, **OTHERS}, steps=2)
+    return prove({**SAME, **RING, **OTHERS}, steps=2)
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", [*SAME, *RING])
 def test_split_tokens_take_the_step_of_one_process(proofs: Mapping[str, Proof | str], name: str) -> None:
     assert same(proofs, [name]) == {}
 
@@ -91,6 +105,26 @@ def test_a_model_whose_tokens_cannot_be_split_is_refused(proofs: Mapping[str, Pr
     assert reason in str(proofs["no tokens"])
 
 
+def test_a_ring_is_refused_where_attention_drops_probabilities() -> None:
+    with pytest.raises(
+        samestep.LayoutError, match=r"attn drops attention probabilities \(0\.1\), .*attention=ulysses"
+    ):
+        samestep.train(recipe("gpt2", dropout=True), layout="cp2 attention=ring")
+
+
+@pytest.mark.parametrize(
+    ("layout", "run", "message"),
+    [
+        ("dp2 attention=ring", {}, "attention=ring is for the ranks of context parallel; use cp2 attention=ring"),
+        ("cp2 attention=ring", {"engine": "accelerate"}, 'engine "accelerate" '),
+        ("cp2 attention=rings", {}, "attention=rings; it can be ulysses, ring"),
+    ],
+)
+def test_a_ring_is_refused_before_ranks_start(layout: str, run: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(samestep.LayoutError, match=message):
+        samestep.verify(recipe("bert"), layout=layout, check=False, **run)
+
+
 def test_modules_that_get_all_tokens_drop_out_what_one_process_does() -> None:
-    proof = samestep.verify(recipe("encoder"), layout="cp2", dropout=True)
-    assert proof.same_step, proof
+    cases = {layout: (recipe("encoder"), layout, {}) for layout in ("cp2", "cp2 attention=ring")}
+    assert same(prove(cases, steps=2, dropout=True), list(cases)) == {}

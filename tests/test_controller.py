@@ -11,8 +11,7 @@ import pytest
 from samestep.launch import controller
 from samestep.launch.controller import AgentEnded, AgentMessage, Controller, Event
 from samestep.launch.failure import Failure, Outcome
-from samestep.launch.node_spec import NodeSpec
-from samestep.launch.starter import AgentCommand
+from samestep.launch.node_spec import AgentCommand, NodeSpec
 
 TRIES = 5
 GONE = "gone"  # the host is never reached

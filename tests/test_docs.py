@@ -269,7 +269,14 @@ def test_every_option_of_a_layout_is_described(page: Path) -> None:
             assert f"`{field.name}=`" in text
         elif field.name != "zero":
             assert f"| {field.name} |" in text
-    for choices in (layout.Schedule, layout.Recompute, layout.Offload, layout.SequenceOption, layout.Balance):
+    for choices in (
+        layout.Schedule,
+        layout.Recompute,
+        layout.Offload,
+        layout.SequenceOption,
+        layout.AttentionOption,
+        layout.Balance,
+    ):
         for choice in get_args(choices):
             assert f"`{choice}`" in text
     for preset in layout.PRESETS:

@@ -6,8 +6,7 @@ import pytest
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, Slots
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, Slots
 from samestep.launch.filters import Filters, apply
 
 pytestmark = pytest.mark.quick

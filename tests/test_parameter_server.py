@@ -378,7 +378,7 @@ def test_workers_share_a_batch_out_and_servers_take_none() -> None:
         ("server: 2", 'did you mean "servers"'),
         ("[servers", r"servers.yaml:1: no YAML file of a parameter server's settings: [^\n]*expected[^\n]*$"),
         ("[1, 2]", r"no YAML file of a parameter server's settings: it is \[1, 2\]; write keys and values"),
-        ("servers: 3", r'layout "dp3": 3 of 3 ranks would be servers, .* use servers: 2 or fewer, or dp4 or more'),
+        ("servers: 3", r'layout "dp3": servers is 3, and of 3 ranks none .* use servers: 2 or fewer, or dp4 or more'),
         ("staleness: 4", "does not take the same step .* 9 updates of every other worker late"),
         ("staleness: infinite", "does not take the same step .* any number of updates late"),
     ],
@@ -403,7 +403,11 @@ def test_wrong_settings_are_named(text: str, message: str, tmp_path: Path) -> No
             {"engine": "native", "engine_config": "file"},
             'engine "native" has no configuration file of its own; leave it out, or use engine .*parameter-server',
         ),
-        ("dp2", {"engine": "native", "staleness": 1}, "staleness"),
+        (
+            "dp2",
+            {"engine": "native", "staleness": 1},
+            'unknown key "run.staleness"; it is a setting of the parameter server; use engine: parameter-server, and',
+        ),
     ],
 )
 def test_what_it_can_not_have_is_refused(layout: str, run: Mapping[str, Any], message: str, tmp_path: Path) -> None:

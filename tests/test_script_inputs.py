@@ -20,11 +20,12 @@ REFUSED = {
     "exits": r"with 1 process failed",
 }
 JUDGED = ("no-module", "forks", "leaves", "traceback", "goes-on", "long")
+IN_HALVES = ("long:micro-batches", "places:micro-batches")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *REFUSED, *JUDGED, "places"]
+    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *REFUSED, *JUDGED, "places", *IN_HALVES]
     path = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env=environment)
@@ -51,6 +52,16 @@ def test_a_place_in_the_batch_is_no_rounding(found: dict[str, Any]) -> None:
     assert (places["kind"], places["first_difference"]["step"]) == ("forward-differs", 1), places
     assert places["noise"]["gradient"] < 1e-4
     assert any("its place in the batch matters" in note for note in places["notes"])
+
+
+@pytest.mark.timeout(120)
+def test_rounding_is_measured_in_micro_batches_where_they_make_the_same(found: dict[str, Any]) -> None:
+    right, places = (found[kind] for kind in IN_HALVES)
+    told = "can't be called with a half of its batch"
+    assert right["same_step"], right
+    assert not any(told in note for note in right["notes"])
+    assert any(told in note for note in places["notes"])
+    assert (places["kind"], places["noise"]) == (found["places"]["kind"], found["places"]["noise"])
 
 
 @pytest.mark.timeout(120)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from shared_memory_ranks import (
     runs_on,
     sent_by,
     told_by_a_backward,
+    told_by_groups,
     wrong_collectives,
     wrong_over_hosts,
 )
@@ -148,12 +150,33 @@ def test_a_region_has_no_name_that_could_outlive_its_ranks() -> None:
         os.close(file)
 
 
-def test_a_region_that_can_not_be_had_is_told_with_its_size() -> None:
-    def fails(size: int) -> tuple[int, str]:
-        raise region.NoRegionError(f"{size >> 20} MiB of shared memory are needed: No space left on device")
+@pytest.mark.parametrize(("size", "words"), [(528_384, "516 KiB"), ((10 << 20) + 1, "11 MiB")])
+def test_a_region_that_can_not_be_had_is_told_with_its_size(size: int, words: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(region.NoRegionError, match=f"^{words} of shared memory are needed: File too large$"):
+            region.share(dist.HashStore(), 0, 1, size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    with pytest.raises(region.NoRegionError, match=r"^4 MiB of shared memory are needed: No space left on device$"):
-        region.share(dist.HashStore(), 0, 1, 4 << 20, make=fails)
+
+def test_memory_that_is_too_small_is_told_once_with_what_is_needed_and_gloo_is_used() -> None:
+    first, second = local.start(told_by_groups, ("memory",), 2)
+    (told, *others) = first
+    words = r"samestep: messages go through gloo, not through shared memory: \d+ KiB of shared memory are needed: "
+    assert re.fullmatch(words + "File too large\n", told)
+    assert others == [False, 3.0]
+    assert second == ("", False, 3.0)
+
+
+def test_a_compiler_that_fails_is_told_once_and_another_kernel_is_used() -> None:
+    (told, *first), second = local.start(told_by_groups, ("compiler",), 2)
+    assert told.startswith("samestep: shared memory without its compiled kernel, which is faster: ")
+    assert told.endswith("false fails: exit code 1\n")
+    assert told.count("\n") == 1
+    assert first == [True, 3.0]
+    assert second == ("", True, 3.0)
 
 
 def test_ranks_of_other_hosts_share_none() -> None:

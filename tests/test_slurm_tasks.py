@@ -12,12 +12,11 @@ import torch
 from samestep.errors import UserError
 from samestep.launch import device
 from samestep.launch.controller import AgentConnection, AgentEnded, Event, Line
-from samestep.launch.environments import srun
+from samestep.launch.environments import slurm
 from samestep.launch.environments.base import FoundCluster, PlaceInputs
 from samestep.launch.environments.registry import find
 from samestep.launch.filters import Filters, apply
-from samestep.launch.node_spec import NodeSpec
-from samestep.launch.starter import AgentCommand, LaunchOptions
+from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec
 
 # sbatch -N2 -n3 --gpus-per-task=2, as its script finds it on the first node.
 BATCH = {
@@ -150,9 +149,9 @@ def test_an_agent_gets_all_that_its_node_has_though_the_job_asked_by_the_task(
 ) -> None:
     for name, value in BATCH.items():
         monkeypatch.setenv(name, value)
-    (bring,) = srun.STARTER.bring(parts("gpu1", "gpu2"), WAYS)
+    (bring,) = slurm.STARTER.bring(parts("gpu1", "gpu2"), WAYS)
     assert "--gpus=6" in bring.command
-    (bring,) = srun.STARTER.bring(parts("gpu2"), WAYS)
+    (bring,) = slurm.STARTER.bring(parts("gpu2"), WAYS)
     assert "--gpus=2" in bring.command
     assert started_with(bring, "SLURM_GPUS_PER_TASK", "SLURM_JOB_ID") == "none 7"
 
@@ -170,14 +169,14 @@ def test_where_slurm_gives_an_agent_all_by_itself_it_is_not_asked(
             monkeypatch.setenv(name, value)
     if "SLURM_GPUS_PER_NODE" in changes:
         monkeypatch.delenv("SLURM_GPUS_PER_TASK")
-    (bring,) = srun.STARTER.bring(parts("gpu1", device=device), WAYS)
+    (bring,) = slurm.STARTER.bring(parts("gpu1", device=device), WAYS)
     assert not any(word.startswith("--gpus") for word in bring.command)
 
 
 def test_srun_gives_its_tasks_no_variable_that_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**BATCH, "HF_TOKEN": "hf_s3cret", "WANDB_MODE": "offline"}.items():
         monkeypatch.setenv(name, value)
-    (bring,) = srun.STARTER.bring(parts("gpu1"), replace(WAYS, kept_back=("HF_TOKEN",)))
+    (bring,) = slurm.STARTER.bring(parts("gpu1"), replace(WAYS, kept_back=("HF_TOKEN",)))
     assert started_with(bring, "HF_TOKEN", "WANDB_MODE") == "none offline"
 
 

@@ -5,15 +5,19 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samestep.cli.main import main
+from samestep.drill import under_faults
+from samestep.drill.disturbances import KINDS, Processes, kinds_of, last_step_in
 from samestep.drill.drill import Left
-from samestep.drill.soak import KINDS, Soak, Soaked, Target, _samples
+from samestep.drill.soak import Soaked, _samples
+from samestep.drill.under_faults import Planned, UnderFaults, planned
 
 TESTS = Path(__file__).parent
 JOB = f"""
@@ -66,7 +70,7 @@ def test_two_hundred_faults_leave_the_bits_as_they_are(job: str) -> None:
     found = soaked(job, "--soak", "200", "--seed", "7", "--between", "1s", limit=3580)
     assert found["passed"]
     assert sum(found["faults"].values()) == 200
-    assert len(found["faults"]) == len(KINDS)
+    assert sorted(found["faults"]) == sorted(kinds_of(None))
 
 
 @pytest.mark.quick
@@ -80,6 +84,10 @@ def test_two_hundred_faults_leave_the_bits_as_they_are(job: str) -> None:
         (["--soak", "2", "--faults", "kil"], 'unknown fault "kil" of a soak; did you mean "kill"'),
         (["--soak", "2", "--time-limit", "0"], "--time-limit is 0; use a number of seconds above 0"),
         (["--soak", "2", "--layout", "tp2"], 'layout "tp2": run.reduction is ordered, which is for data ranks'),
+        (
+            ["--soak", "2", "--faults", "cable"],
+            'fault "cable" of a soak wants several hosts, and drill starts one; use',
+        ),
         (["--seed", "2"], "--seed is of a soak; use it with --soak N"),
         (["--between", "2s"], "--between is of a soak; use it with --soak N"),
     ],
@@ -146,13 +154,96 @@ def test_a_soak_passes_only_where_nothing_is_lost_or_left(wrong: dict[str, Any])
 def test_a_process_and_its_children_are_one_target() -> None:
     text = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     with subprocess.Popen([sys.executable, "-c", text]) as started:
-        target = Target(started, 2)
+        target = Processes(started, Path("none"), 2)
         until = time.monotonic() + 30
         while len(target.tree()) < 2 and time.monotonic() < until:
             time.sleep(0.05)
         assert len(target.tree()) == 2
-        assert target.ranks() == []
-        soak = Soak(wanted=1, between=0.1, kinds=["kill", "gone"], draw=random.Random(0), processes=2)
-        assert not KINDS["kill"].commit(target, soak.draw)  # nobody is a rank yet
-        assert KINDS["gone"].commit(target, soak.draw)
+        assert target.ranks() == {}
+        assert target.last_step() == -1
+        assert KINDS["kill"].commit(target, random.Random(0)) is None  # nobody is a rank yet
+        assert KINDS["gone"].commit(target, random.Random(0)) is not None
         assert started.wait(30) == -9
+
+
+@pytest.mark.quick
+def test_the_faults_of_a_seed_are_the_same_ones_and_as_far_apart_as_asked() -> None:
+    kinds = kinds_of(None)
+    plan = planned(kinds, faults=2000, between=4.0, seed=9)
+    assert plan == planned(kinds, faults=2000, between=4.0, seed=9)
+    assert plan != planned(kinds, faults=2000, between=4.0, seed=10)
+    waits = [fault.wait for fault in plan]
+    assert 2.0 <= min(waits) < 2.1 < 5.9 < max(waits) <= 6.0
+    assert sum(waits) / len(waits) == pytest.approx(4.0, rel=0.03)
+    assert {fault.kind for fault in plan} == {name for name, kind in KINDS.items() if not kind.of_hosts}
+    assert set(kinds_of(None, hosts=True)) == set(KINDS)
+
+
+@pytest.mark.quick
+def test_the_last_step_of_a_long_record_is_read_from_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert last_step_in(file) == -1
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(3000)]
+    file.write_text("\n".join(lines) + '\n{"step": 3', encoding="utf-8")
+    assert last_step_in(file) == 2999
+
+
+@dataclass
+class Told:
+    """A job that does what a list says: at each look the step that it has come to, then its exit code."""
+
+    steps: Sequence[int]
+    code: int | None = 0
+    hosts: None = None
+    looks: int = 0
+    got: list[str] = field(default_factory=list)
+
+    def poll(self) -> int | None:
+        over = self.looks >= len(self.steps) or "kill" in self.got
+        return (-9 if "kill" in self.got else self.code) if over else None
+
+    def last_step(self) -> int:
+        self.looks += 1
+        return self.steps[min(self.looks, len(self.steps)) - 1]
+
+    def ranks(self) -> Mapping[int, int]:
+        return {}
+
+    def raise_file(self, rank: int) -> Path:
+        raise AssertionError
+
+    def tree(self) -> Sequence[int]:
+        return []
+
+    def terminate(self) -> None:
+        self.got.append("terminate")
+
+    def kill(self) -> None:
+        self.got.append("kill")
+
+
+@pytest.mark.quick
+def test_steps_under_way_are_no_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_faults, "_LOOKS", 0.0)
+    soak = UnderFaults(plan=[Planned(kind="terminate", wait=1e-9, chance=0)], stuck_after=60)
+    first = Told([-1, 5, 5, 6, 7, 20], code=143)  # goes on for some steps until it has ended
+    soak.disturb(first)
+    assert (first.got, soak.recoveries, soak.goes_on(143)) == (["terminate"], [], True)
+    before = time.monotonic()
+    soak.disturb(Told([20, 20, 21, 23]))
+    assert len(soak.recoveries) == 1  # its good end counts
+    assert soak.recoveries[0] >= time.monotonic() - before - 0.1
+    assert not soak.goes_on(0)
+    again = UnderFaults(plan=[Planned(kind="terminate", wait=1e-9, chance=0)], stuck_after=60)
+    again.disturb(Told([-1, 5, 5, 6], code=143))
+    again.disturb(Told([6, 4, 9, 10, 10], code=1))
+    assert len(again.recoveries) == 1  # step 10 is beyond what may still have been under way
+
+
+@pytest.mark.quick
+def test_a_job_without_steps_is_given_up() -> None:
+    soak = UnderFaults(plan=[], stuck_after=0.2)
+    stuck = Told([3] * 1000)
+    soak.disturb(stuck)
+    assert (soak.stuck, stuck.got) == (True, ["kill"])
+    assert not soak.goes_on(-9)

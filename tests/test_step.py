@@ -209,10 +209,11 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32(tmp_path:
 def test_float16_without_an_accelerator_is_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(*arguments: Any) -> None:
+    def start(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("samestep.launch.local.start", start)
+    monkeypatch.setattr("samestep.launch.local.train", start)
     recipe = samestep.Recipe(task=Points(), batch=32, steps=2, precision="fp16")
     with pytest.raises(samestep.UserError, match=r"recipe\.precision is fp16, .*; use bf16 or fp32 on a CPU"):
         samestep.train(recipe, layout="dp2", folder=tmp_path, device="cpu")

@@ -7,18 +7,20 @@ Without --cross-validation, which takes minutes, its table stays as it is.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from page_parts import markdown_table, write_parts
 
-from samestep.layout import Layout
+from samestep.layout import Layout, Recompute, Schedule, SequenceOption
 from samestep.planning.accuracy import cross_validated, table
 from samestep.planning.hardware import cluster_of
+from samestep.planning.memory import in_flight, kept_activations, memory_of, state_bytes
 from samestep.planning.published import PredictedRow, PublishedRow, predict, read_rows
 from samestep.planning.search import Plan, plan, usual_batch
 from samestep.planning.shapes import known_model
 from samestep.planning.software import PLANNED, SOFTWARE
-from samestep.planning.stage_time import Job
+from samestep.planning.stage_time import Job, layers_of_stages
 from samestep.planning.step_time import step_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +28,8 @@ PUBLISHED = ROOT / "benchmarks" / "published"
 PAGES = {"en": ROOT / "docs" / "planning.md", "zh": ROOT / "docs" / "zh" / "planning.md"}
 HEADS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "errors": {
-        "en": ("rows of", "rows", "mean error", "bias", "largest error", "tau, mean", "tau, least"),
-        "zh": ("数据来源", "行数", "平均误差", "偏差", "最大误差", "tau 平均", "tau 最小"),
+        "en": ("rows of", "rows", "mean error", "bias", "largest error", "tau, mean", "tau, least", "could be"),
+        "zh": ("数据来源", "行数", "平均误差", "偏差", "最大误差", "tau 平均", "tau 最小", "至多"),
     },
     "halves": {
         "en": ("device", "rows", "error on that half", "error on the other half", "error as shipped"),
@@ -36,6 +38,10 @@ HEADS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "recomputation": {
         "en": ("model", "recomputation", "published, s", "predicted, s", "error"),
         "zh": ("模型", "重计算", "公布（秒）", "预测（秒）", "误差"),
+    },
+    "memories": {
+        "en": ("model", "what", "published", "counted", "error"),
+        "zh": ("模型", "内容", "公布", "计算", "误差"),
     },
     "plans": {
         "en": ("model", "H100", "program", "best layout", "micro-batch", "s a step", "MFU", "GB"),
@@ -54,6 +60,27 @@ RECOMPUTED = (
     ("gpt-1t", 8, 64, 1, 512, 1, 94.42, 71.49),
 )
 
+# Of the same models in the same layouts, GiB of a device: parameters with optimizer state, activations, and these
+# with selective recomputation and split sequences (figure 1); activations of a layer in per cent of those without
+# either, with split sequences, with selective recomputation, with both, with full recomputation (figure 7). As
+# Calculon transcribed them (calculon-ai/calculon, calculon/llm/validation.py).
+KEPT: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
+    "gpt-22b": ((45.5625, 59.25, 9.5625), (66.84, 49.42, 16.18, 7.64)),
+    "gpt-175b": ((45.5625, 66.84375, 12.3515625), (62.04, 56.53, 18.49, 8.71)),
+    "gpt-530b": ((31.640625, 114.0234375, 23.076171875), (58.31, 62.04, 20.27, 9.42)),
+    "gpt-1t": ((32.958984375, 131.25, 26.5625), (58.31, 62.04, 20.27, 9.42)),
+}
+WAYS: Sequence[tuple[Recompute, SequenceOption]] = (
+    ("none", "split"), ("selective", "whole"), ("selective", "split"), ("full", "whole"),
+)  # fmt: skip
+# GiB of the fullest device of 8 pipeline ranks of Llama-2-7B (AMD-AGI/Primus, docs_deprecated/tech_blogs/
+# primus_pipeline). Their FLOPs a token, 235.7 T / 10,057, are those of 16 layers of 4,096 tokens.
+PRIMUS: Sequence[tuple[Schedule, int, float]] = (
+    ("1f1b", 1, 16.26), ("interleaved-1f1b", 2, 21.40), ("interleaved-zero-bubble", 2, 16.59),
+    ("zbv-zero-bubble", 2, 18.11),
+)  # fmt: skip
+PRIMUS_LAYERS = 16
+
 Lines = Sequence[Sequence[str]]
 
 
@@ -64,6 +91,7 @@ def main() -> None:
     tables = {
         "errors": errors([predict(row) for row in published_rows()]),
         "recomputation": recomputation(),
+        "memories": memories(),
         "plans": plans(),
     }
     if options.cross_validation:
@@ -88,6 +116,7 @@ def errors(rows: Sequence[PredictedRow]) -> Lines:
             f"{group.largest_error:+.0%}",
             "" if group.mean_tau is None else f"{group.mean_tau:.2f}",
             "" if group.least_tau is None else f"{group.least_tau:.2f}",
+            "" if group.least_ceiling is None else f"{group.least_ceiling:.2f}",
         )
         for group in groups
     ]
@@ -112,7 +141,7 @@ def recomputation() -> Lines:
     """Steps of a paper that took no part in setting anything."""
     lines = []
     for name, tensor, pipeline, stages, batch, micro_batch, full, selective in RECOMPUTED:
-        job = Job(model=known_model(name), global_batch=batch, precision="fp16", software=SOFTWARE["megatron-2021"])
+        job = Job(model=known_model(name), global_batch=batch, precision="fp16", software=SOFTWARE["megatron-2022"])
         base = Layout(
             tensor=tensor,
             pipeline=pipeline,
@@ -125,6 +154,49 @@ def recomputation() -> Lines:
             found = step_time(job, layout, micro_batch, cluster_of("a100", layout.size)).seconds
             lines.append((name, layout.recompute, f"{seconds:.2f}", f"{found:.2f}", f"{found / seconds - 1:+.0%}"))
     return lines
+
+
+def memories() -> Lines:
+    """Memory that papers and others have published, and what is counted of the same."""
+    found = [row for name, *case in RECOMPUTED for row in _kept_as_in_the_paper(name, *case[:5])]
+    model = replace(known_model("llama-2-7b"), layers=PRIMUS_LAYERS)
+    job = Job(model=model, global_batch=64, precision="bf16", software=SOFTWARE["megatron-core"])
+    for schedule, stages, published in PRIMUS:
+        layout = Layout(pipeline=8, schedule=schedule, stages=stages)
+        peak = max(rank.total for rank in memory_of(job, layout, 1)) / 2**30
+        found.append((f"llama-2-7b, {PRIMUS_LAYERS} layers", f"pp8 schedule={schedule}", published, peak, "GiB"))
+    return [
+        (name, what, f"{given:.1f} {unit}", f"{counted:.1f} {unit}", f"{counted / given - 1:+.0%}")
+        for name, what, given, counted, unit in found
+    ]
+
+
+def _kept_as_in_the_paper(
+    name: str, tensor: int, pipeline: int, stages: int, batch: int, micro_batch: int
+) -> list[tuple[str, str, float, float, str]]:
+    """Model, what it is, as published, as counted, and its unit: of one model of figures 1 and 7."""
+    model, software = known_model(name), SOFTWARE["megatron-2022"]
+    schedule: Schedule = "interleaved-1f1b" if stages > 1 else "1f1b"
+    base = Layout(tensor=tensor, pipeline=pipeline, stages=stages, schedule=schedule)
+    layers = tuple(layers_of_stages(model.layers, pipeline * stages))
+    at_once = in_flight(base, batch // micro_batch, 0, layers)
+
+    def kept(how: Recompute, sequence: SequenceOption) -> float:
+        return kept_activations(model, micro_batch, replace(base, recompute=how, sequence=sequence), software)
+
+    (state, whole, both), shares = KEPT[name]
+    counted = sum(state_bytes(model.parameters / (tensor * pipeline), base, software))
+    most = [at_once * kept(*way) / 2**30 for way in (("none", "whole"), ("selective", "split"))]
+    of_layer = [
+        (f"of a layer, recompute={way[0]} sequence={way[1]}", share, 100 * kept(*way) / kept("none", "whole"))
+        for way, share in zip(WAYS, shares, strict=True)
+    ]
+    return [
+        (name, "parameters, gradients, optimizer", state, counted / 2**30, "GiB"),
+        (name, "activations", whole, most[0], "GiB"),
+        (name, "activations, recompute=selective sequence=split", both, most[1], "GiB"),
+        *((name, what, share, part, "%") for what, share, part in of_layer),
+    ]
 
 
 def planned(name: str, devices: int, program: str) -> Plan:

@@ -121,7 +121,8 @@ def look(animal: Animal, *, processes: int = 2, seed: int = 0, steps: int = 10) 
 
 def _proof(animal: Animal, folder: Path, *, seed: int, processes: int, steps: int) -> ScriptProof:
     file, given = str(ZOO / f"{animal.name}.py"), animal.options
-    common = ("--seed", str(seed), "--saved", str(folder / f"state-{seed}.pt"))
+    thirds = ("--thirds",) if processes % 3 == 0 else ()
+    common = ("--seed", str(seed), "--saved", str(folder / f"state-{seed}.pt"), *thirds)
 
     def command(text: str | None) -> tuple[str, ...] | None:
         return (file, *shlex.split(text), *common) if text is not None else None

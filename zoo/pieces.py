@@ -1,7 +1,11 @@
 """What the scripts of the zoo share: small data, small models, and the start of the ranks."""
 
 import argparse
+import importlib
+import os
+import sys
 from argparse import Namespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +27,18 @@ def options() -> Namespace:
     parser.add_argument("--saved", default="zoo-state.pt", help="where the state is saved and looked for")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
-    return parser.parse_args()
+    parser.add_argument(_THIRDS, action="store_true", help="batches and data sets that three ranks can share out")
+    given = parser.parse_args()
+    given.batch = _shared(given.batch)
+    return given
+
+
+_THIRDS = "--thirds"
+
+
+def _shared(count: int) -> int:
+    """So many samples, or three quarters of them: 16 and 64 are 12 and 48, of which three ranks have as many each."""
+    return count - count // 4 if _THIRDS in sys.argv else count
 
 
 def join(seed: int) -> tuple[int, int]:
@@ -33,9 +48,20 @@ def join(seed: int) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def deepspeed_on_cpus() -> Any:
+    """DeepSpeed with its process group. It compiles nothing: what it would compile on CPUs takes minutes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
+    deepspeed = importlib.import_module("deepspeed")
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
+    deepspeed.init_distributed("gloo")
+    return deepspeed
+
+
 def samples(count: int = 64, seed: int = 5) -> TensorDataset:
-    """Rows of 8 numbers, and one of 3 classes."""
+    """Rows of 8 numbers, and one of 3 classes. The few samples of an evaluation are for no number of ranks."""
     generator = torch.Generator().manual_seed(seed)
+    count = _shared(count) if count > 16 else count
     rows = torch.randn(count, 8, generator=generator)
     classes = (rows @ torch.randn(8, 3, generator=generator)).argmax(dim=1)
     return TensorDataset(rows, classes)
@@ -44,6 +70,7 @@ def samples(count: int = 64, seed: int = 5) -> TensorDataset:
 def sentences(count: int = 64, length: int = 12, seed: int = 5) -> TensorDataset:
     """Tokens, of 0 to 19, and the labels of some of them: -100 for those that have no loss, unlike many in a row."""
     generator = torch.Generator().manual_seed(seed)
+    count = _shared(count)
     tokens = torch.randint(0, 20, (count, length), generator=generator)
     lengths = torch.randint(2, length + 1, (count,), generator=generator)
     labels = torch.where(torch.arange(length) < lengths[:, None], (tokens * 3 + 1) % 20, -100)

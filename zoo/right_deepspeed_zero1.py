@@ -3,17 +3,11 @@
 verify: --engine deepspeed
 """
 
-import os
-
 import torch
-from pieces import Classifier, cross_entropy, loader, options, samples
+from pieces import Classifier, cross_entropy, deepspeed_on_cpus, loader, options, samples
 
 given = options()
-os.environ["DS_ACCELERATOR"] = "cpu"
-import deepspeed  # noqa: E402  after the variable that it reads
-
-deepspeed.comm.torch.build_shm_op = lambda: None
-deepspeed.init_distributed("gloo")
+deepspeed = deepspeed_on_cpus()
 torch.manual_seed(given.seed)
 world = torch.distributed.get_world_size()
 settings = {

@@ -1,37 +1,32 @@
 """`samestep.train` and `samestep.verify`: check a job, start its ranks, bring back what they found."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
-from samestep import environment
-from samestep.bits import BitsRow, BitsTaken, compare_bits, take_bits
+from samestep import environment, rank_tasks
+from samestep.bits import BitsRow, compare_bits
 from samestep.contract.check import check_contract, find_gradients_passed
 from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients
-from samestep.display.schedule_svg import draw_schedule
 from samestep.engines import registry as engines
-from samestep.engines.precision import Precision, float32_products
-from samestep.errors import InterruptedJobError, LayoutError, NonFiniteError, RankFailedError, UserError
-from samestep.fault_tolerance import preemption, restarts
-from samestep.fault_tolerance.policy import check_faults, smaller
-from samestep.fault_tolerance.rank import RankSupervision, Round
+from samestep.engines.precision import Precision
+from samestep.errors import InterruptedJobError, NonFiniteError, RankFailedError, UserError
+from samestep.fault_tolerance.policy import again, check_faults, needs_ranks, smaller
+from samestep.fault_tolerance.rank import Round
 from samestep.job import Job, Run
 from samestep.launch import fork_server, local
-from samestep.launch.affinity import Binding, bind, bindings, chosen, cores, this_machine, threads_of
+from samestep.launch.affinity import bindings, chosen, cores, this_machine, threads_of
 from samestep.launch.device import accelerators, check_devices, device_of
 from samestep.launch.environments.registry import check_not_alone
-from samestep.launch.world import World, join
 from samestep.layout import Layout, unsized
 from samestep.matrix import Row
+from samestep.parallel.compile import check_compile
 from samestep.parallel.offload.memory import check_offload_folder
-from samestep.proof import Proof, Reference, hold_against, proof_job, reference
-from samestep.proof_departure import Departure, Looked, find, look
+from samestep.proof import Proof, Reference, proof_job, reference
+from samestep.proof_departure import look
 from samestep.recipe import Recipe
 from samestep.run_folder import RunPlace
 from samestep.tasks import TASKS
@@ -41,11 +36,10 @@ from samestep.tasks.registry import resolve as resolve_task
 from samestep.tasks.turns import turns_of
 from samestep.training.checkpointing import check_place
 from samestep.training.early_stop import EarlyStopper
-from samestep.training.fit import fit_with_rollbacks, try_out
 from samestep.training.optimizer import check_average_start, check_optimizers, check_turns_optimizers
 from samestep.training.rehearsal import Rehearsal, check_rehearsed, rehearse
-from samestep.training.result import SCHEDULE_FILE, TrainResult, check_folder
-from samestep.training.step_timing import StepTiming, time_steps
+from samestep.training.result import TrainResult, check_folder
+from samestep.training.step_timing import StepTiming
 from samestep.training.usage import Usage
 from samestep.validation import checked
 from samestep.visible_devices import DeviceChoice
@@ -107,7 +101,7 @@ def train_job(job: Job) -> TrainResult:
     fork_server.start_early(job)
     if round_ is None or round_.number == 0:
         _check_contract(job, task)
-    found = _trained(job, layout, round_)
+    found = _trained(job, layout)
     if isinstance(found, Exception):  # the same on all ranks, which have ended in good order
         raise found
     return found
@@ -115,7 +109,7 @@ def train_job(job: Job) -> TrainResult:
 
 def _of_round(job: Job, round_: Round) -> Job:
     """The job of ranks that their hosts' agents have started, perhaps again and with fewer or more hosts."""
-    job = restarts.again(job) if round_.number > 0 else job
+    job = again(job) if round_.number > 0 else job
     if round_.run_folder is not None:
         job = replace(job, run=replace(job.run, folder=round_.run_folder))
     ranks = environment.ranks()
@@ -130,17 +124,12 @@ def _of_round(job: Job, round_: Round) -> Job:
     return job
 
 
-def _trained(job: Job, layout: Layout, round_: Round | None) -> TrainResult | InterruptedJobError | NonFiniteError:
-    if environment.ranks() is not None or not restarts.needed(job, layout):
-        return _train_rank(job, layout, round_ or Round())
+def _trained(job: Job, layout: Layout) -> TrainResult | InterruptedJobError | NonFiniteError:
+    if environment.ranks() is not None or not needs_ranks(job, layout):
+        return rank_tasks.train_rank(job, layout)
     folder = RunPlace.of(job).chosen()  # the same for every round
     job = replace(job, run=replace(job.run, folder=folder))
-    return restarts.supervised(job, layout, folder, start=_start_round, smaller=_smaller)
-
-
-def _start_round(job: Job, layout: Layout, round_: Round) -> Any:
-    taken = preemption.TAKEN if job.run.checkpoint is not None else ()
-    return _start(_train_rank, job, layout, round_, signals_taken=taken)
+    return local.train(job, layout, folder, call=partial(_call, rank_tasks.train_rank), smaller=_smaller)
 
 
 def _smaller(job: Job, layout: Layout) -> tuple[Job, Layout] | None:
@@ -160,7 +149,7 @@ def dry_run_job(job: Job) -> Sequence[Usage]:
     """What each rank of a job would hold and send. Where this process is one of the ranks, it takes its part."""
     job, layout = _settled(job)
     _check(job, layout)
-    return _on_ranks(_dry_run_rank, job, layout)
+    return _on_ranks(rank_tasks.dry_run_rank, job, layout)
 
 
 def dry_run_layouts(job: Job, layouts: Sequence[str]) -> dict[str, Sequence[Usage] | str]:
@@ -184,7 +173,7 @@ def time_steps_job(job: Job, *, steps: int = 6) -> Sequence[StepTiming]:
     """Seconds of a step on each rank, after the first steps, and what each held: ranks start, and write nothing."""
     job, layout = _settled(job)
     _check(job, layout)
-    return _on_ranks(_time_steps_rank, job, layout, steps)
+    return _on_ranks(rank_tasks.time_steps_rank, job, layout, steps)
 
 
 def rehearse_job(job: Job, world_size: int) -> Sequence[Rehearsal]:
@@ -231,11 +220,11 @@ def verify_job(
         known = None
         if ranks is None or ranks.rank == 0:
             known = reference(job, task, steps, Path(folder), device=reference_device)
-        proof: Proof = _on_ranks(_verify_rank, job, layout, steps, known)
+        proof: Proof = _on_ranks(rank_tasks.verify_rank, job, layout, steps, known)
         if ranks is not None or proof.same_step or proof.communication is not None or proof.nonfinite:
             return proof
         looked = look(job, task, steps, Path(folder))
-        return replace(proof, departure=_on_ranks(_find_rank, job, layout, steps, looked))
+        return replace(proof, departure=_on_ranks(rank_tasks.find_rank, job, layout, steps, looked))
 
 
 def verify_layouts(
@@ -297,7 +286,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
     _check_contract(alone, task)
     rows: list[BitsRow] = []
     with TemporaryDirectory(prefix="samestep-bits-") as folder:
-        known = _on_ranks(_bits_rank, alone, single, steps, Path(folder) / "single", job.run.threads)
+        known = _on_ranks(rank_tasks.bits_rank, alone, single, steps, Path(folder) / "single", job.run.threads)
         for number, text in enumerate(layouts):
             try:
                 settled, layout = _settled(job, Layout.parse(text, job.run.processes if unsized(text) else None))
@@ -305,7 +294,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
                 mine = known
                 if layout.size > 1:
                     place = Path(folder) / str(number)
-                    mine = _on_ranks(_bits_rank, settled, layout, steps, place, job.run.threads)
+                    mine = _on_ranks(rank_tasks.bits_rank, settled, layout, steps, place, job.run.threads)
             except UserError as error:
                 rows.append(BitsRow(layout=text, reason=str(error)))
             except RankFailedError as error:
@@ -337,7 +326,7 @@ def _rows(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference)
 def _usages(job: Job, layouts: Mapping[str, Layout]) -> dict[str, Sequence[Usage] | str]:
     """What ranks hold under layouts of one size, in one start of them; where any goes wrong, in a start each."""
     try:
-        found = _on_ranks(_dry_run_rank_many, job, next(iter(layouts.values())), list(layouts.values()))
+        found = _on_ranks(rank_tasks.dry_run_rank_many, job, next(iter(layouts.values())), list(layouts.values()))
     except (UserError, RankFailedError) as error:
         if len(layouts) == 1:
             return dict.fromkeys(layouts, str(error))
@@ -350,7 +339,7 @@ def _usages(job: Job, layouts: Mapping[str, Layout]) -> dict[str, Sequence[Usage
 
 def _in_one_start(job: Job, layouts: Mapping[str, Layout], steps: int, known: Reference) -> dict[str, Row]:
     size = next(iter(layouts.values()))
-    proofs = _on_ranks(_verify_rank_many, job, size, list(layouts.values()), steps, known)
+    proofs = _on_ranks(rank_tasks.verify_rank_many, job, size, list(layouts.values()), steps, known)
     rows: dict[str, Row] = {}
     for text, (found, seconds) in zip(layouts, proofs, strict=True):
         if isinstance(found, Proof):
@@ -368,102 +357,6 @@ def _alone(job: Job) -> Job:
 
 def _name_of(job: Job) -> str:
     return job.name or str(job.recipe.task)
-
-
-@contextmanager
-def _join(job: Job) -> Iterator[World]:
-    shares = engines.resolve(job.run.engine).abilities.shared_memory
-    transport = job.run.transport if shares else "gloo"
-    joined = join(
-        device=job.run.device,
-        threads=job.run.threads,
-        transport=transport,
-        share_devices=job.run.transport == "gloo",
-    )
-    # An engine may put functions of its own in the place of PyTorch's, for the whole process, as DeepSpeed's stage 3
-    # does with that of linear layers. This process may be the user's own, and train something else next.
-    linear = torch.nn.functional.linear
-    try:
-        with float32_products(job.run.float32_matmul), joined as world:
-            yield world
-    finally:
-        torch.nn.functional.linear = linear
-
-
-def _train_rank(job: Job, layout: Layout, round_: Round) -> TrainResult | InterruptedJobError | NonFiniteError:
-    with (
-        RankSupervision(job.run, round_) as supervision,
-        _join(job) as world,
-    ):
-        supervision.joined()
-        try:
-            result = fit_with_rollbacks(job, resolve_task(job.recipe), world, layout, supervision)
-        except (InterruptedJobError, NonFiniteError) as error:  # they leave in good order, as after the last step
-            return error
-        if world.rank == 0 and (result.folder / SCHEDULE_FILE).exists():
-            draw_schedule(result.folder)
-        return result
-
-
-def _dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
-    with _join(job) as world:
-        return try_out(job, resolve_task(job.recipe), world, layout)
-
-
-def _dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Sequence[Usage] | str]:
-    found: list[Sequence[Usage] | str] = []
-    with _join(job) as world:
-        task = resolve_task(job.recipe)
-        for layout in layouts:
-            try:
-                found.append(try_out(job, task, world, layout))
-            except UserError as error:  # of the layout and the model, which all ranks look at alike
-                if isinstance(error, LayoutError) and not error.alike:
-                    raise
-                found.append(str(error))
-    return found
-
-
-def _time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:
-    with _join(job) as world:
-        return time_steps(job, resolve_task(job.recipe), world, layout, steps)
-
-
-def _verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
-    with _join(job) as world:
-        return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
-
-
-def _find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Departure | None:
-    with _join(job) as world:
-        return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)
-
-
-def _bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int | None) -> BitsTaken:
-    with _join(job) as world:
-        fast = threads_of(layout.size, threads)
-        return take_bits(job, resolve_task(job.recipe), world, layout, steps, folder, fast)
-
-
-def _verify_rank_many(
-    job: Job, _: Layout, layouts: Sequence[Layout], steps: int, known: Reference
-) -> list[tuple[Proof | str, float]]:
-    """Proofs of several layouts one after the other, or why they were refused, and the seconds that each took."""
-    found: list[tuple[Proof | str, float]] = []
-    with _join(job) as world:
-        task = resolve_task(job.recipe)  # reading the data may take longer than a proof
-        for layout in layouts:
-            began = time.perf_counter()
-            mine = known if world.rank == 0 else None
-            result: Proof | str
-            try:
-                result = hold_against(job, task, world, layout, steps, mine)
-            except UserError as error:  # of the layout and the model, which is the same on all ranks
-                if isinstance(error, LayoutError) and not error.alike:
-                    raise  # the layouts are tried again, each in a start of its own
-                result = str(error)
-            found.append((result, time.perf_counter() - began))
-    return found
 
 
 def _run(layout: str | Layout, run: dict[str, Any]) -> Run:
@@ -520,6 +413,8 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
         Precision(recipe.precision, device_of(0, job.run.device))
     if job.run.compile and not engine.abilities.compiles:
         raise UserError(f'run.compile is true, and engine "{engine.name}" compiles no blocks; use engine native')
+    if job.run.compile:
+        check_compile(layout)
     if job.run.float32_matmul != "highest" and not engine.abilities.float32_matmul:
         raise UserError(
             f"run.float32_matmul is {job.run.float32_matmul}, which is of PyTorch's products, "
@@ -584,24 +479,14 @@ def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, *arguments
     """Call a function in every rank: here where this process is one of them, or the only one."""
     if environment.ranks() is not None or layout.size == 1:
         return function(job, layout, *arguments)
-    return _start(function, job, layout, *arguments)
+    return local.start(*_call(function, job, layout, *arguments), layout.size)
 
 
-def _start(
-    function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any, signals_taken: Sequence[str] = ()
-) -> Any:
+def _call(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> local.Call:
+    """What each of the ranks of a layout on this host does: the function, on cores and with threads of its own."""
     threads = threads_of(layout.size, job.run.threads)
     own = bindings(this_machine(), layout.size, job.run.bind)
     if job.run.threads is None and environment.asked_threads() is None:
         threads = min(threads, *(each.threads for each in own))  # of NUMA nodes one may have fewer cores
     job = replace(job, run=replace(job.run, threads=threads))
-    call = (own, function, job, layout, *arguments)
-    return local.start(_on_its_cores, call, layout.size, signals_taken=signals_taken)
-
-
-def _on_its_cores(own: Sequence[Binding], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a rank that this process started, on the cores that are the rank's."""
-    ranks = environment.ranks()
-    assert ranks is not None
-    bind(own[ranks.local_rank])
-    return function(*arguments)
+    return rank_tasks.on_its_cores, (own, function, job, layout, *arguments)

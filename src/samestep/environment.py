@@ -241,6 +241,21 @@ def error_file_at(file: Path) -> dict[str, str]:
     return {_ERROR_FILE: str(file), "TORCHELASTIC_ERROR_FILE": str(file)}
 
 
+_BAR_FILE, _BAR_COLUMNS = "SAMESTEP_BAR_FILE", "SAMESTEP_BAR_COLUMNS"
+
+
+def bar_at(file: Path, columns: int) -> dict[str, str]:
+    """Tells ranks that the progress bar they write into a file is shown on a terminal of so many columns."""
+    return {_BAR_FILE: str(file), _BAR_COLUMNS: str(columns)}
+
+
+def bar_file(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
+    """The file for this rank's progress bar and the columns of the terminal that shows it; None where none does."""
+    if _BAR_FILE not in environ:
+        return None
+    return Path(environ[_BAR_FILE]), integer(environ, _BAR_COLUMNS)
+
+
 def variables_file(environ: Mapping[str, str] = os.environ) -> str | None:
     """The file that the user names for variables that go to every host."""
     return environ.get("SAMESTEP_ENV_FILE") or None

@@ -47,6 +47,9 @@ class Inject:
     fault: Fault
     seconds: Duration = 0.1  # slow: how much longer this step and every later one takes
     every_round: bool = False  # also when the ranks have been started again
+    # A file: the fault is committed in the first step from `step` on that finds it, in whatever round, and takes the
+    # file away. For faults that come from outside.
+    when: Path | None = None
 
 
 def _one_or_more(value: Any) -> Any:

@@ -11,6 +11,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "optimizer-disk", "parameters", "parameters-disk"]
 SequenceOption = Literal["whole", "split"]
+AttentionOption = Literal["ulysses", "ring"]
 Balance = Literal["speed", "memory"]
 
 # Mesh dimensions, outermost first: the chattiest gets the nearest ranks.
@@ -31,6 +32,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
     "sequence": get_args(SequenceOption),
+    "attention": get_args(AttentionOption),
     "balance": get_args(Balance),
 }
 
@@ -89,6 +91,8 @@ class Layout:
     recompute: Recompute = "none"
     offload: str = "none"  # an Offload, or several that go together: activations+optimizer
     sequence: SequenceOption = "whole"  # split: between its slices tensor parallel also splits the tokens
+    # How tokens that context parallel splits meet: ranks exchange heads for tokens, or pass on keys and values.
+    attention: AttentionOption = "ulysses"
     balance: Balance = "speed"  # what is equal for pipeline stages: the time they take, or the memory they fill
     order: str = DEFAULT_ORDER  # of the mesh dimensions over the ranks, outermost first; or a name in PLACEMENTS
 
@@ -182,7 +186,7 @@ class Layout:
         plain = {field.name: field.default for field in fields(self)}
         parts += [
             f"{name}={getattr(self, name)}"
-            for name in ("schedule", "stages", "recompute", "offload", "sequence", "balance", "order")
+            for name in ("schedule", "stages", "recompute", "offload", "sequence", "attention", "balance", "order")
             if getattr(self, name) != plain[name]
         ]
         return " ".join(parts) or "single"

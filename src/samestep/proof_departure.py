@@ -6,7 +6,7 @@ first is what comes first: the forward, the gradients, the update.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from samestep.layout import Layout
 from samestep.parallel.complex_parameters import as_real
 from samestep.proof_steps import save, take
 from samestep.recording.activations import Activations
+from samestep.recording.calls import ModelCalls, listen_to_modules
 from samestep.recording.differences import common_module
 from samestep.recording.forward import Keys, ModuleApart, first_module_apart
 from samestep.recording.record import RankStep
@@ -70,26 +71,10 @@ class _Watch:
 
     def __init__(self) -> None:
         self.forwards: list[dict[str, Any]] = []
+        self.calls = ModelCalls(self._begins, self._ends)
         self._root: nn.Module | None = None
-        self._depth = 0
-        self._activations: Activations | None = None
 
-    def called(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._depth == 0 and not self._enters(module, args, kwargs):
-            return call(module, *args, **kwargs)
-        self._depth += 1
-        try:
-            result = call(module, *args, **kwargs)
-        finally:
-            self._depth -= 1
-        if self._activations is not None:
-            self._activations.add(module, result)
-            if self._depth == 0:
-                self.forwards[-1]["activations"] = self._activations.to_json()
-                self._activations = None
-        return result
-
-    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+    def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether a model's forward begins here. A block that is computed again in backward is no model."""
         if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
             return False
@@ -99,24 +84,21 @@ class _Watch:
         if rows is None:
             return False
         self.forwards.append({"rows": dict(rows.hashes)})
-        self._activations = Activations(module, "", rows.batch)
+        self.calls.activations = Activations(module, "", rows.batch)
         return True
+
+    def _ends(self, _: Any) -> None:
+        self.forwards[-1]["activations"] = self.calls.take_activations()
 
 
 @contextmanager
 def _watched() -> Iterator[_Watch]:
-    watch, call = _Watch(), nn.Module.__call__
-
-    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return call(module, *args, **kwargs)
-        return watch.called(call, module, args, kwargs)
-
-    nn.Module.__call__ = called
+    watch = _Watch()
+    end = listen_to_modules(watch.calls.called)
     try:
         yield watch
     finally:
-        nn.Module.__call__ = call
+        end()
 
 
 def look(job: Job, task: Task, steps: int, folder: Path) -> Looked:

@@ -37,6 +37,10 @@ _WANTED = {
 }
 _SHOULD = "; it should be "
 
+# Keys of other files, which people write into a job's.
+_OF_SERVERS = "it is a setting of the parameter server; use engine: parameter-server and a file of its settings"
+_ELSEWHERE = dict.fromkeys(("staleness", "servers", "delay_compensation"), _OF_SERVERS)
+
 
 def explain(
     error: ValidationError,
@@ -108,7 +112,8 @@ def check_keys(given: Any, schema: Any, name: str) -> None:
 def _sentence(detail: Any, path: Path, known: Sequence[str]) -> str:
     kind, context, name = detail["type"], detail.get("ctx", {}), ".".join(path)
     if kind in ("unexpected_keyword_argument", "extra_forbidden", "invalid_key"):
-        return f'unknown key "{name}"' + (f"; {closest(path[-1], known)}" if known else "")
+        instead = _ELSEWHERE.get(path[-1]) or (closest(path[-1], known) if known else None)
+        return f'unknown key "{name}"' + (f"; {instead}" if instead else "")
     if detail["loc"] and detail["loc"][-1] == "[key]":
         return f'{name}: the key {path[-1]} should be text; write it as "{path[-1]}"'
     if kind == "missing" and isinstance(detail["input"], Sequence):

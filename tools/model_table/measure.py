@@ -28,12 +28,11 @@ _VERDICTS: dict[str, Verdict] = {
     "crash": "crash",
 }
 _PRELOADED = (
-    "samestep.launch.fork_server_first",
+    "samestep.launch.fork_server_main",
     "samestep.api",
     "torch._dynamo",
     "transformers.modeling_utils",
     "model_table.preload",
-    "samestep.launch.fork_server_last",
 )
 
 

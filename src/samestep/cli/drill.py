@@ -17,7 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--soak", type=int, metavar="N", help="one long job under N faults at random moments")
     parser.add_argument("--seed", type=int, help="of a soak's faults (default: 0)")
     parser.add_argument("--between", metavar="TIME", help="from one fault of a soak to the next (default: 15s)")
-    parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="of one run (default: 600 s)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=600,
+        metavar="S",
+        help="of one run, or a soak's step (default: 600 s)",
+    )
     output_files.add_arguments(parser, json="write the table's numbers to a file")
 
 

@@ -27,12 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--modules", metavar="PATTERN", help='compare tensors of these parameters: "*.layers.0.*"')
     add("--dtype", metavar="TYPE", help="torch's default type before the script begins, such as float64")
     add("--seed", type=int, metavar="N", help="seed random numbers before the script begins")
+    add(
+        "--noise",
+        choices=("order", "micro-batches"),
+        help="how rounding is measured: alone again, with its rows in the opposite order (the default), or in two "
+        "micro-batches",
+    )
     add("--time-limit", type=float, metavar="S", help=f"of one run (default: {_TIME_LIMIT:g} s)")
     add("--keep", type=Path, metavar="FOLDER", help="keep what was recorded, in a new folder")
     add("--launch", metavar="OPTIONS", help='further options of samestep launch, such as "--hostfile hosts"')
 
 
-_OWN = ("alone", "then", "every", "modules", "dtype", "seed", "time_limit", "report", "keep", "launch")
+_OWN = ("alone", "then", "every", "modules", "dtype", "seed", "noise", "time_limit", "report", "keep", "launch")
 _OF_JOBS = (
     "layout",
     "layouts",
@@ -113,6 +119,7 @@ def _proof(options: argparse.Namespace) -> "ScriptProof":
         dropout=options.dropout,
         dtype=_dtype(options.dtype),
         seed=options.seed,
+        noise=options.noise or "order",
         time_limit=_limit(options.time_limit),
         launch=launch,
     )

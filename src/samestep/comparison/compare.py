@@ -16,7 +16,7 @@ from samestep.api import check_job
 from samestep.comparison import kept, results
 from samestep.comparison.held import References
 from samestep.comparison.methods import METHODS, SINGLE, Method, chosen
-from samestep.comparison.results import Comparison, Row, SameStep, best, explain, machine, short_job
+from samestep.comparison.results import Comparison, Row, SameStep, best, explain, machine, short_job, unevaluated
 from samestep.contract.check import check_contract
 from samestep.engines import ENGINES
 from samestep.engines.registry import resolve
@@ -269,12 +269,17 @@ class _Runner:
         return self._ended(row, short_job(entry.job, precision), read)
 
     def _measured(self, entry: MethodJob, row: Row) -> Row:
-        """The row with one more repeat."""
+        """The row with one more repeat.
+
+        The first one alone evaluates: the others take the same steps. An early stop wants to see each evaluation.
+        """
+        known = row.runs and entry.job.recipe.early_stop is None
+        job = unevaluated(entry.job) if known else entry.job
 
         def read(folder: Path, seconds: float) -> Row:
             return replace(row, runs=(*row.runs, results.read(folder, seconds)))
 
-        return self._ended(row, entry.job, read)
+        return self._ended(row, job, read)
 
     def _ended(self, row: Row, job: Job, read: Callable[[Path, float], Row]) -> Row:
         folder, outcome = self._run(row.method, job)

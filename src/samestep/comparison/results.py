@@ -243,9 +243,14 @@ class SameStep:
 
 def short_job(job: Job, precision: str) -> Job:
     """The job as its steps are compared: a few of them, without dropout and evaluation, in that precision."""
+    short = unevaluated(job)
+    return replace(short, recipe=replace(short.recipe, steps=STEPS, epochs=None, dropout=False, precision=precision))
+
+
+def unevaluated(job: Job) -> Job:
+    """The job without evaluations."""
     evaluation = replace(job.recipe.evaluation, every=None, at_end=False)
-    recipe = replace(job.recipe, steps=STEPS, epochs=None, dropout=False, precision=precision, evaluation=evaluation)
-    return replace(job, recipe=recipe)
+    return replace(job, recipe=replace(job.recipe, evaluation=evaluation))
 
 
 def best(precisions: frozenset[str]) -> str:

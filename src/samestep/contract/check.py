@@ -31,6 +31,8 @@ from samestep.job import Job
 from samestep.launch.device import DeviceChoice
 from samestep.launch.world import join
 from samestep.layout import Layout
+from samestep.parallel.context.ring import check_ring
+from samestep.parallel.trace import follow
 from samestep.tasks.base import Task
 from samestep.tasks.turns import Turn, turns_of
 from samestep.tasks.turns import check_parameters as check_turns
@@ -156,6 +158,8 @@ def _kept_in(trial: Trial) -> Iterator[str]:
     layout, engine = Layout.parse(trial.job.run.layout), trial.job.run.engine
     if can_lack_gradients(layout, engine):
         check_second_gradients(gradients_passed(trial), layout, engine)
+    if layout.attention == "ring":
+        check_ring(layout, follow(trial.model, trial.sampled.batch(0, 1).inputs))
     yield PARAMETERS
     check_draws(trial)
     if trial.job.run.compile:

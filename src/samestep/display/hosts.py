@@ -13,8 +13,7 @@ from rich.table import Table
 from samestep.display.console import plain_console
 from samestep.display.layout import holdings
 from samestep.errors import LayoutError
-from samestep.launch.cluster import Cluster
-from samestep.launch.environments.base import FoundCluster, Slots
+from samestep.launch.environments.base import Cluster, FoundCluster, Slots
 from samestep.layout import DEFAULT_ORDER, Layout
 
 # What the groups of a dimension send each other in every block, so that a slow network would slow each of them.

@@ -42,6 +42,7 @@ class Abilities:
     precisions: frozenset[str]
     recompute: frozenset[str] = frozenset({"none"})
     offload: frozenset[str] = frozenset({"none"})
+    attention: frozenset[str] = frozenset({"ulysses"})  # of tokens that are split
     config: str | None = None  # what its own configuration file is called, where it takes one
     packages: Mapping[str, str] = field(default_factory=dict)  # module that it needs -> what installs it
     checkpoints: bool = False  # whether its trainers are Checkpointed
@@ -244,6 +245,13 @@ class Engine(ABC):
         can't be built.
         """
         return
+
+    def in_this_process(self) -> AbstractContextManager[None]:
+        """Around all that this process does of a job, which may be the user's own and train something else next.
+
+        What its package puts in the place of PyTorch's functions is put back there.
+        """
+        return nullcontext()
 
     def check_proof(self, job: Job) -> None:
         """Raise UserError for a settled job of which one process's step is not known. `verify` asks for it."""

@@ -16,7 +16,7 @@ from samestep.engines.base import Abilities, Checkpointed, Engine, Loss, Prepara
 from samestep.engines.precision import Precision, parameter_dtype
 from samestep.engines.setup import TrainerSetup, spread_as
 from samestep.errors import UserError, index_errors_explained
-from samestep.layout import Layout, Offload
+from samestep.layout import AttentionOption, Layout, Offload
 from samestep.parallel.exact import generators
 from samestep.parallel.holdings import Holdings, holdings
 from samestep.parallel.joined_optimizer import Joined
@@ -195,7 +195,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
 
         def forwards_done() -> None:
             of_step.add_terms(totals[2:])
-            pending.append(self.sum_totals(totals))  # two numbers, on their way while backward runs
+            pending.append(self.sum_totals(totals))
 
         checking = nullcontext() if self._draws_checked else self._no_other_draws()
         with index_errors_explained(f"step {batch.step}", batch.samples), checking, self._precision.throughout():
@@ -209,8 +209,8 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return totals
 
     def sum_totals(self, totals: Tensor) -> dist.Work | None:
-        """Sum [loss sum, count] over the ranks: two numbers, on their way while backward runs."""
-        if self._mesh.loss_group.size() == 1:
+        """Sum [loss sum, count] over the ranks: along with another message, or on their way while backward runs."""
+        if self._mesh.loss_group.size() == 1 or self._spread.sum_along(totals):
             return None
         return dist.all_reduce(totals, group=self._mesh.loss_group, async_op=True)
 
@@ -415,6 +415,7 @@ class Native(Engine):
         precisions=frozenset({"fp64", "fp32", "bf16", "fp16"}),
         recompute=frozenset({"none", "selective", "full"}),
         offload=frozenset(get_args(Offload)),
+        attention=frozenset(get_args(AttentionOption)),
         checkpoints=True,
         batch_buffers=True,
         complex_parameters=True,

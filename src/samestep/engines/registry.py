@@ -48,7 +48,7 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
                 f'layout "{layout}": engine "{engine.name}" does not split {name} yet; '
                 f"it splits {', '.join(sorted(able.dimensions)) or 'nothing'}"
             )
-    for option in ("recompute", "offload"):
+    for option in ("recompute", "offload", "attention"):
         for value in getattr(layout, option).split("+"):
             if value not in getattr(able, option):
                 raise LayoutError(f'layout "{layout}": engine "{engine.name}" has no {option}={value} yet')
@@ -59,6 +59,10 @@ def check(engine: Engine, layout: Layout, precision: str, config: Path | None = 
     if layout.sequence == "split" and layout.tensor == 1:
         raise LayoutError(
             f'layout "{layout}": sequence=split is for the ranks of tensor parallel; use tp2 sequence=split'
+        )
+    if layout.attention == "ring" and layout.context == 1:
+        raise LayoutError(
+            f'layout "{layout}": attention=ring is for the ranks of context parallel; use cp2 attention=ring'
         )
     if precision not in able.precisions:
         would_do = ", ".join(sorted(able.precisions))

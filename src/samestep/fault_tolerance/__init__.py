@@ -5,7 +5,7 @@ In the order of reading:
 - `rank`: what a rank does for it, step by step; `status`: what it writes where its starter can read it.
 - `watchdog`: reads that in the starting process, and ends a round that makes no progress; `stacks`, `pace` and
   `collective_counts` tell who is at fault.
-- `restarts`: rounds from the last checkpoint; `policy`: what a job asks for; `fault`: how it is told.
+- `policy`: what a job asks for, and how it goes on; `fault`: how it is told. Rounds: `launch/rounds.py`.
 - `preemption` (signals with notice), `nonfinite` (losses that are NaN), `injection` (faults on purpose, for drills).
 - `scratch`: folders that don't outlive their process. `job_info`: what ranks tell the process that
   started them about their job.

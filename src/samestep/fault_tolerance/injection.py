@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -43,8 +44,12 @@ class Injection:
 
     def __init__(self, faults: Sequence[Inject], rank: int, number: int) -> None:
         """`number` is the round's; a fault is committed in the first one, unless it is meant for every round."""
-        mine = [fault for fault in faults if fault.rank == rank and (number == 0 or fault.every_round)]
-        self._mine = mine
+        later = number > 0
+        self._mine = [
+            fault
+            for fault in faults
+            if fault.rank == rank and (not later or fault.every_round or fault.when is not None)
+        ]
         self._done: set[int] = set()
 
     def before(self, step: int) -> None:
@@ -53,9 +58,12 @@ class Injection:
             if fault.fault == "slow":
                 if step >= fault.step:
                     time.sleep(fault.seconds)
+            elif fault.when is not None:
+                if step >= fault.step and _taken_away(fault.when):
+                    _FAULTS[fault.fault](fault, step)
             elif fault.step == step and fault.fault in _FAULTS and index not in self._done:
                 self._done.add(index)  # a step is taken again when the training has rolled back
-                _FAULTS[fault.fault](fault)
+                _FAULTS[fault.fault](fault, step)
 
     def spoils(self, step: int) -> bool:
         """Whether the loss of a step is to be NaN; said once."""
@@ -81,21 +89,30 @@ def spoiled(loss: Callable[..., Any]) -> Callable[..., Any]:
     return spoiled_loss
 
 
-def _raise(fault: Inject) -> None:
-    raise InjectedFaultError(f"planted in rank {fault.rank} at step {fault.step} by run.inject")
+def _taken_away(file: Path) -> bool:
+    """Whether the file was there until now."""
+    try:
+        file.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
-def _kill(fault: Inject) -> None:
+def _raise(fault: Inject, step: int) -> None:
+    raise InjectedFaultError(f"planted in rank {fault.rank} at step {step} by run.inject")
+
+
+def _kill(fault: Inject, step: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hang(fault: Inject) -> None:
+def _hang(fault: Inject, step: int) -> None:
     while True:
         time.sleep(1)
 
 
-def _oom(fault: Inject) -> None:
+def _oom(fault: Inject, step: int) -> None:
     run_out_of_memory()
 
 
-_FAULTS: Mapping[str, Callable[[Inject], None]] = {"kill": _kill, "raise": _raise, "hang": _hang, "oom": _oom}
+_FAULTS: Mapping[str, Callable[[Inject, int], None]] = {"kill": _kill, "raise": _raise, "hang": _hang, "oom": _oom}

@@ -1,4 +1,4 @@
-"""What a job asks of its fault tolerance, checked before any process starts; and the layout to shrink to."""
+"""What a job asks of its fault tolerance, checked before any process starts; and how it goes on after a fault."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +16,11 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
         if fault.rank >= layout.size:
             raise UserError(
                 f'run.inject: rank {fault.rank} is not there; layout "{layout}" has the ranks 0 to {layout.size - 1}'
+            )
+        if fault.when is not None and fault.fault in ("nan", "slow"):
+            raise UserError(
+                f"run.inject: fault {fault.fault} is committed in a step that is said, and has when: {fault.when}; "
+                "use step alone, or kill, raise, hang or oom"
             )
     if run.on_nonfinite != "stop" and not skips:
         raise UserError(
@@ -43,6 +48,18 @@ def check_faults(job: Job, layout: Layout, *, skips: bool) -> None:
             f"{what}, and a launcher started these ranks, which alone can start them again; use its own restarts, "
             "or samestep's own start"
         )
+
+
+def needs_ranks(job: Job, layout: Layout) -> bool:
+    """Whether a training's ranks are to be processes that another one looks after."""
+    return layout.size > 1 or job.run.max_restarts > 0 or bool(job.run.inject)
+
+
+def again(job: Job) -> Job:
+    """The same job, going on from its last checkpoint; from its first step where it saves none."""
+    if job.run.checkpoint is None:
+        return job
+    return replace(job, run=replace(job.run, checkpoint=replace(job.run.checkpoint, resume="auto")))
 
 
 def smaller(layout: Layout, fewest: int) -> Iterator[Layout]:

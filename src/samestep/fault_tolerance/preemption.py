@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -131,16 +129,15 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @contextmanager
-    def of(self, folder: Path, watch: Watchdog) -> Iterator[None]:
-        """For the time of a round."""
+    def begin(self, folder: Path, watch: Watchdog) -> None:
+        """A round has begun, whose ranks leave in `folder` how far they are."""
         self._round = folder, watch
         if self.number is not None:
             self._tell_ranks()
-        try:
-            yield
-        finally:
-            self._round = None
+
+    def end(self) -> None:
+        """The round has ended."""
+        self._round = None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -199,7 +199,7 @@ class Watchdog:
     ) -> None:
         self._over.set()
         self._thread.join()
-        self._read()
+        self.read()
         self._see_the_first_step()
         for handle in self._handles.values():
             handle.close()
@@ -210,7 +210,7 @@ class Watchdog:
 
     def end_now(self) -> None:
         """End every rank at once, wherever it is."""
-        self._read()
+        self.read()
         for handle in list(self._handles.values()):
             handle.kill()
 
@@ -226,7 +226,8 @@ class Watchdog:
             if other != rank:
                 handle.kill()
 
-    def _read(self) -> Sequence[Progress]:
+    def read(self) -> Sequence[Progress]:
+        """How far the ranks are now, those that have said anything yet."""
         self.last = status.read(self._folder, self._ranks)
         for each in self.last:
             if each.rank not in self._handles:
@@ -240,7 +241,7 @@ class Watchdog:
         moved_at = 0.0
         while not self._over.wait(_APART):
             seconds = clock.look()
-            ranks = self._read()
+            ranks = self.read()
             if self.hang is not None:
                 self.end_now()  # also a rank that has only begun now
             self._see_the_first_step()

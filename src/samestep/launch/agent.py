@@ -7,17 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from samestep import environment
 from samestep.errors import HostLostError, JobOverError, StartError, UserError
@@ -26,12 +24,10 @@ from samestep.launch.device import accelerators, check_slots
 from samestep.launch.failure import Failure, Outcome, first_of, of_failures, of_hang
 from samestep.launch.handshake import Handshake
 from samestep.launch.logs import Follower, RankFiles
-from samestep.launch.network import LOOPBACK, store_at
 from samestep.launch.node_spec import NodeSpec
 from samestep.launch.rank_entry import check_command
 from samestep.launch.rounds import RanksEnded
-from samestep.launch.torch_elastic import silent_agent
-from samestep.launch.worker import rank_command
+from samestep.launch.worker import entry_of, rank_command
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGAIN = 0.5  # seconds; a signal to the process group and one to this process are the same one
@@ -45,7 +41,7 @@ def run(part: NodeSpec) -> Outcome:
 
     No process is left running, whatever happens. Mistakes and failures are in what it returns.
     """
-    with _Signals() as signals, silent_agent():
+    with _Signals() as signals, elastic_agent.silent_agent():
         agent = _Agent(part, signals)
         try:
             outcome = agent.take_part()
@@ -60,22 +56,19 @@ class _Agent:
 
     def __init__(self, part: NodeSpec, signals: "_Signals") -> None:
         self._part = part
-        self._store: dist.TCPStore | None = None  # that this host serves where it is alone
         self._signals = signals
-        self._handshake: Handshake | None = None
+        self._handshake: Handshake | None = None  # None: before it, and on a host that is alone
 
     def take_part(self) -> Outcome:
         """Raises SignalException where a signal ends it."""
         part = self._part
         try:
             program = _program(part)  # a script that isn't there is found before anybody waits
-            if part.address is None:  # it meets no other host, in a store that no other host reaches
-                self._store = store_at(LOOPBACK)
-                part = replace(part, address=LOOPBACK, port=self._store.port)
-            self._handshake = Handshake(part)
-            self._handshake.agree()
+            if part.address is not None:
+                self._handshake = Handshake(part)
+                self._handshake.agree()
             outcome = _Ranks(part, program, self._signals, self._handshake).run()
-            if outcome.exit_code == 0:
+            if outcome.exit_code == 0 and self._handshake is not None:
                 self._handshake.tell_success()
             return outcome
         except JobOverError as error:
@@ -128,7 +121,9 @@ def _program(part: NodeSpec) -> list[str]:
 class _Ranks:
     """The ranks of this host, in as many rounds as it takes."""
 
-    def __init__(self, part: NodeSpec, program: Sequence[str], signals: "_Signals", handshake: Handshake) -> None:
+    def __init__(
+        self, part: NodeSpec, program: Sequence[str], signals: "_Signals", handshake: Handshake | None
+    ) -> None:
         self._part = part
         self._program = program
         self._signals = signals
@@ -141,23 +136,11 @@ class _Ranks:
         with ExitStack() as stack:
             follower = stack.enter_context(Follower()) if part.output == "terminal" else None
             files = RankFiles(Path(part.logs) if part.logs is not None else None, part.host, follower)
-            config = LaunchConfig(
-                min_nodes=part.fewest,
-                max_nodes=part.most,
-                nproc_per_node=part.num_procs,
-                run_id=part.job,
-                max_restarts=part.max_restarts,
-                monitor_interval=0.1,
-                logs_specs=files,
-                signals_to_handle="",  # they are ours
-                shutdown_timeout=round(part.grace_period),
-                **self._rendezvous(),
-            )
             stack.enter_context(environment.agent_settings())
             stack.enter_context(environment.given(self._variables()))
             stack.enter_context(self._watch())
             try:
-                self._start(config, files)
+                self._start(files)
             except ChildFailedError as error:
                 return self._failed(partial(first_of, error.failures, part.host, files.here))
             except elastic_agent.HungError as error:
@@ -168,30 +151,46 @@ class _Ranks:
                 return Outcome(exit_code=1, message=self._ended)
         return Outcome()
 
-    def _start(self, config: LaunchConfig, files: RankFiles) -> None:
-        program, *arguments = self._program
+    def _start(self, files: RankFiles) -> None:
+        part = self._part
 
         def explain(failures: Mapping[int, ProcessFailure]) -> RanksEnded:
-            failure = first_of(failures, self._part.host, files.here)
+            failure = first_of(failures, part.host, files.here)
             told = failure.reason.startswith("Traceback")
             reason = failure.reason if told else f"{failure.how}\n{failure.reason}"
             return RanksEnded(rank=failure.rank, reason=reason, at=failure.at, follows=failure.follows)
 
-        elastic_agent.run(config, program, arguments, explain=explain, run_place=self._part.run)
+        entry = entry_of(self._program)  # a server of ranks imports while the hosts meet
+        elastic_agent.run(
+            elastic_agent.AgentSpec(
+                hosts=self._rendezvous(),
+                num_procs=part.num_procs,
+                entry=entry,
+                files=files,
+                explain=explain,
+                max_restarts=part.max_restarts,
+                grace_period=part.grace_period,
+                run=part.run,
+            )
+        )
 
-    def _rendezvous(self) -> dict[str, Any]:
-        """Where and how the elastic agents of the hosts meet, as LaunchConfig takes it."""
+    def _rendezvous(self) -> rendezvous.NodeRendezvous:
+        """Where and how this host's elastic agent meets the others', where there are any."""
         part = self._part
-        rendezvous.register()
-        return {
-            "rdzv_backend": rendezvous.BACKEND,
-            "rdzv_endpoint": f"{self._handshake.address}:{part.port}",
-            "rdzv_configs": {
-                "node_rank": part.node_rank,
-                "name": part.host,
-                "limits": part.limits,
-            },
-        }
+        if self._handshake is None:
+            return rendezvous.SingleNodeRendezvous(part.job, part.host)
+        return rendezvous.MultiNodeRendezvous(
+            RendezvousParameters(
+                backend=rendezvous.BACKEND,
+                endpoint=f"{self._handshake.address}:{part.port}",
+                run_id=part.job,
+                min_nodes=part.fewest,
+                max_nodes=part.most,
+                node_rank=part.node_rank,
+                name=part.host,
+                limits=part.limits,
+            )
+        )
 
     def _variables(self) -> dict[str, str]:
         chosen = self._part.chosen
@@ -203,7 +202,8 @@ class _Ranks:
     def _failed(self, find: Callable[[], Failure]) -> Outcome:
         self._over.set()  # that the job has ended is then no news from elsewhere, also while the files are read
         failure = find()
-        self._handshake.tell_failure(failure)
+        if self._handshake is not None:
+            self._handshake.tell_failure(failure)
         outcome = of_failures([failure])
         assert outcome is not None
         return outcome
@@ -211,7 +211,10 @@ class _Ranks:
     @contextmanager
     def _watch(self) -> Iterator[None]:
         """End this host's ranks when the job has ended elsewhere: they may wait for ranks that are gone."""
-        thread = threading.Thread(target=self._look, daemon=True)
+        if self._handshake is None:
+            yield
+            return
+        thread = threading.Thread(target=self._look, args=(self._handshake,), daemon=True)
         thread.start()
         try:
             yield
@@ -219,11 +222,11 @@ class _Ranks:
             self._over.set()
             thread.join(_LOOK)  # it may wait for a store that is silent
 
-    def _look(self) -> None:
+    def _look(self, handshake: Handshake) -> None:
         while not self._over.wait(_LOOK):
             try:
-                self._handshake.tell_time()
-                self._ended = self._handshake.ended()
+                handshake.tell_time()
+                self._ended = handshake.ended()
             except StartError:
                 return  # whether the job can go on without its store is not decided here
             if self._ended is not None and not self._over.is_set():

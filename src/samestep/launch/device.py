@@ -129,6 +129,11 @@ def _has_sagemakers() -> bool:
     return _SAGEMAKERS in dist.Backend.backend_list
 
 
+def has_flash_attention(device: torch.device) -> bool:
+    """Whether PyTorch's flash attention in half precision runs on a device that is no CPU."""
+    return device.type == "cuda"
+
+
 def release_memory(device: torch.device) -> None:
     """Give an accelerator's memory that nothing uses any more back to it, for other processes to take.
 

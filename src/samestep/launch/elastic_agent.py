@@ -4,11 +4,13 @@ What it adds: ranks that wait for a host that is gone are ended without waiting 
 host joins, ranks get notice and save before all start again; all hosts count the same restarts.
 """
 
+import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,21 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousGracefulExitError,
-    RendezvousParameters,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
+from torch.distributed.launcher.api import WorkerSpec
 
 from samestep import environment
 from samestep.errors import JobOverError
+from samestep.fault_tolerance.job_info import JobInfo
+from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.scratch import folder_in_memory, scratch
 from samestep.fault_tolerance.watchdog import Handle, Hang
 from samestep.launch import fork_server
 from samestep.launch.logs import RankFiles
 from samestep.launch.node_heartbeat import Lost
-from samestep.launch.rendezvous import BROKEN, MultiNodeRendezvous
+from samestep.launch.rendezvous import BROKEN, NodeRendezvous
 from samestep.launch.rounds import NodeRounds, RanksEnded, say
-from samestep.launch.worker import arguments_of, run_forked, warm_up
+from samestep.launch.worker import Entry
 from samestep.run_folder import RunPlace
 
 # Why this host's ranks ended, read from what they left.
@@ -50,6 +49,57 @@ _USERS_MISTAKE = 2  # the exit code
 _ElasticAgent: Any = LocalElasticAgent
 
 
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """What is known of the ranks of a training which this process itself has begun, and not just a command."""
+
+    known: Callable[[], JobInfo] | None = None  # what is known of the job before its ranks say it
+    signals: Signals | None = None  # by which the ranks are let to save
+    # Prepares the next round for fewer ranks, and says how many; None where there is none.
+    shrink: Callable[[], int | None] = lambda: None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has asked the job to stop."""
+        return self.signals is not None and self.signals.number is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """What the agent of a host is to do."""
+
+    hosts: NodeRendezvous
+    num_procs: int  # ranks of this host
+    entry: Entry
+    files: RankFiles
+    explain: Explain
+    max_restarts: int = 0
+    grace_period: float = 30.0  # seconds that the ranks have to end when they are told to
+    signals: str = ""  # the names of those upon which PyTorch's agent ends
+    run: RunPlace | None = (
+        None  # what a job of samestep's says of its run's folder, which then takes the ranks' files
+    )
+    supervision: Supervision = field(default_factory=Supervision)
+
+
+@contextmanager
+def silent_agent() -> Iterator[None]:
+    """The agent logs each failure at length; the root cause is reported once, by us."""
+    # Its modules' loggers have levels of their own.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    loggers = [
+        logging.getLogger(name) for name in (*names, "torch.distributed.elastic", "torch.multiprocessing.spawn")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 class HungError(Exception):
     """A rank of this host did not come, and restarts are used up."""
 
@@ -61,33 +111,30 @@ class HungError(Exception):
 class NodeElasticAgent(_ElasticAgent):
     """The agent of one host among several, or alone."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        config: LaunchConfig,
-        *,
-        explain: Explain,
-        place: Path,
-        memory: Path,
-        run: RunPlace | None,
-    ) -> None:
-        assert isinstance(config.logs_specs, RankFiles)
+    def __init__(self, spec: AgentSpec, place: Path, memory: Path) -> None:
+        """`place` and `memory` are folders of this host, the second in memory, that go with this agent."""
         super().__init__(
-            spec=spec,
-            logs_specs=config.logs_specs,
+            spec=WorkerSpec(
+                role="default",
+                local_world_size=spec.num_procs,
+                entrypoint=spec.entry.entrypoint,
+                rdzv_handler=spec.hosts,
+                max_restarts=spec.max_restarts,
+                monitor_interval=_APART,
+            ),
+            logs_specs=spec.files,
             start_method=fork_server.METHOD,
-            log_line_prefix_template=config.log_line_prefix_template,
-            shutdown_timeout=config.shutdown_timeout or 0,
+            shutdown_timeout=round(spec.grace_period),
         )
-        assert isinstance(spec.rdzv_handler, MultiNodeRendezvous)
-        self._hosts = spec.rdzv_handler
-        self._files = config.logs_specs
-        self._rounds = NodeRounds(self._hosts, place, memory, run)
-        self._explain = explain
+        self._spec = spec
+        self._hosts = spec.hosts
+        self._supervision = spec.supervision
+        self._rounds = NodeRounds(
+            spec.hosts, place, memory, spec.run, known=spec.supervision.known, signals=spec.supervision.signals
+        )
         self._why: RanksEnded | None = None
         self._ranks: Sequence[Handle] = ()  # that were started last
         self._at_once = False  # whether the ranks have nothing to save with those that are gone
-        self._shutdown_within = config.shutdown_timeout or 0
 
     def close(self) -> None:
         """After the last round."""
@@ -111,7 +158,7 @@ class NodeElasticAgent(_ElasticAgent):
             except BROKEN:  # a host was lost after all had met
                 continue
         if self._rounds.run_folder is not None:
-            self._files.of_run(self._rounds.run_folder)
+            self._spec.files.of_run(self._rounds.run_folder)
         self._rounds.begin([worker.global_rank for worker in worker_group.workers])
 
     def _count_alike(self, worker_group: WorkerGroup) -> None:
@@ -123,9 +170,7 @@ class NodeElasticAgent(_ElasticAgent):
         self._remaining_restarts = min(int(each) for each in left)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec = worker_group.spec
-        if spec.entrypoint is run_forked:
-            spec.args = (spec.args[0], environment.snapshot())  # they tell the ranks their round
+        worker_group.spec.args = self._spec.entry.arguments()
         started = super()._start_workers(worker_group)
         self._ranks = [Handle(pid) for pid in started.values()]
         return started
@@ -158,11 +203,18 @@ class NodeElasticAgent(_ElasticAgent):
             # All ranks have saved after the same step, since another host lets them stop for one that joins.
             self._hosts.ask_for_round()
             return RunResult(state=WorkerState.HEALTHY)
-        self._why = self._explain(result.failures)
+        self._why = self._spec.explain(result.failures)
         self._hosts.heartbeat.leave("failed")
-        if _USERS_MISTAKE in codes:
-            self._remaining_restarts = 0  # it would be made again
+        if _USERS_MISTAKE in codes or self._supervision.stopped:
+            self._remaining_restarts = 0  # a mistake would be made again
+        elif self._is_lost_for_good() and (fewer := self._supervision.shrink()) is not None:
+            spec = self._worker_group.spec
+            spec.local_world_size, self._remaining_restarts = fewer, spec.max_restarts + 1
         return result
+
+    def _is_lost_for_good(self) -> bool:
+        """Whether a rank has failed that can't be had again: its restarts were of no use, or are used up."""
+        return self._remaining_restarts == 0 or (self._rounds.number > 0 and not self._rounds.took_a_step)
 
     def _failed_too(self, told: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         """Of forked ranks PyTorch tells one alone, even where a whole host's have ended between two looks."""
@@ -233,7 +285,7 @@ class NodeElasticAgent(_ElasticAgent):
             if rank.alive():
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGTERM)
-        until = time.monotonic() + (self._rounds.grace_period or self._shutdown_within)
+        until = time.monotonic() + (self._rounds.grace_period or self._shutdown_timeout)
         while time.monotonic() < until and any(rank.alive() for rank in self._ranks):
             lost = self._hosts.lost()
             if lost is not None and (lost.what != "round" or lost.state == "failed"):
@@ -245,69 +297,44 @@ class NodeElasticAgent(_ElasticAgent):
         del death_sig
         if not self._at_once and self._why is None:
             self._hosts.heartbeat.leave("changes")
-        super()._shutdown(signal.SIGTERM, min(timeout, self._shutdown_within))
+        if not self._spec.entry.takes_notice:
+            for rank in self._ranks:
+                rank.kill()
+        super()._shutdown(signal.SIGTERM, min(timeout, self._shutdown_timeout))
 
 
-def run(
-    config: LaunchConfig, command: str, arguments: Sequence[str], *, explain: Explain, run_place: RunPlace | None
-) -> dict[int, Any]:
-    """Do one host's part of a job: as PyTorch's `elastic_launch`, for a rendezvous of a job's hosts.
+def run(spec: AgentSpec) -> dict[int, Any]:
+    """Do one host's part of a job, and return what the ranks of a function returned.
 
-    `run_place`: what a job of samestep's says of its run's folder, which then takes the ranks' files.
     Raises ChildFailedError or HungError where ranks failed and restarts are used up, SignalException where a signal
     ended this host's part, HostLostError where the job can't go on here.
     """
-    parameters = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-    forked = arguments_of([command, *arguments])
-    if forked is not None:
-        warm_up()
-    hosts = rendezvous_handler_registry.create_handler(parameters)
-    assert isinstance(hosts, MultiNodeRendezvous)
-    spec = WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
-        entrypoint=run_forked if forked is not None else command,
-        args=(forked, environment.snapshot()) if forked is not None else tuple(arguments),
-        rdzv_handler=hosts,
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_options,
-    )
     leaves_alone = False
     with (
-        environment.agent_signals(config.signals_to_handle),
+        environment.agent_signals(spec.signals),
         scratch("samestep-agent-") as place,
         folder_in_memory() as memory,
     ):
-        agent = NodeElasticAgent(spec, config, explain=explain, place=place, memory=memory, run=run_place)
+        agent = NodeElasticAgent(spec, place, memory)
         try:
             result = agent.run()
         except SignalException:
             leaves_alone = True  # the others go on where they may
             raise
         except RendezvousClosedError:
-            raise JobOverError(f"{hosts.get_run_id()}: the job is over; another host has ended it") from None
+            raise JobOverError(f"{spec.hosts.get_run_id()}: the job is over; another host has ended it") from None
         except RendezvousGracefulExitError:
             return {}
         finally:
             agent.close()
             if leaves_alone:
-                hosts.leave()
+                spec.hosts.leave()
             else:
-                hosts.shutdown()
+                spec.hosts.shutdown()
     if result is None:
         return {}
     if result.is_failed() and agent.hang is not None:
         raise HungError(agent.hang)
     if result.is_failed():
-        raise ChildFailedError(name=command, failures=result.failures)
+        raise ChildFailedError(name=str(spec.entry.entrypoint), failures=result.failures)
     return result.return_values

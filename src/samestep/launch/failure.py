@@ -16,14 +16,15 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from samestep.errors import UserError
 from samestep.fault_tolerance.watchdog import Hang
 from samestep.launch.logs import errors_of, output_of
 
 
-def tell(file: Path, message: str) -> None:
-    """Write a failure's message where the elastic agent looks for it."""
+def tell(file: Path, message: str, *, mistake: str | None = None) -> None:
+    """Write a failure's message where the elastic agent looks for it; `mistake`: the kind of a UserError."""
     now = time.time()
-    extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now}
+    extra = {"py_callstack": message, "timestamp": str(int(now)), "time": now, "mistake": mistake}
     new = file.with_name(f"{file.name}.new")  # the agent may look, or end this rank, at any moment
     with suppress(OSError):  # the message stands on standard error as well
         new.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
@@ -197,6 +198,20 @@ def _told(failure: ProcessFailure) -> str | None:
     if not isinstance(message, dict):
         return None
     return str(message["extraInfo"].get("py_callstack") or message["message"]).rstrip()
+
+
+def mistake_told(failure: ProcessFailure) -> UserError | None:
+    """The user's mistake for which a rank that calls a function has ended; None where it was another reason."""
+    message = failure.error_file_data.get("message")
+    if not isinstance(message, dict) or (name := message["extraInfo"].get("mistake")) is None:
+        return None
+    kinds = {kind.__name__: kind for kind in (UserError, *UserError.__subclasses__())}
+    return kinds.get(name, UserError)(message["message"])
+
+
+def is_told(failure: ProcessFailure) -> bool:
+    """Whether a rank has written why it ended."""
+    return _told(failure) is not None
 
 
 def _lines(log: Path) -> list[str]:

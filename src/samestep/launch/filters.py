@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from samestep import environment
 from samestep.errors import UserError, closest
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster
+from samestep.launch.environments.base import Cluster, FoundCluster, Host
 from samestep.visible_devices import DeviceChoice
 
 _SLOTS = re.compile(r"\d{1,6}(?:,\d{1,6})*", re.ASCII)

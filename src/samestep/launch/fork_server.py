@@ -10,8 +10,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
-from multiprocessing.reduction import DupFd
-from typing import Any
 
 from samestep import environment
 from samestep.errors import UserError
@@ -53,8 +51,8 @@ def end_with_starter() -> None:
 # Forking a process that has loaded the system's frameworks is not safe on macOS.
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
-# The first holds off signals and garbage collection; the last allows collection again.
-_FIRST, _LAST = "samestep.launch.fork_server_first", "samestep.launch.fork_server_last"
+# It holds off signals and garbage collection; the others are imported after it.
+_FIRST = "samestep.launch.fork_server_main"
 
 _ALWAYS = (
     "samestep.api",
@@ -78,7 +76,7 @@ def preload(more: Sequence[str] = ()) -> None:
     """Say what the server imports when it starts; without effect on one that runs already."""
     if METHOD == "forkserver":
         used = (name for name in _WHERE_USED if name in sys.modules)
-        multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more)), _LAST])
+        multiprocessing.set_forkserver_preload([_FIRST, *dict.fromkeys((*_ALWAYS, *used, *more))])
 
 
 def start_early(job: Job) -> None:
@@ -133,27 +131,3 @@ def _end() -> None:
         with suppress(ProcessLookupError, ChildProcessError):
             if os.waitpid(pid, os.WNOHANG) == (0, 0):  # else the number may be another process's
                 os.kill(pid, signal.SIGKILL)
-
-
-class Streams:
-    """The standard output and error of the process that starts ranks, for ranks that a server of earlier forks.
-
-    Pickled while a process is started, it takes the two file descriptors along; `take` puts them in place.
-    """
-
-    def __init__(self, descriptors: tuple[int, int] | None = None) -> None:
-        self._descriptors = descriptors
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if METHOD == "spawn":
-            return Streams, ()  # a spawned process inherits them
-        return _received, (DupFd(1), DupFd(2))
-
-    def take(self) -> None:
-        for number, descriptor in enumerate(self._descriptors or (), start=1):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-
-
-def _received(output: Any, errors: Any) -> Streams:
-    return Streams((output.detach(), errors.detach()))

@@ -14,18 +14,16 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.launch import ssh
 from samestep.launch.affinity import BindChoice
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments import ray, srun
-from samestep.launch.environments.base import FoundCluster
+from samestep.launch.environments import ray, slurm
+from samestep.launch.environments.base import Cluster, FoundCluster, Host
 from samestep.launch.failure import Outcome
 from samestep.launch.forwarded_env import Variables
-from samestep.launch.node_spec import Limits, NodeSpec, Output
-from samestep.launch.starter import LaunchOptions, Starter
+from samestep.launch.node_spec import LaunchOptions, Limits, NodeSpec, Output, Starter
 from samestep.run_folder import RunPlace
 from samestep.visible_devices import DeviceChoice
 
 STARTERS: Mapping[str, Starter] = {
-    "slurm": srun.STARTER,
+    "slurm": slurm.STARTER,
     "ray": ray.STARTER,
 }
 

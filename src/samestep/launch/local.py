@@ -1,133 +1,174 @@
-"""Start ranks on this machine by PyTorch's elastic agent, and bring back what they return or why they failed."""
+"""Start ranks of a function on this host, by the agent that starts those of any job, and bring back what they return.
 
-import json
-import os
+A training's are looked after: they start again from the last checkpoint when one has failed.
+"""
+
 import pickle
 import signal
 import sys
-import tempfile
 import threading
-import time
-import traceback
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep import environment
 from samestep.errors import InterruptedJobError, RankFailedError, UserError
-from samestep.launch import fork_server, single_node_rendezvous
-from samestep.launch.failure import ended_by
-from samestep.launch.fork_server import end_with_starter
-from samestep.launch.torch_elastic import silent_agent
-
-# A rank whose peer died sees its connection break within milliseconds. It waits this long (seconds) before it
-# ends itself, so that the agent meets the death that was first.
-_AFTER_YOU = 0.5
+from samestep.fault_tolerance.job_info import JobInfo
+from samestep.fault_tolerance.preemption import TAKEN, Signals
+from samestep.fault_tolerance.scratch import scratch
+from samestep.job import Job
+from samestep.launch import fork_server
+from samestep.launch.elastic_agent import AgentSpec, HungError, Supervision, silent_agent
+from samestep.launch.elastic_agent import run as run_agent
+from samestep.launch.failure import ended_by, first_of, is_told, mistake_told
+from samestep.launch.logs import Follower, RankFiles
+from samestep.launch.rendezvous import SingleNodeRendezvous
+from samestep.launch.rounds import RanksEnded
+from samestep.launch.worker import entry_of_call
+from samestep.layout import Layout
+from samestep.run_folder import LOGS
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_HOST = "localhost"  # as the ranks' files have it
 
-_CALL = "call.pickle"
+# A function and its arguments.
+Call = tuple[Callable[..., Any], Sequence[Any]]
+# A job and its layout with fewer ranks; None where there is none.
+Smaller = Callable[[Job, Layout], tuple[Job, Layout] | None]
 
 
-def start(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    processes: int,
-    *,
-    signals_taken: Collection[str] = (),
-) -> Any:
+def start(function: Callable[..., Any], arguments: Sequence[Any], processes: int) -> Any:
     """Call `function(*arguments)` in each of `processes` new ranks, and return what rank 0 returned.
 
-    `signals_taken` are names of signals that the caller handles itself; any other ends the ranks.
     Raises RankFailedError with the first failing rank's traceback, UserError where that rank raised one,
     InterruptedJobError where a signal stopped the job. No process is left running, whatever happens.
     """
-    _check_main_guard()
-    fork_server.preload()
-    single_node_rendezvous.register()
-    call = _pickled(function, arguments)
-    with tempfile.TemporaryDirectory(prefix="samestep-") as folder, _signal_handlers_kept(), silent_agent():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=single_node_rendezvous.BACKEND,
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            start_method=fork_server.METHOD,
-            signals_to_handle=",".join(name for name in _SIGNALS if name not in signals_taken),
-        )
-        # A file, not the pipe that starts a process: a rank that dies before it has read a large call from the
-        # pipe would leave this process writing for ever.
-        (Path(folder) / _CALL).write_bytes(call)
+    with _place() as place:
+        _write((function, arguments), place)
+        return _run(place, place / LOGS, processes)
+
+
+def train(job: Job, layout: Layout, folder: Path, *, call: Callable[[Job, Layout], Call], smaller: Smaller) -> Any:
+    """Train in rounds until one ends well, and return what its rank 0 returned; `folder` is the run's.
+
+    Each of `layout.size` ranks does `call(job, layout)`. Raises as `start` does, RankFailedError when restarts are
+    used up. Where the training can be saved, SIGTERM and Ctrl-C let the ranks take one more step, save and return.
+    """
+    run = job.run
+    with ExitStack() as stack:
+        place = stack.enter_context(_place())
+        signals = None
+        if run.checkpoint is not None:
+            signals = stack.enter_context(Signals(grace_period=run.grace_period))
+        training = _Training(job, layout, folder, place, call, smaller)
+        supervision = Supervision(known=training.known, signals=signals, shrink=training.shrink)
         try:
-            with environment.agent_settings():
-                results = elastic_launch(config, _run_rank)(folder, environment.snapshot(), fork_server.Streams())
+            return _run(place, folder / LOGS, layout.size, max_restarts=run.max_restarts, supervision=supervision)
+        except (RankFailedError, SignalException):  # SignalException: a second signal
+            if signals is None or signals.number is None:
+                raise
+            raise InterruptedJobError(signals.number) from None
+
+
+class _Training:
+    """What is trained in the present round, and with how many ranks."""
+
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        folder: Path,
+        place: Path,
+        call: Callable[[Job, Layout], Call],
+        smaller: Smaller,
+    ) -> None:
+        self._job, self._layout = job, layout
+        self._folder = folder
+        self._place = place
+        self._call = call
+        self._smaller = smaller
+        _write(call(job, layout), place)
+
+    def known(self) -> JobInfo:
+        run = self._job.run
+        return JobInfo(
+            hang_limit=run.hang_limit,
+            grace_period=run.grace_period,
+            layout=str(self._layout),
+            run_folder=str(self._folder.absolute()),
+        )
+
+    def shrink(self) -> int | None:
+        """Go on with fewer ranks, of which one is lost for good, where the job allows that."""
+        found = self._smaller(self._job, self._layout) if self._job.run.elastic else None
+        if found is None:
+            return None
+        self._job, self._layout = found
+        _write(self._call(*found), self._place)
+        return self._layout.size
+
+
+def _run(
+    place: Path,
+    logs: Path,
+    processes: int,
+    *,
+    max_restarts: int = 0,
+    supervision: Supervision | None = None,
+) -> Any:
+    """By the elastic agent; signals that `supervision` takes are its own, any other ends the ranks."""
+    taken = TAKEN if supervision is not None and supervision.signals is not None else ()
+    with ExitStack() as stack:
+        stack.enter_context(_signal_handlers_kept())
+        stack.enter_context(silent_agent())
+        stack.callback(_show_cursor)
+        follower = stack.enter_context(Follower(prefixes=False, bars=True))
+        files = RankFiles(logs, _HOST, follower, otherwise="run.folder says another")
+        stack.enter_context(environment.given({}))  # the variables of a round stand there, for its ranks
+        stack.enter_context(environment.agent_settings())
+        spec = AgentSpec(
+            hosts=SingleNodeRendezvous(uuid.uuid4().hex),
+            num_procs=processes,
+            entry=entry_of_call(place / _CALL),
+            files=files,
+            explain=partial(_ranks_ended, files),
+            max_restarts=max_restarts,
+            signals=",".join(name for name in _SIGNALS if name not in taken),
+            supervision=supervision or Supervision(),
+        )
+        try:
+            return run_agent(spec)[0]
         except ChildFailedError as error:
-            raise _first_failure(Path(folder), error) from None
+            raise _first_failure(files, error.failures) from None
+        except HungError as error:
+            raise RankFailedError(error.hang.rank, error.hang.reason) from None
         except SignalException as error:
             raise InterruptedJobError(int(error.sigval)) from None
         except KeyboardInterrupt:
             raise InterruptedJobError(signal.SIGINT) from None
-        finally:
-            _show_cursor()
-        return results[0]
 
 
-def _run_rank(folder: str, environ: Mapping[str, str], streams: fork_server.Streams) -> Any:
-    """What each new process does."""
-    streams.take()
-    environment.adopt(environ)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # the agent decides; a rank ends at once, wherever it is
-    end_with_starter()
-    try:
-        function, arguments = pickle.loads((Path(folder) / _CALL).read_bytes())
-        return function(*arguments)
-    except BaseException as error:
-        _write_failure(Path(folder), error)
-        if not isinstance(error, UserError):
-            time.sleep(_AFTER_YOU)
-        # The agent would print the traceback of every rank; the failure file says all.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+def _first_failure(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> RankFailedError | UserError:
+    """The root cause among the ranks that failed."""
+    first = first_of(failures, _HOST, files.here)
+    failed = failures[first.rank]
+    mistake = mistake_told(failed)
+    if mistake is not None:
+        return mistake
+    return RankFailedError(first.rank, first.reason if is_told(failed) else _exit_reason(first.exit_code))
 
 
-def _write_failure(folder: Path, error: BaseException) -> None:
-    ranks = environment.ranks()
-    rank = ranks.rank if ranks else 0
-    failure = {
-        "rank": rank,
-        "time": time.time(),
-        "user_error": type(error).__name__ if isinstance(error, UserError) else None,
-        "message": str(error),
-        "reason": traceback.format_exc(),
-    }
-    new = folder / f"new-failure-{rank}.json"  # this rank may be ended while it writes
-    new.write_text(json.dumps(failure), encoding="utf-8")
-    new.replace(folder / f"failure-{rank}.json")
-
-
-def _first_failure(folder: Path, error: ChildFailedError) -> Exception:
-    """The root cause: the first written reason, unless the rank that the agent met died without a word."""
-    rank, failure = error.get_first_failure()
-    written = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("failure-*.json")]
-    if not any(reason["rank"] == rank for reason in written):
-        return RankFailedError(rank, _exit_reason(failure.exitcode))
-    first = min(written, key=lambda reason: reason["time"])
-    if first["user_error"] is not None:
-        kinds = {kind.__name__: kind for kind in (UserError, *UserError.__subclasses__())}
-        return kinds.get(first["user_error"], UserError)(first["message"])
-    return RankFailedError(first["rank"], first["reason"])
+def _ranks_ended(files: RankFiles, failures: Mapping[int, ProcessFailure]) -> RanksEnded:
+    first = first_of(failures, _HOST, files.here)
+    found = _first_failure(files, failures)
+    reason = found.reason if isinstance(found, RankFailedError) else str(found)
+    return RanksEnded(rank=first.rank, reason=reason, at=first.at, follows=first.follows)
 
 
 def _exit_reason(exit_code: int) -> str:
@@ -136,22 +177,33 @@ def _exit_reason(exit_code: int) -> str:
     return f"its process was {ended_by(-exit_code)}"
 
 
-def _check_main_guard() -> None:
+_CALL = "call.pickle"
+
+
+@contextmanager
+def _place() -> Iterator[Path]:
+    """A folder for a start. Raises UserError where this process can't start ranks."""
     if fork_server.imports_main_again():
         raise UserError(
             "samestep starts ranks that import your script again, and the script starts a job as it is imported; "
             'put the call under `if __name__ == "__main__":`'
         )
+    fork_server.preload()
+    with scratch("samestep-start-") as folder:
+        yield folder
 
 
-def _pickled(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+def _write(call: Call, place: Path) -> None:
+    """Where the ranks read what they are to call."""
+    function, arguments = call
     try:
-        return pickle.dumps((function, tuple(arguments)))
+        data = pickle.dumps((function, tuple(arguments)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"a task or engine object can't be sent to the ranks: {error}; "
             "define its class at the top level of a module, and open files and models in its methods"
         ) from None
+    (place / _CALL).write_bytes(data)
 
 
 @contextmanager

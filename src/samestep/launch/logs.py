@@ -1,9 +1,10 @@
 """Logs of ranks: a file a rank and stream, and all of it on the terminal, each line with the rank that wrote it."""
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ from samestep import environment
 from samestep.errors import UserError
 from samestep.run_folder import LOGS
 
+_OTHERWISE = "--logs FOLDER says another"
+_COLUMNS = 80  # of a terminal that doesn't say how many it has
 _EVERY = 0.1  # seconds between two looks at the files
 _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
 
@@ -22,12 +25,18 @@ _BAR_EVERY = 5.0  # seconds between two pictures of a bar that redraws its line
 class RankFiles(LogsSpecs):
     """FOLDER/HOST/round-0/rank-3.out and rank-3.err; every start of this host's ranks is a round."""
 
-    def __init__(self, folder: Path | None, host: str, follower: "Follower | None") -> None:
-        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown."""
+    def __init__(
+        self, folder: Path | None, host: str, follower: "Follower | None", *, otherwise: str = _OTHERWISE
+    ) -> None:
+        """`folder`: None until the run's is known. `follower` shows what is written; None: nothing is shown.
+
+        `otherwise`: what to do where the folder can't be.
+        """
         super().__init__()
         self._chosen = folder
         self._host = host
         self._follower = follower
+        self._otherwise = otherwise
         self._round = -1
 
     def of_run(self, folder: Path) -> None:
@@ -58,10 +67,10 @@ class RankFiles(LogsSpecs):
         except OSError as error:
             raise UserError(
                 f"{self._host}: what the ranks write can't be kept in {self._folder}: {error.strerror}; "
-                "--logs FOLDER says another"
+                f"{self._otherwise}"
             ) from None
         found = LogsDest()
-        followed = []
+        followed: dict[int, str] = {}
         for local_rank, variables in envs.items():
             rank = environment.ranks(variables)
             assert rank is not None
@@ -69,10 +78,11 @@ class RankFiles(LogsSpecs):
             found.stdouts[local_rank], found.stderrs[local_rank] = str(output), str(errors)
             found.error_files[local_rank] = str(failure)
             variables |= environment.error_file_at(failure)
-            prefix = f"[{self._host} {rank.rank}] " if rank.world_size > 1 else ""
-            followed += [_Followed(output, sys.stdout.buffer, prefix), _Followed(errors, sys.stderr.buffer, prefix)]
+            followed[rank.rank] = f"[{self._host} {rank.rank}] " if rank.world_size > 1 else ""
         if self._follower is not None:
-            self._follower.follow(followed)
+            told = self._follower.follow(self.here, followed)
+            for variables in envs.values():
+                variables |= told
         return found
 
     def _make_folder(self) -> None:
@@ -99,11 +109,22 @@ def errors_of(folder: Path, rank: int) -> Path:
     return _file(folder, rank, "err")
 
 
-class Follower:
-    """Shows what is written into files, for as long as its `with` block lasts."""
+def _terminal(number: int) -> BinaryIO:
+    """This process's standard output (1) or error (2), whatever stands in their places in Python."""
+    return open(number, "wb", closefd=False)
 
-    def __init__(self) -> None:
-        self._files: Sequence[_Followed] = ()
+
+class Follower:
+    """Shows what ranks write into files, for as long as its `with` block lasts."""
+
+    def __init__(self, *, prefixes: bool = True, bars: bool = False) -> None:
+        """`prefixes`: before each line the rank that wrote it. `bars`: where standard error is a terminal, what ranks
+        write there is shown as it comes, and the progress bar of rank 0 below it.
+        """
+        self._prefixes = prefixes
+        self._streams = (_terminal(1), _terminal(2)) if bars else (sys.stdout.buffer, sys.stderr.buffer)
+        self._bars = bars and self._streams[1].isatty()
+        self._shown: Sequence[_Shown] = ()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -117,46 +138,95 @@ class Follower:
     ) -> None:
         self._over.set()
         self._thread.join()
-        self.follow(())
+        self._turn_to(())
 
-    def follow(self, files: "Sequence[_Followed]") -> None:
-        """Turn to other files, when those before have been shown to their ends."""
+    def follow(self, folder: Path, ranks: Mapping[int, str]) -> dict[str, str]:
+        """Turn to the files of these ranks, when those before have been shown to their ends.
+
+        `ranks`: what stands before each line of a rank. Returns variables for the ranks.
+        """
+        bar = _file(folder, 0, "bar") if self._bars and 0 in ranks else None
+        shown: list[_Shown] = [_Bar(bar, self._streams[1])] if bar is not None else []
+        for rank, prefix in ranks.items():
+            for path, stream in zip((output_of(folder, rank), errors_of(folder, rank)), self._streams, strict=True):
+                kind = _Bytes if self._bars and stream.isatty() else _Lines
+                shown.append(kind(path, stream, prefix if self._prefixes else ""))
+        self._turn_to(shown)
+        if bar is None:
+            return {}
+        return environment.bar_at(bar, os.get_terminal_size(self._streams[1].fileno()).columns or _COLUMNS)
+
+    def _turn_to(self, shown: "Sequence[_Shown]") -> None:
         with self._lock:
-            for file in self._files:
+            for file in self._shown:
                 file.show(last=True)
-            self._files = files
+            self._shown = shown
 
     def _run(self) -> None:
         while not self._over.wait(_EVERY):
             with self._lock:
-                for file in self._files:
+                for file in self._shown:
                     file.show()
 
 
-class _Followed:
-    """A file that grows."""
+class _Shown:
+    """A file that grows, of which more is shown again and again."""
 
-    def __init__(self, path: Path, stream: BinaryIO, prefix: str) -> None:
-        self._path = path
-        self._stream = stream
+    def __init__(self, path: Path, stream: BinaryIO, prefix: str = "") -> None:
+        self.path = path
+        self.stream = stream
         self._prefix = prefix.encode()
         self._at = 0  # bytes that were read
+
+    def new(self) -> bytes:
+        """What was written since; a file that has become shorter was begun anew."""
+        if not self.path.exists():
+            return b""
+        with self.path.open("rb") as file:
+            if self.path.stat().st_size < self._at:
+                self._at = 0
+            file.seek(self._at)
+            data = file.read()
+        self._at += len(data)
+        return data
+
+    def show(self, *, last: bool = False) -> None:
+        """Show what is new; `last`: nothing more will come."""
+        raise NotImplementedError
+
+
+class _Bytes(_Shown):
+    """As it comes, on a terminal, where the next picture of a bar goes over the one before."""
+
+    def show(self, *, last: bool = False) -> None:
+        if data := self.new():
+            _write(self.stream, data)
+
+
+class _Bar(_Bytes):
+    """A progress bar, which is no part of what a rank leaves behind."""
+
+    def show(self, *, last: bool = False) -> None:
+        super().show(last=last)
+        if last:
+            self.path.unlink(missing_ok=True)
+
+
+class _Lines(_Shown):
+    """Whole lines, each with the rank before it."""
+
+    def __init__(self, path: Path, stream: BinaryIO, prefix: str = "") -> None:
+        super().__init__(path, stream, prefix)
         self._rest = b""  # of a line that has no end yet
         self._bar_shown = 0.0
 
     def show(self, *, last: bool = False) -> None:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            data = file.read()
-        self._at += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._rest = (self._rest + self.new()).split(b"\n")
         if self._rest and (last or self._bar_is_due()):
             lines.append(self._rest)
             self._rest = b""
         if lines:
-            write_lines(self._stream, [self._prefix + _last_picture(line) for line in lines])
+            write_lines(self.stream, [self._prefix + _last_picture(line) for line in lines])
 
     def _bar_is_due(self) -> bool:
         if b"\r" not in self._rest or time.monotonic() - self._bar_shown < _BAR_EVERY:
@@ -172,8 +242,10 @@ def _last_picture(line: bytes) -> bytes:
 
 def write_lines(stream: BinaryIO, lines: Sequence[bytes]) -> None:
     """Whole lines in one piece, so that other writers' lines stay whole. A reader who has gone is no error."""
-    try:
-        stream.write(b"".join(line + b"\n" for line in lines))
+    _write(stream, b"".join(line + b"\n" for line in lines))
+
+
+def _write(stream: BinaryIO, data: bytes) -> None:
+    with suppress(BrokenPipeError, ValueError):  # ValueError: closed
+        stream.write(data)
         stream.flush()
-    except (BrokenPipeError, ValueError):  # ValueError: closed
-        return

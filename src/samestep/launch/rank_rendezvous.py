@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from samestep import __version__, environment
 from samestep.errors import UserError
-from samestep.launch.environments.open_mpi import mpirun_addresses
-from samestep.launch.environments.slurm import host_names
+from samestep.launch.environments import open_mpi, slurm
+from samestep.launch.environments.base import TELL_US, Meeting
 from samestep.launch.network import LOOPBACK, address_towards, is_loopback, is_ours, store_at, why_not
 from samestep.ranks import Ranks
 
@@ -133,16 +133,6 @@ def _ask(address: str, port: int) -> tuple[str, dict[str, Any]] | None:
 
 
 _EVERYWHERE = "0.0.0.0"
-_TELL_US = "tell all ranks where to meet by MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """What every rank of a job knows."""
-
-    job: str  # names the job, and no other at the same time
-    addresses: tuple[str, ...]  # rank 0's host is reached under one of them
-    other: str | None = None  # another host of the job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +169,7 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
         found = Meeting(job=found.job, addresses=(address,), other=found.other)
     if not any(_resolved(each) for each in found.addresses):
         named = ", ".join(found.addresses) or "nobody"
-        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {_TELL_US}")
+        raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {TELL_US}")
     if ranks.rank == 0:
         address = _address_of_rank_0(found)
         store = store_at(address)
@@ -233,7 +223,7 @@ def _address_of_rank_0(found: Meeting) -> str:
     ours = [address for address in resolved if address is not None and is_ours(address)]
     if not ours:
         raise UserError(
-            f"rank 0 runs on {socket.gethostname()}, and the launcher names {', '.join(found.addresses)}; {_TELL_US}"
+            f"rank 0 runs on {socket.gethostname()}, and the launcher names {', '.join(found.addresses)}; {TELL_US}"
         )
     far = [address for address in ours if not is_loopback(address)]
     if far or found.other is None:
@@ -248,32 +238,12 @@ def _resolved(address: str) -> str | None:
         return None
 
 
-def _slurm(environ: Mapping[str, str]) -> Meeting:
-    name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
-    nodes = host_names(name, environ.get(name, ""))
-    parts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return Meeting(
-        job=" ".join(["slurm", *(environ.get(part, "") for part in parts)]),
-        addresses=(nodes[0],),
-        other=nodes[1] if len(nodes) > 1 else None,
-    )
-
-
-def _open_mpi(environ: Mapping[str, str]) -> Meeting:
-    """The host of mpirun itself is known, by all its addresses."""
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    if job is None:
-        raise UserError(f"Open MPI's variables don't name the job; {_TELL_US}")
-    return Meeting(job=f"open-mpi {job} {uri}", addresses=tuple(mpirun_addresses(uri)))
-
-
 def _pmi(environ: Mapping[str, str]) -> Meeting:
-    raise UserError(f"mpirun's variables don't name the job or rank 0's host; {_TELL_US}")
+    raise UserError(f"mpirun's variables don't name the job or rank 0's host; {TELL_US}")
 
 
 _LAUNCHERS: Mapping[str, Callable[[Mapping[str, str]], Meeting]] = {
-    "slurm": _slurm,
-    "open-mpi": _open_mpi,
+    "slurm": slurm.meeting,
+    "open-mpi": open_mpi.meeting,
     "pmi": _pmi,
 }

@@ -21,7 +21,8 @@ from samestep import __version__, environment
 from samestep.launch.failure import Outcome
 from samestep.launch.node_spec import NodeSpec
 
-_MODULE = "samestep.launch.remote_agent"
+# Not by -m: processes that this one starts would run the module anew as theirs, and Python warns of that.
+_MAIN = "import sys; from samestep.launch.remote_agent import main; sys.exit(main())"
 MARK = b"\x1esamestep "
 _LEAVE = 5.0  # seconds beyond the grace period of the ranks, for an agent whose starter is gone
 
@@ -29,7 +30,7 @@ _LEAVE = 5.0  # seconds beyond the grace period of the ranks, for an agent whose
 # It is one line, and in quotes no shell reads more in it than a word.
 _FIRST = (
     "import json,os,sys; os.environ.update(json.loads(open(0,'rb',0,closefd=False).readline())); "
-    f"os.execv(sys.executable,[sys.executable,'-m','{_MODULE}'])"
+    f"os.execv(sys.executable,[sys.executable,'-c','{_MAIN}'])"
 )
 
 
@@ -112,7 +113,3 @@ def _kill() -> None:
     from samestep.launch.agent import end_children
 
     end_children()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,13 @@
-"""The elastic agent's rendezvous for a job's hosts: PyTorch's own, with short times and a store a round."""
+"""The elastic agent's rendezvous: that of a job's hosts, PyTorch's own with short times, or of one host by itself.
+
+PyTorch's c10d rendezvous keeps one store for all rounds, so that ranks of a later round can read what ranks of an
+earlier one left there; here every round has a store of its own.
+"""
 
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -18,17 +22,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
-    rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from samestep import environment
 from samestep.errors import HostLostError
-from samestep.launch.network import address_towards, reach, store_at, store_client
-from samestep.launch.node_heartbeat import Lost, NodeHeartbeat, Peer
+from samestep.launch.network import LOOPBACK, address_towards, reach, store_at, store_client
+from samestep.launch.node_heartbeat import Lost, NodeHeartbeat, Peer, State
 from samestep.launch.node_spec import Limits
-from samestep.launch.single_node_rendezvous import SingleNodeRendezvous
 
 _APART = 0.5  # seconds; PyTorch's rendezvous itself looks once a second
 
@@ -84,8 +86,94 @@ class HostRound:
     store: Store
 
 
+class _NoHeartbeat:
+    """That of a host which is alone: nobody hears it, and it hears nobody."""
+
+    said: Mapping[int, Mapping[str, Any]] = {}
+    all_done = True
+
+    def enter(self, number: int, peers: Sequence[Peer], tells: Callable[[], Mapping[str, Any]]) -> None:
+        pass
+
+    def leave(self, state: State) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
+
+class SingleNodeRendezvous(RendezvousHandler):
+    """One agent, which is complete by itself. The ranks meet in its store, which no other host reaches."""
+
+    node = 0
+
+    def __init__(self, run_id: str, name: str = "") -> None:
+        """`name`: of this host, where messages are to say it."""
+        self.name = name
+        self.heartbeat = _NoHeartbeat()
+        self.round: HostRound | None = None
+        self._run_id = run_id
+        self._posts: dict[str, dict[str, Any]] = {}
+        self._asked = 0
+        self._closed = False
+
+    # What the elastic agent asks for.
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        number = self.round.number + 1 if self.round is not None else 0
+        store = store_at(LOOPBACK)
+        member = Member(node=self.node, name=self.name, address=LOOPBACK, agent=self._run_id)
+        self.round = HostRound(number=number, members=(member,), first=True, store=store)
+        self._asked = 0
+        self.post(f"round/{number}", {"members": [asdict(member)]})
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return self._asked
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+    # What samestep's agent asks for besides, as of MultiNodeRendezvous.
+
+    def ask_for_round(self) -> None:
+        self._asked = 1
+
+    def leave(self) -> None:
+        self.shutdown()
+
+    def lost(self) -> Lost | None:
+        return None
+
+    def peers(self) -> tuple[Peer, ...]:
+        return ()
+
+    def post(self, key: str, value: Mapping[str, Any]) -> None:
+        self._posts[key] = dict(value)
+
+    def posted(self, key: str) -> dict[str, Any] | None:
+        return self._posts.get(key)
+
+
 class MultiNodeRendezvous(RendezvousHandler):
-    """One host's agent among several, or alone."""
+    """One host's agent among several, or the only one of a job whose store another process serves."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Its configuration: node_rank, name and limits. Raises HostLostError where no store is at the endpoint."""
@@ -284,6 +372,9 @@ class MultiNodeRendezvous(RendezvousHandler):
         )
 
 
+NodeRendezvous = MultiNodeRendezvous | SingleNodeRendezvous
+
+
 class _Timeout(RendezvousTimeout):
     """Hosts come one by one when a job is started, and all at once when it goes on."""
 
@@ -295,12 +386,3 @@ class _Timeout(RendezvousTimeout):
     @property
     def last_call(self) -> timedelta:
         return timedelta(seconds=self._limits.first_call if self.first else self._limits.last_call)
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    return MultiNodeRendezvous(parameters)
-
-
-def register() -> None:
-    """Make the rendezvous known to PyTorch by its name; a second call changes nothing."""
-    rendezvous_handler_registry.register(BACKEND, _create)

@@ -7,7 +7,7 @@ among them, and tells it once its ranks take steps again.
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,9 +18,10 @@ from samestep.environment import ToldRound
 from samestep.fault_tolerance import job_info
 from samestep.fault_tolerance.fault import Fault, PendingFault, cause_of, first_step, tell
 from samestep.fault_tolerance.job_info import JobInfo
+from samestep.fault_tolerance.preemption import Signals
 from samestep.fault_tolerance.status import Progress
 from samestep.fault_tolerance.watchdog import Elsewhere, Hang, Watchdog
-from samestep.launch.rendezvous import HostRound, MultiNodeRendezvous
+from samestep.launch.rendezvous import HostRound, NodeRendezvous
 from samestep.run_folder import RunPlace
 
 _OTHERS = 2.0  # seconds in which all hosts have told why the last round ended
@@ -42,12 +43,24 @@ class RanksEnded:
 class NodeRounds:
     """One host's rounds of a job."""
 
-    def __init__(self, hosts: MultiNodeRendezvous, place: Path, memory: Path, run: RunPlace | None) -> None:
+    def __init__(
+        self,
+        hosts: NodeRendezvous,
+        place: Path,
+        memory: Path,
+        run: RunPlace | None,
+        *,
+        known: Callable[[], JobInfo] | None = None,
+        signals: Signals | None = None,
+    ) -> None:
         """`place` and `memory` are folders of this host, the second in memory, that go with its agent.
 
-        `run`: what a job of samestep's says of its run's folder.
+        `run`: what a job of samestep's says of its run's folder. `known`: what is known of the job before its ranks
+        say it. `signals`: by which the ranks are let to save.
         """
         self._run = run
+        self._known = known
+        self._signals = signals
         self.run_folder: Path | None = None  # the same on all hosts, once they have met
         self._memory = memory
         self._hosts = hosts
@@ -63,6 +76,16 @@ class NodeRounds:
         self._came: Sequence[str] = ()  # hosts that were not in the round before
         self._pending = PendingFault(self._tell)
         self.hang: Hang | None = None  # of a rank here, in the last round that has ended
+
+    @property
+    def number(self) -> int:
+        """Of the present round, from 0."""
+        return self._round.number if self._round is not None else 0
+
+    @property
+    def took_a_step(self) -> bool:
+        """Whether a rank of this host has taken a step in the present round."""
+        return self._watch is not None and any(each.first_done_at for each in self._watch.read())
 
     @property
     def grace_period(self) -> float:
@@ -100,20 +123,34 @@ class NodeRounds:
                 memory=str(self._memory),
             )
         )
-        self._about = None
+        self._about = self._known() if self._known is not None else None
         if round_.first and round_.number > 0:
             if (cause := self._root_cause(round_)) is not None:
-                self._pending.keep(*cause)
+                fault, moment, done = cause
+                next_layout = self._about.layout if self._about is not None else None
+                self._pending.keep(replace(fault, next_layout=next_layout), moment, done)
             self._came = self._new(round_)
-        self._watch = Watchdog(self._folder, ranks, limit=None, goes_on=self._goes_on, elsewhere=self._elsewhere)
+        self._watch = Watchdog(
+            self._folder,
+            ranks,
+            limit=self._about.hang_limit if self._about is not None else None,
+            goes_on=self._goes_on,
+            elsewhere=self._elsewhere,
+        )
         self._watch.__enter__()
+        if self._signals is not None:
+            self._signals.begin(self._folder, self._watch)
         self._hosts.post(f"ranks/{round_.number}/{self._hosts.node}", {"ranks": list(ranks)})
         self._hosts.heartbeat.enter(round_.number, self._hosts.peers(), self._word)
 
     def look(self) -> None:
         """See what the ranks say of their job; to be called again and again."""
         said = job_info.read(self._folder)
-        if said is None or said == self._about:
+        if said is None:
+            return
+        if self._known is not None and said.layout is None:
+            said = replace(said, layout=self._known().layout)
+        if said == self._about:
             return
         self._about = said
         if self._watch is not None:
@@ -127,6 +164,8 @@ class NodeRounds:
         if self._watch is None or self._round is None:
             return
         watch, self._watch = self._watch, None
+        if self._signals is not None:
+            self._signals.end()
         watch.__exit__(None, None, None)
         self.look()
         self.hang = watch.hang
@@ -157,7 +196,9 @@ class NodeRounds:
                 time.sleep(_APART)
             found = self._root_cause(replace(round_, number=round_.number + 1, members=()))
             if found is not None:
-                self._tell(found[0], aloud=False)
+                # Where nothing was tried, the error that follows says it all.
+                interrupted = self._signals is not None and self._signals.number is not None
+                self._tell(found[0], aloud=round_.number > 0 or interrupted)
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _word(self) -> Mapping[str, Any]:
@@ -205,7 +246,7 @@ class NodeRounds:
         fault = Fault(
             round=before,
             rank=why["rank"],
-            host=host,
+            host=host or None,
             cause=cause_of(why["reason"]),
             reason=why["reason"],
             step=left["step"],

@@ -6,9 +6,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from samestep.launch.node_spec import NodeSpec
+from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec, Starter
 from samestep.launch.remote_agent import agent_command
-from samestep.launch.starter import AgentCommand, LaunchOptions, Starter
 
 _ALIVE = 2  # seconds between two questions whether a host is there
 

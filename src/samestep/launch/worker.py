@@ -1,21 +1,63 @@
-"""The command of a rank: checked before any process waits for another, and forked where it is samestep's own."""
+"""What the elastic agent starts for each rank: a program, a command of samestep's own, or a call of a function.
+
+The last two are forked from a server that has imported PyTorch once. A command is checked before any process waits
+for another.
+"""
 
 import os
+import pickle
 import runpy
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from io import TextIOWrapper
 from multiprocessing import forkserver
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.launch import fork_server, rank_entry
+from samestep.launch import failure, fork_server, rank_entry
 from samestep.launch.affinity import BindChoice, check_choice, chosen, this_machine
 from samestep.launch.fork_server import end_with_starter
 from samestep.launch.script_env import registry
+
+_USERS_MISTAKE = 2  # the exit code
+
+# A rank whose peer died sees its connection break within milliseconds. One that calls a function waits this long
+# (seconds) before it ends itself, so that the agent meets the death that was first.
+_AFTER_YOU = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a rank is."""
+
+    entrypoint: Callable[..., Any] | str  # a function at the top level of a module, or a program
+    arguments: Callable[[], tuple[Any, ...]]  # asked for in every round, whose variables are set by then
+    takes_notice: bool = True  # whether it is told by SIGTERM to end, and has time to; otherwise it is ended
+
+
+def entry_of(program: Sequence[str]) -> Entry:
+    """Of a command from `rank_command`."""
+    words = list(program)
+    forked = arguments_of(words)
+    if forked is None:
+        return Entry(entrypoint=words[0], arguments=lambda: tuple(words[1:]))
+    _warm_up()
+    return Entry(entrypoint=run_forked, arguments=lambda: (forked, environment.snapshot()))
+
+
+def entry_of_call(file: Path) -> Entry:
+    """Of a function and its arguments, pickled into a file.
+
+    A file, not the pipe that starts a process: a rank that dies before it has read a large call from the pipe would
+    leave this process writing for ever.
+    """
+    return Entry(entrypoint=run_call, arguments=lambda: (str(file), environment.snapshot()), takes_notice=False)
 
 
 def rank_command(
@@ -48,7 +90,7 @@ _OURS = ["-m", "samestep"]
 
 
 def arguments_of(program: Sequence[str]) -> list[str] | None:
-    """The entry's arguments, for `run`, where a rank's command is one of samestep's; None where it is not."""
+    """The entry's arguments, for `run_forked`, where a rank's command is one of samestep's; None where it is not."""
     words = list(program)
     if fork_server.METHOD != "forkserver" or words[1:3] != _ENTRY or "--" not in words:
         return None
@@ -56,26 +98,32 @@ def arguments_of(program: Sequence[str]) -> list[str] | None:
     return words[3:] if command[:2] == _OURS else None
 
 
-def warm_up() -> None:
+def _warm_up() -> None:
     """Let the server import, while this process waits for other hosts."""
     fork_server.preload()
     forkserver.ensure_running()
 
 
-def run_forked(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """What each new process does; `environ` is that of the agent, over which the rank's own variables stand."""
+def _begin(environ: Mapping[str, str]) -> None:
+    """A forked rank's first moments; `environ` is that of the agent, over which the rank's own variables stand."""
+    # The server ignores them. The agent decides; a rank ends at once, wherever it is.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # the server ignores them
+        signal.signal(number, signal.SIG_DFL)
     environment.adopt(environ)
     end_with_starter()
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(line_buffering=True)  # what it prints is seen at once, beside other ranks'
+
+
+def run_forked(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Be a rank of samestep's own command; `arguments` are those of `rank_entry`."""
+    _begin(environ)
     try:
         (_, _, _, module, *words), variables = rank_entry.prepared(arguments)
     except UserError as error:
         rank_entry.tell(error)
-        _end(2)
+        _end(_USERS_MISTAKE)
     environment.become(variables)
     sys.argv = [module, *words]
     code = 0
@@ -90,7 +138,28 @@ def run_forked(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         _end(code)
 
 
+def run_call(file: str, environ: Mapping[str, str]) -> Any:
+    """Be a rank that calls a function, and return what it does; why it fails is left for the agent to read."""
+    _begin(environ)
+    try:
+        function, arguments = pickle.loads(Path(file).read_bytes())
+        return function(*arguments)
+    except UserError as error:
+        _tell(str(error), mistake=type(error).__name__)
+        _end(_USERS_MISTAKE)
+    except BaseException:
+        _tell(traceback.format_exc())
+        time.sleep(_AFTER_YOU)
+        _end(1)
+
+
+def _tell(message: str, *, mistake: str | None = None) -> None:
+    if (file := environment.error_file()) is not None:
+        failure.tell(file, message, mistake=mistake)
+
+
 def _end(code: int) -> NoReturn:
+    # PyTorch would print the traceback of every rank as well.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -6,6 +6,7 @@ that of the whole batch (random numbers, batch norm, buffers), 7 recompute, 8 of
 parameters last.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from samestep.layout import Layout
 from samestep.parallel.asking import check_asking
 from samestep.parallel.blocks import find_blocks, with_forward
 from samestep.parallel.calls import Trace
-from samestep.parallel.chunked_logits import chunk_logits
+from samestep.parallel.chunked_logits import SharedLogits, chunk_logits, share_logits
 from samestep.parallel.compile import check_compile, compile_blocks
 from samestep.parallel.complex_parameters import check_complex
 from samestep.parallel.context.split import split_tokens
@@ -126,7 +127,9 @@ class _Spreading:
             self.experts = _experts(model, layout, details)
         self.blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in self.experts])
         self.initial = details.initial  # None: nothing of the model is on the meta device any more
+        self.own_tokens: Sequence[str] = ()  # modules that work on this rank's tokens
         self.vocabulary: Vocabulary | None = None  # where the output layer is sliced
+        self.shared_logits: SharedLogits | None = None  # where ranks share out the rows of the output layer
         # What pipeline stages are cut by: the shapes of the whole model.
         self.unsliced = without_numbers(model) if layout.pipeline > 1 else model
         self.stages: Cut | None = None  # this rank's pipeline stages
@@ -136,7 +139,7 @@ class _Spreading:
         if self.seen is not None and self.layout.context > 1:
             initial = self.initial
             fill = partial(initial.fill, self.model, self.device) if initial is not None else lambda: None
-            split_tokens(
+            self.own_tokens = split_tokens(
                 self.model,
                 self.blocks,
                 self.seen,
@@ -184,9 +187,11 @@ class _Spreading:
             self.shared = share_experts(self.model, self.experts, self.parts, self.mesh, self.now, self.device)
 
     def chunk_logits(self) -> None:
+        group = self.mesh.group("context") if self.layout.context > 1 else None
         if self.details.loss_chunk is not None:
-            rows_shared = self.mesh.group("context") if self.layout.context > 1 else None
-            chunk_logits(self.model, self.details.loss_chunk, rows_shared)
+            chunk_logits(self.model, self.details.loss_chunk, group)
+        elif group is not None and self.seen is not None and self.layout.tensor == 1:  # whose ranks have some words
+            self.shared_logits = share_logits(self.model, self.seen, group, self.own_tokens)
         self.blocks = with_forward(self.blocks)
 
     def make_exact(self) -> None:
@@ -267,6 +272,7 @@ class _Spreading:
             "now": self.now,
             "autocast": self.autocast,
             "vocabulary": self.vocabulary,
+            "shared_logits": self.shared_logits,
             "host": self.host,
             "buffers": self.buffers,
         }

@@ -56,6 +56,7 @@ class Attention:
     modules: tuple[str, ...]  # whose forwards were running, from the model to the innermost
     query: Seen
     key: Seen
+    dropout: float = 0.0  # the share of probabilities that it drops
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Logits that never stand whole: an output layer and its cross-entropy, computed some tokens at a time.
+"""Logits that never stand whole: an output layer and its cross-entropy, computed of some tokens only.
 
 The logits of a large vocabulary are the largest tensor of a small language model: 16,384 tokens x 128,256 words are
 8.4 GB in float32, and cross-entropy keeps as many again for backward. Here the output layer of a training forward
@@ -7,19 +7,22 @@ shape or dtype. Its cross-entropy then takes some rows at a time through the lay
 logits: backward computes them once more, chunk by chunk, which costs one more product of the output layer.
 
 Under context parallel every rank has all tokens of what the output layer takes. There each rank computes its own
-share of the rows alone, and what they give is put together.
+share of the rows alone, and what they give is put together: with `run.loss_chunk` some rows at a time, and without it
+all of them, where cross-entropy alone wants the logits. Where anything else does, they are computed whole.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from samestep.data.order import bounds
@@ -27,6 +30,7 @@ from samestep.errors import UserError
 from samestep.parallel import tokens
 from samestep.parallel.attributes import WrappedForward
 from samestep.parallel.blocks import repeated_layers
+from samestep.parallel.calls import Trace
 from samestep.parallel.context.messages import gradient_summed
 from samestep.parallel.sharding import whole
 from samestep.parallel.tensor import collectives
@@ -48,8 +52,16 @@ class _Source:
     layer: Callable[[Tensor], Tensor]
     classes: int
     dtypes: tuple[torch.dtype, ...]  # that of the layer's output first
-    rows: int  # of a chunk
+    rows: int | None  # of a chunk; None: all at once, and the logits themselves where they are wanted
     shared: "_Shared | None" = None  # None: this rank computes all rows
+    changes: "_Changes" = field(default_factory=lambda: _Changes())
+
+
+@dataclass
+class _Changes:
+    """Which of the views of an output layer's logits was changed in place, as others would have to be as well."""
+
+    by: "ChunkedLogits | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +101,11 @@ class _Shared:
 class ChunkedLogits(Tensor):
     """The logits of some inputs, [..., classes], of which cross-entropy computes a chunk at a time.
 
-    Raises UserError where anything else wants their values.
+    Where anything else wants their values, raises UserError, or gives them where `rows` is None.
     """
 
     _source: _Source
+    _whole: Tensor | None  # once they were wanted
 
     @staticmethod
     def __new__(cls, source: _Source) -> "ChunkedLogits":
@@ -104,7 +117,7 @@ class ChunkedLogits(Tensor):
             device=inputs.device,
             requires_grad=inputs.requires_grad,
         )
-        logits._source = source
+        logits._source, logits._whole = source, None
         return logits
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -121,28 +134,115 @@ class ChunkedLogits(Tensor):
         if name in _FACTS or asked in _PROPERTIES or asked.startswith("is_"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
-        if func is F.cross_entropy and isinstance(args[0], ChunkedLogits):
-            return _cross_entropy(args[0]._source, *args[1:], **keywords)
         logits = args[0] if args else None
-        if not isinstance(logits, ChunkedLogits):
-            raise _wanted_whole(name)
+        if not isinstance(logits, ChunkedLogits) or logits._whole is not None:
+            return _of_whole(name, func, args, keywords)
+        if func is F.cross_entropy:
+            if logits._source.rows is None and _is_other(logits._source, *args[1:], **keywords):
+                return _of_whole(name, func, args, keywords)
+            _check_unchanged(logits)
+            return _cross_entropy(logits._source, *args[1:], **keywords)
         if name == "register_hook":  # FSDP2 waits for the first gradient of what a module gave
             return logits._source.inputs.register_hook(*args[1:])
         if name == "_is_view":
             return False
-        if name in _CASTS or name in ("to", "type", "contiguous", "type_as"):
-            return _cast(logits, name, args[1:], keywords)
-        if name in _SHAPES or name == "__getitem__":
-            return _reshaped(logits, func, name, args[1:], keywords)
-        raise _wanted_whole(name)
+        try:
+            if name in _CASTS or name in ("to", "type", "contiguous", "type_as"):
+                return _cast(logits, name, args[1:], keywords)
+            if name in _SHAPES or name == "__getitem__":
+                return _reshaped(logits, func, name, args[1:], keywords)
+        except WantedWholeError:
+            if logits._source.rows is not None:
+                raise
+        return _of_whole(name, func, args, keywords)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _wanted_whole(str(func))
+        # Below autograd, such as in a function of the user's own: `_Given` takes its gradient.
+        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, ChunkedLogits)]
+        if func._schema.is_mutable or any(each._source.rows is not None for each in given):
+            raise _wanted_whole(str(func))
+        with torch.no_grad():
+            args, kwargs = whole_logits((args, kwargs or {}))
+            return func(*args, **kwargs)
 
 
-def _wanted_whole(name: str) -> UserError:
-    return UserError(
+def _logits(source: _Source) -> ChunkedLogits:
+    """The logits of a source, with a gradient of their own where something may want them."""
+    return ChunkedLogits(source) if source.rows is not None else _Given.apply(source.inputs, source)  # pyright: ignore
+
+
+class _Given(torch.autograd.Function):
+    """Takes a gradient of logits that a function had whole without autograd's knowledge of the layer behind them."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, source: _Source) -> ChunkedLogits:
+        ctx.source = source
+        return ChunkedLogits(source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        inputs = ctx.source.inputs.detach().requires_grad_()
+        with torch.enable_grad():
+            _computed(replace(ctx.source, inputs=inputs)).backward(gradients[0])  # into the layer's parameters
+        return inputs.grad, None
+
+
+class WantedWholeError(UserError):
+    """Something wants the values of logits that are computed some rows at a time."""
+
+
+def _of_whole(name: str, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Call a function with the logits themselves."""
+    given = [each for each in pytree.tree_leaves((args, keywords)) if isinstance(each, ChunkedLogits)]
+    if any(each._source.rows is not None for each in given):
+        raise _wanted_whole(name)
+    args, keywords = whole_logits((args, dict(keywords)))
+    if _changes_in_place(name, keywords):
+        given[0]._source.changes.by = given[0]
+    return func(*args, **keywords)
+
+
+def whole_logits(nest: Any) -> Any:
+    """A nest with the logits in it whole, as every rank computes them."""
+    return pytree.tree_map_only(ChunkedLogits, _whole_of, nest)
+
+
+def _whole_of(logits: ChunkedLogits) -> Tensor:
+    _check_unchanged(logits)
+    found = logits._whole
+    if found is None:
+        found = _computed(logits._source)
+        if torch.is_grad_enabled():
+            logits._whole = found
+    return found
+
+
+def _computed(source: _Source) -> Tensor:
+    logits = source.layer(source.inputs)
+    for dtype in source.dtypes[1:]:
+        logits = logits.to(dtype)
+    return logits
+
+
+def _changes_in_place(name: str, keywords: Mapping[str, Any]) -> bool:
+    special = name == "__setitem__" or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+    return special or "out" in keywords or (name.endswith("_") and not name.endswith("__"))
+
+
+def _check_unchanged(logits: ChunkedLogits) -> None:
+    """Raise UserError where a view of the logits was changed in place, which this one would have to show."""
+    by = logits._source.changes.by
+    if by is not None and by is not logits:
+        raise UserError(
+            "logits are changed in place, and used in another shape or dtype that was made of them before; change a "
+            "copy of them"
+        )
+
+
+def _wanted_whole(name: str) -> WantedWholeError:
+    return WantedWholeError(
         f'run.loss_chunk is given, and "{name}" wants the logits whole; use a loss that hands them to cross_entropy '
         "as the output layer gives them, in another shape or dtype at most, or no loss_chunk"
     )
@@ -161,7 +261,7 @@ def _cast(logits: ChunkedLogits, name: str, arguments: Sequence[Any], keywords: 
             raise _wanted_whole(name)
     if dtype is None or dtype == source.dtypes[-1]:
         return logits
-    return ChunkedLogits(replace(source, dtypes=(*source.dtypes, dtype)))
+    return _logits(replace(source, dtypes=(*source.dtypes, dtype)))
 
 
 def _reshaped(
@@ -175,13 +275,13 @@ def _reshaped(
         keeps = last in (None, slice(None)) and _dimensions(key) < source.inputs.ndim + (last is not None)
         if not keeps and not (_dimensions(key) == source.inputs.ndim and key[-1] == slice(None)):
             raise _wanted_whole("an index")
-        return ChunkedLogits(replace(source, inputs=source.inputs[arguments[0]]))
+        return _logits(replace(source, inputs=source.inputs[arguments[0]]))
     shape = (*source.inputs.shape[:-1], source.classes)
     asked = func(torch.empty(shape, device="meta"), *arguments, **keywords).shape
     if not asked or asked[-1] != source.classes or 0 in shape:
         raise _wanted_whole(name)
     inputs = source.inputs.reshape(*asked[:-1], source.inputs.shape[-1])
-    return ChunkedLogits(replace(source, inputs=inputs))
+    return _logits(replace(source, inputs=inputs))
 
 
 def _dimensions(key: Sequence[Any]) -> int:
@@ -218,16 +318,19 @@ def _cross_entropy(
         source = replace(source, inputs=tokens.split(source.inputs, shared.group, 0))
         first, last = bounds(count, shared.group.rank(), shared.group.size())
         target = target[first:last]
-    losses = [
-        checkpoint(
-            partial(_of_chunk, source, weight=weight, **keywords),
-            inputs,
-            targets,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for inputs, targets in zip(source.inputs.split(source.rows), target.split(source.rows), strict=True)
-    ]
+    if source.rows is None:
+        losses = [_of_chunk(source, source.inputs, target, weight=weight, **keywords)]
+    else:
+        losses = [
+            checkpoint(
+                partial(_of_chunk, source, weight=weight, **keywords),
+                inputs,
+                targets,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for inputs, targets in zip(source.inputs.split(source.rows), target.split(source.rows), strict=True)
+        ]
     if reduction == "none":
         of_each = torch.cat(losses)
         return of_each if shared is None else tokens.gather(of_each, shared.group, count, 0)
@@ -239,12 +342,48 @@ def _cross_entropy(
     return total / (count if every.is_floating_point() else (every != ignore_index).sum())
 
 
+def _is_other(
+    source: _Source, target: Tensor, weight: Any = None, size_average: Any = None, *more: Any, **keywords: Any
+) -> bool:
+    """Whether a call of cross-entropy is one that a part of the rows can't be taken for."""
+    old = size_average is not None or keywords.get("reduce") is not None or len(more) > 1
+    weighted = weight is not None and keywords.get("reduction", "mean") == "mean"
+    return source.inputs.ndim != 2 or old or weighted
+
+
 def _of_chunk(source: _Source, inputs: Tensor, target: Tensor, **keywords: Any) -> Tensor:
     with nullcontext() if source.shared is None else source.shared.computing():
-        logits = source.layer(inputs)
-    for dtype in source.dtypes[1:]:
-        logits = logits.to(dtype)
+        logits = _computed(replace(source, inputs=inputs))
     return whole(F.cross_entropy(logits, target, **keywords))
+
+
+class SharedLogits:
+    """An output layer whose rows the ranks share out, as long as `able`."""
+
+    def __init__(self) -> None:
+        self.able = True
+
+
+def share_logits(
+    model: nn.Module, trace: Trace, group: dist.ProcessGroup, split: Collection[str]
+) -> SharedLogits | None:
+    """Let the ranks of a group share out the rows of the output layer in training forwards.
+
+    `split`: modules that work on a rank's own tokens, after which every rank has all of them. None where no layer
+    behind them has more outputs than inputs.
+    """
+    try:
+        head = output_layer(model)
+    except UserError:
+        return None
+    name = next(name for name, module in model.named_modules() if module is head)
+    ended = max((call.ended for each in split for call in trace.of(each)), default=0)
+    calls = trace.of(name)
+    if len(calls) != 1 or calls[0].began < ended or head.out_features <= head.in_features:
+        return None
+    shared = SharedLogits()
+    _chunk(head, None, group, lambda: shared.able)
+    return shared
 
 
 def chunk_logits(model: nn.Module, rows: int, group: dist.ProcessGroup | None = None) -> None:
@@ -253,17 +392,19 @@ def chunk_logits(model: nn.Module, rows: int, group: dist.ProcessGroup | None = 
     `group`: ranks that all have what the layer takes, and share the rows out.
     Raises UserError where it is not to be found.
     """
-    head = output_layer(model)
+    _chunk(output_layer(model), rows, group, lambda: True)
 
+
+def _chunk(head: nn.Linear, rows: int | None, group: dist.ProcessGroup | None, able: Callable[[], bool]) -> None:
     def chunked(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         # Without gradients nothing is kept, and what evaluates or compares may want the logits themselves.
-        if not (torch.is_grad_enabled() and head.training):
+        if not (torch.is_grad_enabled() and head.training and able()):
             return forward(inputs)
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         classes = head.out_features
         shared = None if group is None else _Shared.of(head, group)
-        return ChunkedLogits(
+        return _logits(
             _Source(inputs=inputs, layer=forward, classes=classes, dtypes=(dtype,), rows=rows, shared=shared)
         )
 

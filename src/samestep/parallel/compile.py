@@ -1,4 +1,9 @@
-"""Compilation: each block compiled by itself, so that like blocks share what was compiled."""
+"""Compilation: each block compiled by itself, so that like blocks share what was compiled.
+
+What is no matter of one block stays outside of what is compiled, and runs as it does without: gradients and
+parameters of shards and replicas, messages between pipeline stages, which call the blocks that they have. Where
+tokens meet in attention, their exchange (parallel/context) breaks a block into graphs before attention and behind it.
+"""
 
 from collections.abc import Sequence
 
@@ -6,6 +11,7 @@ from torch import nn
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from samestep.parallel.pipeline.schedule import SCHEDULES
 
 
 def check_compile(layout: Layout) -> None:
@@ -14,10 +20,16 @@ def check_compile(layout: Layout) -> None:
     A compiled block draws dropout by itself, which no look at a model can tell beforehand: the check of the task's
     contract sees it, and the engine in the first step.
     """
-    if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1:
-        what = "blocks that exchange tokens with experts" if layout.expert > 1 else "blocks on parts of the tokens"
-        what = "stages" if layout.pipeline > 1 else what
-        raise LayoutError(f'layout "{layout}": {what} are not compiled yet; use run.compile: false')
+    if layout.expert > 1:
+        raise LayoutError(
+            f'layout "{layout}": blocks that exchange tokens with experts are not compiled yet; use '
+            "run.compile: false"
+        )
+    if layout.pipeline > 1 and SCHEDULES[layout.schedule].splits_backward:
+        raise LayoutError(
+            f'layout "{layout}": schedule {layout.schedule} computes gradients of inputs and of weights apart, and '
+            "the backward of a compiled block gives both at once; use schedule=1f1b, or run.compile: false"
+        )
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from samestep.data.loader import MicroBatch
 from samestep.layout import Layout
+from samestep.parallel.chunked_logits import SharedLogits
 from samestep.parallel.ddp import average_experts, average_what_is_whole
 from samestep.parallel.deferred_init import InitialValues
 from samestep.parallel.exact import generators
@@ -87,6 +88,7 @@ class ParallelModel(ABC):
         autocast: Context,
         host: HostMemory,
         vocabulary: Vocabulary | None = None,
+        shared_logits: SharedLogits | None = None,
         disk: MappedFile | None = None,
         buffers: BatchBuffers | None = None,
     ) -> None:
@@ -97,6 +99,7 @@ class ParallelModel(ABC):
         self.buffers = buffers or BatchBuffers(model, {}, parts.mesh.data_group, now)
         self.repeated = RepeatedForwards(model, joined=self.buffers.joins)
         self._vocabulary = vocabulary  # where the output layer may be sliced
+        self._shared_logits = shared_logits  # where ranks share out its rows
         self.host = host  # where offloaded activations wait
         self.disk = disk  # where offloaded parameters lie
 
@@ -114,12 +117,21 @@ class ParallelModel(ABC):
         `term` is called where the model's output is. `forwards_done` is called once, when it won't be called again.
         """
 
+    def sum_along(self, totals: Tensor) -> bool:
+        """Whether the running `forward_backward` sums this tensor over the data ranks, in place, before it returns.
+
+        It may be asked in `forwards_done`. What it sends anyhow then carries the tensor, which is one message less.
+        """
+        return False
+
     def around(self, loss: Loss, backward: Backward) -> tuple[Loss, Backward]:
         """The loss and the backward of a step, as what this spread gives for an output wants them."""
         return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
 
     def give_whole_outputs(self) -> None:
-        """From here on, training forwards give no output in slices."""
+        """From here on, training forwards give no output in slices or rows."""
+        if self._shared_logits is not None:
+            self._shared_logits.able = False
         if self._vocabulary is not None:
             self._vocabulary.slices = False
 
@@ -204,6 +216,9 @@ class WholeModel(ParallelModel):
         if self.parts.layout.zero >= 2:
             average_what_is_whole(self.model, self.parts)
         self.parts.sum_gradients(self.model)
+
+    def sum_along(self, totals: Tensor) -> bool:
+        return self._rows is None and self._used.sum_along(totals)
 
     def watch_draws(self, *, buffers_moved: bool) -> None:
         """Decide after a first step whether forwards are still watched for draws."""

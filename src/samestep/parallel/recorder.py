@@ -118,8 +118,18 @@ class _Functions(TorchFunctionMode):
         if id(tensor) in self.outputs:
             self.last_uses[id(tensor)] = self._clock.time
 
-    def _note_attention(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> None:
-        self.attentions.append(Attention(modules=self._modules(), query=seen_of(query), key=seen_of(key)))
+    def _note_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        seen = {"query": seen_of(query), "key": seen_of(key)}
+        self.attentions.append(Attention(modules=self._modules(), dropout=dropout_p, **seen))
 
     def _modules(self) -> tuple[str, ...]:
         return tuple(each.name for each in self._open)

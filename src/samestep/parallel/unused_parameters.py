@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from samestep.comm.agree import largest
 from samestep.errors import UserError
 from samestep.parallel.sharding import local
+from samestep.parallel.valueless import has_values
 
 
 class Used(ABC):
@@ -25,6 +26,10 @@ class Used(ABC):
     @abstractmethod
     def reach(self, loss: Tensor) -> Tensor:
         """The loss of a step's last backward, made such that every gradient is sent."""
+
+    def sum_along(self, totals: Tensor) -> bool:
+        """Whether `settle` also sums this tensor over the ranks, in place, in a message that it sends anyhow."""
+        return False
 
     @abstractmethod
     def settle(self) -> None:
@@ -97,14 +102,29 @@ class UsedByReplicas(UsedByRanks):
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, names: Iterable[str] | None = None) -> None:
         super().__init__(model, group, names)
+        self._totals: Tensor | None = None
         for name, parameter in self._parameters.items():
             self._note(name, parameter)
 
     def reach(self, loss: Tensor) -> Tensor:
         return depending(loss, self._parameters.values())
 
+    def sum_along(self, totals: Tensor) -> bool:
+        # From an accelerator they would have to come to the host first, where the flags are.
+        if totals.device.type != "cpu" or not has_values(totals):
+            return False
+        self._totals = totals
+        return True
+
     def settle(self) -> None:
-        self.forget(self.by_any())
+        totals, self._totals = self._totals, None
+        if totals is None:
+            self.forget(self.by_any())
+            return
+        message = torch.cat([totals, torch.tensor(self.noted(), dtype=totals.dtype)])
+        dist.all_reduce(message, group=self._group)
+        totals.copy_(message[: len(totals)])
+        self.forget([int(count) for count in message[len(totals) :].tolist()])
 
 
 class UsedByShards(UsedByRanks):

@@ -7,9 +7,10 @@ half: what is gained on rows that were fitted, and not on others, would show.
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from samestep.layout import Layout
 from samestep.planning.hardware import device_of
 from samestep.planning.published import PredictedRow, PublishedRow, kendall_tau, predict
 
@@ -30,6 +31,7 @@ class GroupErrors:
     bias: float
     mean_tau: float | None  # Kendall's tau-b, of models with four rows or more
     least_tau: float | None
+    least_ceiling: float | None = None  # the largest tau that a count of work can have, of the model with the least
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,6 +48,7 @@ def errors_of(name: str, rows: Sequence[PredictedRow]) -> GroupErrors:
         bias=statistics.mean(errors),
         mean_tau=statistics.mean(taus) if taus else None,
         least_tau=min(taus) if taus else None,
+        least_ceiling=min(ceilings_of(rows).values(), default=None),
     )
 
 
@@ -57,6 +60,58 @@ def taus_of(rows: Sequence[PredictedRow]) -> Mapping[str, float | None]:
         for name, some in models.items()
         if len(some) >= _FEWEST
     }
+
+
+def ceilings_of(rows: Sequence[PredictedRow]) -> Mapping[str, float]:
+    """The tau, of each model with enough rows, of a prediction that is right wherever less work takes less time.
+
+    1 - 2 c / pairs, where c counts pairs of which the row with no more work was published slower.
+    """
+    models = grouped(rows, lambda row: row.row.model_name)
+    return {
+        name: 1 - 4 * len(contradictions(some)) / (len(some) * (len(some) - 1))
+        for name, some in models.items()
+        if len(some) >= _FEWEST
+    }
+
+
+def contradictions(rows: Sequence[PredictedRow]) -> list[tuple[PredictedRow, PredictedRow]]:
+    """Pairs of rows of one model of which the first has no more work than the second, and was published slower."""
+    return [
+        (one, other)
+        for one in rows
+        for other in rows
+        if one.row.seconds > other.row.seconds and _no_more_work(one, other) and not _no_more_work(other, one)
+    ]
+
+
+def _no_more_work(one: PredictedRow, other: PredictedRow) -> bool:
+    """Whether a step has as many tokens a device, on devices as fast, and nothing in it that takes more time.
+
+    Samples are no longer, micro-batches no smaller, data ranks no more, and all else is the same.
+    """
+    mine, its = one.row, other.row
+    devices = device_of(mine.gpu), device_of(its.gpu)
+    return (
+        _tokens_a_device(mine) == _tokens_a_device(its)
+        and replace(mine.model, seq=1, positions=0) == replace(its.model, seq=1, positions=0)
+        and (mine.precision, mine.software) == (its.precision, its.software)
+        and _without_data_ranks(mine.layout) == _without_data_ranks(its.layout)
+        and mine.layout.data_ranks <= its.layout.data_ranks
+        and mine.model.seq <= its.model.seq
+        and one.micro_batch * mine.model.seq >= other.micro_batch * its.model.seq
+        and devices[0].bandwidth >= devices[1].bandwidth
+        and devices[0].flops[mine.precision] >= devices[1].flops[mine.precision]
+    )
+
+
+def _tokens_a_device(row: PublishedRow) -> float:
+    return row.global_batch * row.model.seq / row.layout.size
+
+
+def _without_data_ranks(layout: Layout) -> Layout:
+    """What is left of a layout where one more data rank does what the others do."""
+    return replace(layout, replicate=1, shard=2 if layout.shard > 1 else 1)
 
 
 def grouped(rows: Iterable[PredictedRow], key: Callable[[PredictedRow], str]) -> Mapping[str, list[PredictedRow]]:

@@ -15,6 +15,7 @@ from samestep.planning.memory import RankMemory, fits, memory_of, offloaded_byte
 from samestep.planning.offload import offloads_of
 from samestep.planning.pipeline_events import SPLIT_BACKWARD
 from samestep.planning.shapes import Transformer
+from samestep.planning.software import Software
 from samestep.planning.stage_time import Job
 from samestep.planning.step_time import StepTime, step_time
 
@@ -145,20 +146,15 @@ def candidates(job: Job, cluster: Cluster, *, offloaded: bool = False) -> Iterat
                 data = cluster.devices // (tensor * pipeline * context)
                 if data > job.global_batch or job.global_batch % data:
                     continue
-                base = _sequence(
-                    Layout(pipeline=pipeline, context=context, tensor=tensor), job.software.pipelines_split_sequence
-                )
-                if base is None:
-                    continue
+                base = _sequence(Layout(pipeline=pipeline, context=context, tensor=tensor), job.software)
                 for layout in _all_shardings(job, base, data, cluster):
                     yield from _details(job, layout, job.global_batch // data)
 
 
-def _sequence(base: Layout, pipelines_split: bool) -> Layout | None:
-    """The layout with its tokens split between slices, where its program can; None: it can't have this layout."""
-    if base.pipeline > 1 and not pipelines_split:
-        return base if base.context == 1 else None
-    return replace(base, sequence="split") if base.tensor > 1 else base
+def _sequence(base: Layout, software: Software) -> Layout:
+    """The layout with its tokens split between slices, where its program can."""
+    twice = base.pipeline > 1 and base.context > 1
+    return base if base.tensor == 1 or (twice and not software.splits_twice) else replace(base, sequence="split")
 
 
 def _contexts(model: Transformer, left: int) -> list[int]:
@@ -169,8 +165,7 @@ def _contexts(model: Transformer, left: int) -> list[int]:
 
 def _all_shardings(job: Job, base: Layout, data: int, cluster: Cluster) -> Iterator[Layout]:
     """The shardings that a program has, with experts on every data rank, and shared out over some of them."""
-    alone = base.tensor * base.pipeline * base.context == 1 or job.software.pipelines_split_sequence
-    for expert in _divisors(min(job.model.experts, data)) if alone else [1]:
+    for expert in _divisors(min(job.model.experts, data)):
         if job.model.experts % expert or data % expert:
             continue
         for layout in _shardings(base, data // expert, cluster):
@@ -216,10 +211,12 @@ def _zero_bubbles(layout: Layout, layers: int, micro_batches: int) -> Iterator[L
     They go with neither recomputation nor shards of parameters.
     """
     wanted = 1 < layout.pipeline <= _MOST_ZERO_BUBBLE and layout.zero <= 1
-    if not wanted or micro_batches % layout.pipeline or 2 * layout.pipeline > layers:
+    if not wanted or micro_batches % layout.pipeline:
         return
     for schedule in SPLIT_BACKWARD:
-        yield replace(layout, schedule=schedule, stages=2)
+        for stages in (1, 2) if schedule == "interleaved-zero-bubble" else (2,):
+            if stages * layout.pipeline <= layers:
+                yield replace(layout, schedule=schedule, stages=stages)
 
 
 def _schedules(layout: Layout, layers: int, micro_batches: int) -> Iterator[Layout]:

@@ -24,7 +24,8 @@ class Software:
     fused_gate: bool = False  # a gated activation is one kernel, which keeps its inputs alone
     shards_over_context: bool = False  # the optimizer's state is shared by context parallel's ranks, too
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # that it has
-    pipelines_split_sequence: bool = True  # pipelines go together with split sequences and context parallel
+    splits_twice: bool = True  # a pipeline's tokens go over context parallel's ranks and again between slices
+    sends_slices: bool = False  # each slice sends its part of what stages hand on (arXiv 2104.04473, section 4.1)
     zero_bubble: bool = False  # its pipelines have schedules that compute gradients of weights apart
     offloads: bool = False  # it can keep activations, optimizer state and shards in the host's memory
     recompute_stops_early: bool = False  # a layer's last product is not computed again: nothing needs its result
@@ -37,8 +38,13 @@ SOFTWARE: Mapping[str, Software] = {
         # Attention of three kernels with a fused scale-mask-softmax; all-reduces between slices; gradients reduced
         # after the backward, in fp16 (arXiv 2104.04473; NVIDIA/Megatron-LM v2.x).
         Software(
-            name="megatron-2021", attention="unfused", launches=2.1,
+            name="megatron-2021", attention="unfused", launches=2.1, sends_slices=True,
             source="arXiv 2104.04473; NVIDIA/Megatron-LM v2",
+        ),
+        # The same a year later: gradients are added up in fp32, 18 bytes a parameter with Adam's state (figure 1).
+        Software(
+            name="megatron-2022", attention="unfused", launches=2.1, sends_slices=True, kept_gradient_bytes=4,
+            source="arXiv 2205.05198",
         ),
         # FSDP with flash attention, PyTorch's own elementwise kernels and a fused cross-entropy.
         Software(
@@ -55,7 +61,7 @@ SOFTWARE: Mapping[str, Software] = {
         # What samestep runs: PyTorch's attention kernel, overlap by FSDP2 and DDP.
         Software(
             name="samestep", attention="flash-2", overlaps_gradients=True, loss_bytes=44, recompute_stops_early=True,
-            pipelines_split_sequence=False, zero_bubble=True, offloads=True,
+            splits_twice=False, zero_bubble=True, offloads=True,
             source="samestep",
         ),
     )

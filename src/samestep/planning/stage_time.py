@@ -90,7 +90,9 @@ def stages_of(job: Job, layout: Layout, micro_batch: int, cluster: Cluster) -> S
     layer = _layer_time(job, layout, micro_batch, cluster)
     send = 0.0
     if count > 1:
-        size = 2.0 * micro_batch * piece.tokens * job.model.hidden / layout.tensor
+        size = 2.0 * micro_batch * piece.tokens * job.model.hidden
+        if layout.sequence == "split" or job.software.sends_slices:
+            size /= layout.tensor
         send = collectives.send(size, groups(layout)["pipeline"], cluster)
     found, gathering = [], 0.0
     for index, layers in enumerate(layers_of_stages(job.model.layers, count)):

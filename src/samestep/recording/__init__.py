@@ -1,7 +1,8 @@
 """What is noted of a training's steps, and how two runs' steps are held beside each other.
 
-Read in this order. `samples`: hashes of the rows that go into a model. `activations`: what modules make of them.
-`shards`: which part of which parameter a rank holds. `store`: the files of a record. `record`: what a run left, with
-the shards joined. `differences`: how far tensors are apart, and what is rounding. `forward`: the first module that
-departs. `samestep.script_proof` proves scripts by these, and a job's proof names by them where its steps depart.
+Read in this order. `samples`: hashes of the rows that go into a model. `activations`: what modules make of them;
+`calls`: where a model's forward begins and ends. `shards`: which part of which parameter a rank holds. `store`: the
+files of a record. `record`: what a run left, with the shards joined. `differences`: how far tensors are apart, and
+what is rounding. `forward`: the first module that departs. `samestep.script_proof` proves scripts by these, and a
+job's proof names by them where its steps depart.
 """

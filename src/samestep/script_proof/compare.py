@@ -15,7 +15,7 @@ from samestep.recording.record import Run, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.runs import AGAIN, ALONE, OWN, SPLIT, moved
+from samestep.script_proof.runs import AGAIN, ALONE, OWN, SPLIT, gave_no_measure
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
 from samestep.script_proof.updates import buffer_finding, follows_samples, initial_finding, update_finding
 
@@ -86,7 +86,14 @@ def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:
     order = order_finding(folder / OWN, folder / SPLIT, split) if own is not None else None
     named = with_names_of(split, alone)
     return _Comparison(
-        alone=alone, again=again, split=named, dropout=dropout, own=own, order=order, placed=moved(folder)
+        alone=alone,
+        again=again,
+        split=named,
+        dropout=dropout,
+        own=own,
+        order=order,
+        whole=gave_no_measure(folder, "halves"),
+        placed=gave_no_measure(folder, "reversed"),
     ).verdict()
 
 
@@ -97,6 +104,7 @@ class _Comparison:
     split: Run
     dropout: bool
     own: Run | None = None  # the run alone with its own batches, where `alone` had those of the split run
+    whole: bool = False  # the model can't be called with halves of its batch, which were to measure rounding
     placed: bool = False  # a sample's place in its batch matters
     order: tuple[int, Finding] | None = None  # of the split run's samples: the first step with a fault, and which
 
@@ -256,6 +264,13 @@ class _Comparison:
                 "those of the split run, batch by batch",
                 "单个进程自己取的样本不同（第 1 步 {alone} 行，全部 rank 共 {split} 行）：已逐批使用切分运行的样本",
             ).format(alone=alone, split=split)
+        if self.whole:
+            yield Words(
+                "the model can't be called with a half of its batch: it returns other things than tensors with its "
+                "rows, or what it makes of a row depends on the others; rounding was measured with rows in the "
+                "opposite order",
+                "模型不能用半个批来调用：它返回的不全是按行排列的张量，或者一行的结果依赖其他行；因此改用相反的行序来测量舍入",
+            )
         if self.placed:
             yield Words(
                 "with its rows in the opposite order one process makes other results of the same sample: its place "

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-Call = Callable[..., Any]
+from samestep.recording.calls import Call, listen_to_modules
 
 
 class Listener(Protocol):
@@ -42,7 +42,7 @@ def install(listener: Listener, *, dropout: bool) -> None:
     """Put a listener in place, for good: this process has no other purpose. Without `dropout` none is applied."""
     register_optimizer_step_pre_hook(listener.before_step)
     register_optimizer_step_post_hook(listener.after_step)
-    _modules(listener)
+    listen_to_modules(listener.module_called)
     _backward(listener)
     _clipping(listener)
     _losses(listener)
@@ -52,17 +52,6 @@ def install(listener: Listener, *, dropout: bool) -> None:
     _processes(listener)
     _messages(listener)
     after_import("accelerate.accelerator", lambda module: _gathering(module, listener))
-
-
-def _modules(listener: Listener) -> None:
-    call = nn.Module.__call__
-
-    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return call(module, *args, **kwargs)
-        return listener.module_called(call, module, args, kwargs)
-
-    nn.Module.__call__ = called
 
 
 def _backward(listener: Listener) -> None:

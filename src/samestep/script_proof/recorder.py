@@ -8,7 +8,8 @@ import fnmatch
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from samestep.recording import shards
 from samestep.recording.activations import Activations
+from samestep.recording.calls import Call, ModelCalls
 from samestep.recording.samples import random_state, rows_of, tensors_in
 from samestep.recording.store import Writer
 from samestep.script_proof import interception
 from samestep.script_proof.batches import Batches
+from samestep.script_proof.halves import Halves
 from samestep.script_proof.settings import RecordSettings
-
-Call = Callable[..., Any]
 
 
 class Stopped(SystemExit):
@@ -43,16 +44,16 @@ class Recorder:
         self._optimizers: list[Any] = []
         self._counts: list[int] = []  # steps of each optimizer
         self._stepping: list[Any] = []  # optimizers inside of each other's step
-        self._depth = 0  # of modules inside each other's forward
+        self._calls = ModelCalls(self._enter, self._leave)
+        self._halves = Halves(self._halved)
         self._in_backward = False
         self._step = _Noted()
-        self._activations: Activations | None = None
         self._seen = 0  # batches that DataLoaders gave
         followed = Path(settings.follow) if settings.follow is not None else None
         self._batches = Batches(self._writer, given=followed, times=settings.times, made=settings.widened)
         self._processes = 0
         self._buffers: dict[str, tuple[int, int, dict[str, Any]]] = {}
-        self._moved = False
+        self._moved = False  # whether the variant's change was made
         self._made: list[weakref.ref[Tensor]] = []  # what models returned, for as long as the script holds it
         self._writer.event("start", rank=rank, world_size=world_size, variant=settings.variant)
 
@@ -70,25 +71,25 @@ class Recorder:
     def module_called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._in_backward or self._stepping_without_closure() or threading.get_ident() != self._thread:
             return call(module, *args, **kwargs)
-        if self._depth == 0:
-            if next(module.parameters(), None) is None:
-                return call(module, *args, **kwargs)
-            self._enter(module, args, kwargs)
-        self._depth += 1
-        try:
-            result = call(module, *args, **kwargs)
-        finally:
-            self._depth -= 1
-        if self._activations is not None:
-            self._activations.add(module, result)
-        if self._depth == 0:
-            self._leave(result)
-        return result
+        if self._settings.variant == "halves":
+            return self._calls.called(partial(self._in_halves, call), module, args, kwargs)
+        return self._calls.called(call, module, args, kwargs)
+
+    def _in_halves(self, call: Call, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._halves.called(call, module, args, kwargs)
+
+    def _halved(self) -> None:
+        if not self._moved:
+            self._moved = True
+            self._writer.event("halved")
 
     def _stepping_without_closure(self) -> bool:
         return bool(self._stepping) and not self._step.in_closure
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Note that a model's forward begins, where this is one: a module without parameters is none."""
+        if next(module.parameters(), None) is None:
+            return False
         root = self._root(module)
         made = {tensor.untyped_storage().data_ptr() for each in self._made if (tensor := each()) is not None}
         rows = rows_of(args, kwargs, made)
@@ -103,22 +104,25 @@ class Recorder:
         }
         if not training:
             self._writer.event("evaluation", after=sum(self._counts), **noted)
-            return
+            return True
         self._batches.trained()
         self._disturb(module)
+        self._halves.begin(module, rows.batch if rows else 0)
         noted["random"] = random_state()
         self._step.forwards.append(noted)
         self._step.targets = 0
         if rows is not None and self._whole_step():
-            self._activations = Activations(module, root, rows.batch)
+            self._calls.activations = Activations(module, root, rows.batch)
+        return True
 
     def _leave(self, result: Any) -> None:
         self._made = [each for each in self._made if each() is not None]
         self._made += [weakref.ref(value) for _, value in tensors_in(result)]
-        if self._activations is None:
+        activations = self._calls.take_activations()
+        if activations is None:
             return
         forward = self._step.forwards[-1]
-        forward["activations"] = self._activations.to_json()
+        forward["activations"] = activations
         forward["returned_loss"] = next(
             (
                 value.detach().float().item()
@@ -127,7 +131,6 @@ class Recorder:
             ),
             None,
         )
-        self._activations = None
 
     def _root(self, module: nn.Module) -> str:
         """What the names of a model begin with. A part of a model that is known has that one's names."""
@@ -156,7 +159,7 @@ class Recorder:
 
     def _disturb(self, module: nn.Module) -> None:
         """For the measure of noise: the first weights moved, where no batch could be reversed."""
-        if self._moved or self._settings.variant == "as-is":
+        if self._moved or self._settings.variant in ("as-is", "halves"):
             return
         if self._settings.variant == "moved" or not self._seen:
             self._moved = True
@@ -175,7 +178,7 @@ class Recorder:
         return reversed_rows(batch) if self._settings.variant == "reversed" else batch
 
     def dropout_seen(self) -> None:
-        if self._depth and not self._in_backward:
+        if self._calls.inside and not self._in_backward:
             self._step.dropout = True
 
     def targets_seen(self, count: float) -> None:
@@ -184,7 +187,7 @@ class Recorder:
 
     def sent(self) -> None:
         """A model's forward that sends something to other ranks may work with them on the same samples."""
-        if self._depth and not self._in_backward and self._step.forwards:
+        if self._calls.inside and not self._in_backward and self._step.forwards:
             self._step.forwards[-1]["sends"] = True
 
     # Backward and clipping

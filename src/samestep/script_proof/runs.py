@@ -3,19 +3,25 @@
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep import subprocess_group
 from samestep.errors import UserError
 from samestep.recording.record import Run
+from samestep.recording.store import events
 from samestep.script_proof.follow import following
 from samestep.script_proof.sampling import check_steps, places_matter
-from samestep.script_proof.settings import RecordSettings
+from samestep.script_proof.settings import RecordSettings, Variant
 
 ALONE, AGAIN, SPLIT = "alone", "again", "split"
 SETTINGS = "settings.json"
+# How rounding is measured: by the first of these that can be.
+VARIANTS: Mapping[str, Sequence[Variant]] = {
+    "order": ("reversed", "moved"),
+    "micro-batches": ("halves", "reversed", "moved"),
+}
 OWN = "alone-own"  # the run alone with its own batches, where it was run once more with those of the split run
 
 
@@ -35,6 +41,7 @@ class ScriptProof:
     dropout: bool = False
     dtype: str | None = None
     seed: int | None = None
+    noise: str = "order"  # of VARIANTS
     time_limit: float = 600.0  # seconds of one run
     launch: tuple[str, ...] = ()  # further options of `samestep launch` for the split run
 
@@ -132,7 +139,6 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     Raises UserError where a run fails or does not end.
     """
     alone = proof.alone if proof.alone is not None else proof.script
-    again = replace(proof.settings, variant="reversed")
     _run(
         proof,
         starter,
@@ -144,34 +150,49 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     _check_steps(folder)
     followed = following(folder / ALONE, folder / SPLIT) if proof.then is None else None
     if followed is None:
-        _run(proof, starter, make_start(proof, folder, AGAIN, alone, again, 1))
-        _once_more(proof, folder, starter, alone, again)
+        _measure_rounding(proof, folder, starter, alone, proof.settings)
         return
     (folder / ALONE).rename(folder / OWN)
-    given = {"follow": followed.folder, "times": followed.times, "widened": followed.widened}
-    _run(
-        proof,
-        starter,
-        make_start(proof, folder, ALONE, alone, replace(proof.settings, **given), 1),
-        make_start(proof, folder, AGAIN, alone, replace(again, **given), 1),
-    )
-    _once_more(proof, folder, starter, alone, replace(again, **given))
+    settings = replace(proof.settings, follow=followed.folder, times=followed.times, widened=followed.widened)
+    _measure_rounding(proof, folder, starter, alone, settings, make_start(proof, folder, ALONE, alone, settings, 1))
 
 
-def _once_more(
-    proof: ScriptProof, folder: Path, starter: Starter, alone: Sequence[str], again: RecordSettings
+def _measure_rounding(
+    proof: ScriptProof,
+    folder: Path,
+    starter: Starter,
+    alone: tuple[str, ...],
+    settings: RecordSettings,
+    *before: Start,
 ) -> None:
-    """Where what is made of a sample depends on its place in the batch, its order is no measure of rounding."""
-    if not places_matter(Run.read(folder / ALONE), Run.read(folder / AGAIN)):
-        return
-    (folder / AGAIN).rename(folder / "again-reversed")
-    _run(proof, starter, make_start(proof, folder, AGAIN, tuple(alone), replace(again, variant="moved"), 1))
+    """Run the script alone again, by the first variant that differs from the run alone by rounding and no more.
+
+    `before`: what is run first, at the same time where that can be.
+    """
+    variants = VARIANTS[proof.noise]
+    for variant in variants:
+        again = make_start(proof, folder, AGAIN, alone, replace(settings, variant=variant), 1)
+        _run(proof, starter, *before, again)
+        before = ()
+        if variant == variants[-1] or _is_rounding(variant, folder):
+            return
+        (folder / AGAIN).rename(_tried(folder, variant))
 
 
-def moved(folder: Path) -> bool:
-    """Whether rounding was measured by moved weights, since a sample's place in its batch matters."""
-    file = folder / AGAIN / SETTINGS
-    return file.is_file() and RecordSettings.read(file).variant == "moved"
+def _is_rounding(variant: Variant, folder: Path) -> bool:
+    """Where what is made of a sample depends on its place in the batch, or on the others, it is no rounding."""
+    if variant == "halves" and not any(each["event"] == "halved" for each in events(folder / AGAIN / "rank-0")):
+        return False
+    return not places_matter(Run.read(folder / ALONE), Run.read(folder / AGAIN))
+
+
+def _tried(folder: Path, variant: Variant) -> Path:
+    return folder / f"{AGAIN}-{variant}"
+
+
+def gave_no_measure(folder: Path, variant: Variant) -> bool:
+    """Whether rounding was to be measured by this variant, and was measured by another one."""
+    return _tried(folder, variant).is_dir()
 
 
 def _run(proof: ScriptProof, starter: Starter, *starts: Start) -> None:

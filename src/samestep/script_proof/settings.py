@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 # as-is: nothing but the recorder. reversed: the rows of each batch in the opposite order, for the noise. moved: the
-# first weights moved by one unit in the last place, where no batches pass through a DataLoader.
-Variant = Literal["as-is", "reversed", "moved"]
+# first weights moved by one unit in the last place, where no batches pass through a DataLoader. halves: each forward
+# of a model as two micro-batches.
+Variant = Literal["as-is", "reversed", "moved", "halves"]
 
 
 @dataclass(frozen=True, kw_only=True)

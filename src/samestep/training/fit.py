@@ -18,8 +18,8 @@ from samestep.engines.base import Loss, OptimizerOf, Skipping, StepReport, TurnT
 from samestep.engines.registry import resolve as resolve_engine
 from samestep.errors import InterruptedJobError, NonFiniteError
 from samestep.fault_tolerance.nonfinite import NonFinite, left_out
+from samestep.fault_tolerance.policy import again
 from samestep.fault_tolerance.rank import RankSupervision
-from samestep.fault_tolerance.restarts import again
 from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import Layout

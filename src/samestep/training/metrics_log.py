@@ -3,6 +3,7 @@
 Rank 0 writes; each rank's count of samples is a line of its own, whose sum is visibly the data set.
 """
 
+import io
 import json
 import math
 import sys
@@ -23,9 +24,43 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from samestep import environment
 from samestep.data.loader import StepBatch
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.training.evaluation import scalars
+
+
+class _Shared(io.TextIOBase):
+    """A file that the process which started this rank shows on its terminal, and begun anew before it gets large."""
+
+    _MOST = 1 << 16  # bytes
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, text: str) -> int:
+        if self._file.tell() > self._MOST:
+            self._file.seek(0)
+            self._file.truncate()
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _terminal() -> Console | None:
+    """Where bars are drawn; None where no terminal shows them."""
+    told = environment.bar_file()
+    if told is None:
+        return Console(stderr=True) if sys.stderr.isatty() else None
+    path, columns = told
+    shared: Any = _Shared(path)
+    return Console(file=shared, force_terminal=True, width=columns)
 
 
 class Bar:
@@ -35,7 +70,8 @@ class Bar:
     """
 
     def __init__(self, title: str, total: int, *, first: int = 0, shown: bool = True, lines: bool = False) -> None:
-        self._lines = lines and shown and not sys.stderr.isatty()
+        console = _terminal() if shown else None
+        self._lines = lines and shown and console is None
         self._title = title
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -44,8 +80,8 @@ class Bar:
             TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
             TextColumn("left"),
-            console=Console(stderr=True),
-            disable=not (shown and sys.stderr.isatty()),
+            console=console or Console(stderr=True),
+            disable=console is None,
             refresh_per_second=4,
         )
         self._task = self._progress.add_task(title, total=total, completed=first, note="")
@@ -60,6 +96,8 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+        if isinstance(self._progress.console.file, _Shared):
+            self._progress.console.file.close()
 
     def advance(self, note: str = "") -> None:
         self._progress.update(self._task, advance=1, note=note)

@@ -416,17 +416,18 @@ def session(
     ranks = environment.ranks()
     processes = ranks.world_size if ranks else 1
     parsed = _parse(layout, processes, started=ranks is not None)
-    shares = resolve(engine).abilities.shared_memory
-    with join(
+    resolved = resolve(engine)
+    joined = join(
         device=device,
         threads=threads,
-        transport=transport if shares else "gloo",
+        transport=transport if resolved.abilities.shared_memory else "gloo",
         share_devices=transport == "gloo",
-    ) as world:
+    )
+    with resolved.in_this_process(), joined as world:
         training = Session(
             world=world,
             layout=parsed,
-            engine=resolve(engine),
+            engine=resolved,
             precision=precision,
             clip=clip,
             seed=seed,

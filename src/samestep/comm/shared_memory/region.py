@@ -53,8 +53,13 @@ def create(size: int) -> tuple[int, str]:
     except OSError as error:
         remove(path)
         os.close(file)
-        raise NoRegionError(f"{size >> 20} MiB of shared memory are needed: {error.strerror}") from error
+        raise NoRegionError(f"{_in_words(size)} of shared memory are needed: {error.strerror}") from error
     return file, path
+
+
+def _in_words(size: int) -> str:
+    """Bytes, rounded up: a group's region is less than 1 MiB, and that of shared replicas may be many GiB."""
+    return f"{-(-size // (1 << 20)):,} MiB" if size >= 10 << 20 else f"{-(-size // (1 << 10)):,} KiB"
 
 
 def remove(path: str) -> None:

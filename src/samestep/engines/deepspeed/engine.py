@@ -1,5 +1,6 @@
 """The engine: which layouts and configurations DeepSpeed takes, and the start of its own engine."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from samestep.engines.deepspeed.config import (
     optimizer_of,
 )
 from samestep.engines.deepspeed.gradients import SameOrder
-from samestep.engines.deepspeed.initialize import deepspeed, initialize, quietly
+from samestep.engines.deepspeed.initialize import deepspeed, initialize, linear_kept, quietly
 from samestep.engines.deepspeed.pipeline import PipelineTrainer
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer, trained
 from samestep.errors import UserError
@@ -53,6 +54,9 @@ class DeepSpeed(Engine):
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         if layout.pipeline > 1:
             pipeline.check_task(task, layout)
+
+    def in_this_process(self) -> AbstractContextManager[None]:
+        return linear_kept()
 
     def settle(self, job: Job, layout: Layout) -> tuple[Job, Layout]:
         """What its configuration says goes where the job has its default; what both say must be the same."""

@@ -79,6 +79,6 @@ def check_ranks(settings: Settings, layout: Layout) -> None:
         )
     if settings.servers >= layout.size:
         raise LayoutError(
-            f'layout "{layout}": {settings.servers} of {layout.size} ranks would be servers, and none a worker; '
+            f'layout "{layout}": servers is {settings.servers}, and of {layout.size} ranks none would be a worker; '
             f"use servers: {layout.size - 1} or fewer, or dp{settings.servers + 1} or more"
         )

@@ -12,13 +12,37 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster
 from samestep.launch.network import is_address, is_ours
 from samestep.visible_devices import DeviceChoice
 
 # What a host's slots were counted from. Ranks may share cores; an accelerator, or a slot that somebody wrote down, is
 # for one rank.
 Slots = Literal["accelerators", "cores", "listed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A machine that can hold ranks."""
+
+    name: str  # by which the others reach it
+    slots: int  # ranks that it can hold
+    # Which of its accelerators, or of its slots where it has none, were chosen; None: the first ones.
+    chosen: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What a place offers to a job."""
+
+    place: str  # such as "slurm": where all this was found
+    hosts: tuple[Host, ...]
+    this: int | None = None  # which of them this machine is; None: none of them, such as a login node
+    job: str | None = None  # what the place calls the job
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that fill every slot."""
+        return sum(host.slots for host in self.hosts)
 
 
 class OwnHost:
@@ -81,6 +105,18 @@ class FoundCluster:
     main_address: str | None = None  # of the first host, where the place says it; None: its name
     no_address: str | None = None  # why the first host's address is not known, and its name isn't either
     main_port: int | None = None  # a port there that the place keeps for the job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What every rank knows of a job whose launcher numbers its ranks and no more."""
+
+    job: str  # names the job, and no other at the same time
+    addresses: tuple[str, ...]  # rank 0's host is reached under one of them
+    other: str | None = None  # another host of the job
+
+
+TELL_US = "tell all ranks where to meet by MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there)"
 
 
 class ClusterEnvironment(Protocol):

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Read, which
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read, which
 
 # A name or an IPv4 address, or an IPv6 address in brackets; then slots, as MPICH and Horovod write them. None begins
 # with a dash: to ssh that is an option, not a host.

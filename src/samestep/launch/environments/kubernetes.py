@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Slots, Variables, unnamed
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Slots, Variables, unnamed
 from samestep.ranks import in_pytorchjob
 from samestep.visible_devices import DeviceChoice
 

@@ -1,8 +1,7 @@
 """This machine alone: as many slots as it has accelerators, or cores where it has none."""
 
 from samestep import environment
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Read
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Read
 
 
 class ThisMachine:

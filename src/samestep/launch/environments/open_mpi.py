@@ -1,10 +1,20 @@
 """Processes that Open MPI's mpirun has started: each is told its own place, and how many there are."""
 
 import re
+from collections.abc import Mapping
 
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Variables, shares, unnamed
+from samestep.launch.environments.base import (
+    TELL_US,
+    Cluster,
+    FoundCluster,
+    Host,
+    Meeting,
+    PlaceInputs,
+    Variables,
+    shares,
+    unnamed,
+)
 
 
 class OpenMpi:
@@ -47,7 +57,7 @@ class OpenMpi:
                 place=self.name,
                 hosts=tuple(Host(name=name, slots=count) for name, count in zip(names, slots, strict=True)),
                 this=this,
-                job=read.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+                job=_job(read),
             ),
             read=read.read(),
             slots_from=counted,
@@ -55,6 +65,20 @@ class OpenMpi:
             main_address=addresses[0] if len(addresses) == 1 else None,
             no_address=_no_address(addresses) if agents and len(addresses) != 1 else None,
         )
+
+
+def meeting(environ: Mapping[str, str]) -> Meeting:
+    """Where the processes of an mpirun meet: on the host of mpirun itself, of which all addresses are known."""
+    read = Variables(environ)
+    job = _job(read)
+    if job is None:
+        raise UserError(f"Open MPI's variables don't name the job; {TELL_US}")
+    uri = read.text("OMPI_MCA_orte_hnp_uri") or ""
+    return Meeting(job=f"open-mpi {job} {uri}", addresses=tuple(_addresses(uri)))
+
+
+def _job(read: Variables) -> str | None:
+    return read.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
 
 def _nodes(read: Variables, world_size: int, local_size: int) -> int:
@@ -73,7 +97,7 @@ def _nodes(read: Variables, world_size: int, local_size: int) -> int:
 def _mpirun_addresses(read: Variables) -> list[str]:
     """The addresses of mpirun's own host, which is the first one unless the user has put others before it."""
     uri = read.text("OMPI_MCA_orte_hnp_uri") or ""
-    return [address for address in mpirun_addresses(uri) if ":" not in address]
+    return [address for address in _addresses(uri) if ":" not in address]
 
 
 def _no_address(addresses: list[str]) -> str:
@@ -85,7 +109,7 @@ def _no_address(addresses: list[str]) -> str:
     )
 
 
-def mpirun_addresses(uri: str) -> list[str]:
+def _addresses(uri: str) -> list[str]:
     """The addresses in mpirun's contact: 1834352640.0;tcp://10.0.0.5,10.1.0.5:37865;tcp6://[fd00::5]:56449."""
     found = re.findall(r"tcp6?://([^;]+):\d+", uri)
     return [address.strip("[]") for addresses in found for address in addresses.split(",")]

@@ -3,8 +3,7 @@
 from typing import Any
 
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Variables
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Variables
 
 _HOSTS = 'a list of hosts such as ["algo-1","algo-2"]'
 

@@ -1,11 +1,26 @@
-"""A Slurm job: the nodes that were given to it, seen from sbatch, salloc, or a step that srun started."""
+"""A Slurm job: the nodes that were given to it, seen from sbatch, salloc, or a step that srun started.
+
+Agents are brought up by srun, inside the allocation: one step with one task on each of the job's nodes.
+"""
 
 import re
+from collections.abc import Mapping, Sequence
 from itertools import product
 
+from samestep import environment
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Slots, Variables, which
+from samestep.launch.environments.base import (
+    Cluster,
+    FoundCluster,
+    Host,
+    Meeting,
+    PlaceInputs,
+    Slots,
+    Variables,
+    which,
+)
+from samestep.launch.node_spec import AgentCommand, LaunchOptions, NodeSpec, Starter
+from samestep.launch.remote_agent import agent_command
 from samestep.ranks import accelerators, counts, in_slurm_step
 from samestep.visible_devices import DeviceChoice
 
@@ -62,8 +77,7 @@ class Slurm:
         read = Variables(given.environ)
         job = read.wanted("SLURM_JOB_ID", "the job's number")
         step = in_slurm_step(given.environ)
-        name = "SLURM_STEP_NODELIST" if step and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-        names = host_names(name, read.wanted(name, "the names of the job's hosts"))
+        name, names = _nodes(read, step=step)
         # One task on each node: this command is that task, and starts the node's ranks.
         agents = step and read.number("SLURM_STEP_NUM_TASKS") == len(names)
         slots, counted = _slots(read, names, step=step, agents=agents, device=given.device)
@@ -81,6 +95,24 @@ class Slurm:
             slots_from=counted,
             on_every_host=agents and len(names) > 1,
         )
+
+
+def _nodes(read: Variables, *, step: bool) -> tuple[str, list[str]]:
+    """The variable that names the nodes of the step, or of the job, and their names."""
+    name = "SLURM_STEP_NODELIST" if step and read.text("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    return name, host_names(name, read.wanted(name, "the names of the job's hosts"))
+
+
+def meeting(environ: Mapping[str, str]) -> Meeting:
+    """Where the tasks of a step meet: on the first of its nodes."""
+    read = Variables(environ)
+    _, nodes = _nodes(read, step=True)
+    parts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return Meeting(
+        job=" ".join(["slurm", *(read.text(part) or "" for part in parts)]),
+        addresses=(nodes[0],),
+        other=nodes[1] if len(nodes) > 1 else None,
+    )
 
 
 def _slots(
@@ -137,3 +169,38 @@ def _for_each(read: Variables, name: str, nodes: int) -> list[int]:
 def _accelerators(read: Variables, name: str) -> int | None:
     text = read.text(name)
     return None if text is None else accelerators(name, text)
+
+
+# What a task of the job is to have. srun would read it as its own options; the agent is one task for all of a node.
+_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
+
+
+def _bring(parts: Sequence[NodeSpec], options: LaunchOptions) -> list[AgentCommand]:
+    # srun gives every task what comes on its standard input.
+    step = (
+        *("srun", f"--nodes={len(parts)}", f"--ntasks={len(parts)}", "--ntasks-per-node=1"),
+        # All that the allocation has on a node is for the agent's ranks, which share it out by themselves.
+        *(f"--nodelist={','.join(part.host for part in parts)}", "--cpu-bind=none"),
+        # A node that dies ends the step of all, unless the job can go on without it.
+        *_gpus_of_step(parts),
+        *(["--no-kill", "--kill-on-bad-exit=0"] if parts[0].elastic else ["--kill-on-bad-exit=0"]),
+    )
+    # It gives its tasks all variables that it has itself.
+    without = (*_OF_A_TASK, *options.kept_back)
+    return [AgentCommand(command=(*step, *agent_command(options.remote_python)), parts=tuple(parts), without=without)]
+
+
+def _gpus_of_step(parts: Sequence[NodeSpec]) -> list[str]:
+    """What gives the step all accelerators of its nodes, where the job asked for so many a task.
+
+    Slurm would give each agent a task's share otherwise, and takes no other number for each of several nodes.
+    """
+    environ = environment.snapshot()
+    found = Slurm().find(PlaceInputs(environ=environ))
+    if "SLURM_GPUS_PER_TASK" not in environ or found.slots_from != "accelerators" or parts[0].device == "cpu":
+        return []
+    there = {host.name: host.slots for host in found.cluster.hosts}
+    return [f"--gpus={sum(there[part.host] for part in parts)}"]
+
+
+STARTER = Starter(bring=_bring, kept_back="not given to the ranks")

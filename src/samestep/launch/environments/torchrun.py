@@ -1,8 +1,7 @@
 """The ranks that torchrun, or whatever sets its variables, has started already."""
 
 from samestep.errors import UserError
-from samestep.launch.cluster import Cluster, Host
-from samestep.launch.environments.base import FoundCluster, PlaceInputs, Variables, shares, unnamed
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Variables, shares, unnamed
 from samestep.ranks import in_pytorchjob
 
 

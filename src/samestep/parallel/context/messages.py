@@ -7,6 +7,7 @@ tokens are put together.
 # PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
 # pyright: reportIncompatibleMethodOverride=false
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,42 +16,112 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from samestep.comm.gather import all_gather
+from samestep.comm.gather import all_gather, reduce_scatter_uneven
+from samestep.parallel.exact.forward_context import Positions
 
 # The fewest tokens of a part: attention takes a lone query for one that is decoded after others.
 _FEWEST = 2
 
 
-def part_length(tokens: int, ranks: int) -> int:
-    """Tokens of each rank's part."""
-    return max(-(-tokens // ranks), min(_FEWEST, tokens))
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Which tokens each rank of a group has: consecutive ones, or two pieces that balance causal attention.
+
+    With `zigzag` the tokens are cut in 2 x ranks pieces, of which rank r has number r and number 2 x ranks - 1 - r:
+    an early one, which sees few tokens before it, and a late one (Llama 3's report, arXiv 2407.21783, section 3.3.2).
+    """
+
+    group: dist.ProcessGroup
+    zigzag: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def pieces(self, rank: int) -> tuple[int, ...]:
+        """The numbers of a rank's pieces, in the order in which it has them."""
+        return (rank, 2 * self.ranks - 1 - rank) if self.zigzag else (rank,)
+
+    def piece_length(self, tokens: int) -> int:
+        """Tokens of a piece; the last pieces are filled up."""
+        if self.zigzag:
+            return max(-(-tokens // (2 * self.ranks)), 1)
+        return max(-(-tokens // self.ranks), min(_FEWEST, tokens))
+
+    def length(self, tokens: int) -> int:
+        """Tokens of each rank's part, with those that fill it up."""
+        return self.piece_length(tokens) * (2 if self.zigzag else 1)
+
+    def filled(self, rank: int, tokens: int) -> int:
+        """How many tokens of a rank's part are no filling; they come first."""
+        length = self.piece_length(tokens)
+        return sum(min(max(tokens - piece * length, 0), length) for piece in self.pieces(rank))
+
+    def positions(self, tokens: int, device: torch.device) -> Positions:
+        """Where this rank's tokens stand among all."""
+        length = self.piece_length(tokens)
+        firsts = [piece * length for piece in self.pieces(self.rank)]
+        if len(firsts) == 1:
+            return firsts[0]
+        return torch.cat([torch.arange(first, first + length, device=device) for first in firsts])
 
 
-def split(whole: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+def split(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
     """This rank's part of a tensor that every rank of the group has, and the same one. Backward gathers."""
-    return _Split.apply(whole, group, dim)  # pyright: ignore[reportReturnType]
+    return _Split.apply(whole, shares, dim)  # pyright: ignore[reportReturnType]
 
 
-def gather(part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int = 1) -> Tensor:
+def gather(part: Tensor, shares: Shares, tokens: int, dim: int = 1) -> Tensor:
     """All `tokens` from the ranks' parts. Backward takes each rank's part of a gradient that is the same on all."""
-    return _Gather.apply(part, group, tokens, dim)  # pyright: ignore[reportReturnType]
+    return _Gather.apply(part, shares, tokens, dim)  # pyright: ignore[reportReturnType]
 
 
-def own_part(whole: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+def own_part(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
     """This rank's part, for tensors without gradients."""
-    ranks, tokens = dist.get_world_size(group), whole.shape[dim]
-    length = part_length(tokens, ranks)
-    first = min(dist.get_rank(group) * length, tokens)
-    mine = whole.narrow(dim, first, min(length, tokens - first))
+    length = shares.piece_length(whole.shape[dim])
+    pieces = [_piece(whole, number * length, length, dim) for number in shares.pieces(shares.rank)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _piece(whole: Tensor, first: int, length: int, dim: int) -> Tensor:
+    """Some tokens, filled up with zeros behind the last one."""
+    first = min(first, whole.shape[dim])
+    mine = whole.narrow(dim, first, min(length, whole.shape[dim] - first))
     missing = length - mine.shape[dim]
     return F.pad(mine, [0, 0] * (whole.ndim - 1 - dim) + [0, missing]) if missing else mine
 
 
-def all_parts(part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int = 1) -> Tensor:
-    """Every rank's part in a row, without what filled them up; for tensors without gradients."""
-    whole = all_gather(part, group, dim)
+def all_parts(part: Tensor, shares: Shares, tokens: int, dim: int = 1) -> Tensor:
+    """Every rank's part in the order of tokens, without what filled them up; for tensors without gradients."""
+    whole = all_gather(part, shares.group, dim)
+    if shares.zigzag:
+        length = part.shape[dim] // 2
+        ranks = range(shares.ranks)
+        # Rank r's two pieces stand at 2r and 2r + 1. [2 x ranks pieces]
+        places = [*(2 * rank for rank in ranks), *(2 * rank + 1 for rank in reversed(ranks))]
+        firsts = range(0, tokens, length)
+        return torch.cat(
+            [
+                whole.narrow(dim, place * length, min(length, tokens - first))
+                for place, first in zip(places, firsts, strict=False)
+            ],
+            dim,
+        )
     # A copy of its own: shards of parameters hook what a module returns, and want no view there.
     return whole if whole.shape[dim] == tokens else whole.narrow(dim, 0, tokens).clone()
+
+
+def summed_part(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
+    """This rank's part of the sum of a tensor over the ranks; for tensors without gradients."""
+    tokens = whole.shape[dim]
+    length = shares.piece_length(tokens)
+    numbers = [number for rank in range(shares.ranks) for number in shares.pieces(rank)]
+    in_turn = torch.cat([_piece(whole, number * length, length, dim) for number in numbers], dim)
+    return reduce_scatter_uneven(in_turn, shares.group, [shares.length(tokens)] * shares.ranks, dim)
 
 
 def gradient_summed(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -94,26 +165,27 @@ class _GradientShared(torch.autograd.Function):
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.tokens = group, dim, whole.shape[dim]
-        return own_part(whole, group, dim).clone()
+    def forward(ctx: Any, whole: Tensor, shares: Shares, dim: int) -> Tensor:
+        ctx.shares, ctx.dim, ctx.tokens = shares, dim, whole.shape[dim]
+        mine = own_part(whole, shares, dim)
+        return mine if shares.zigzag else mine.clone()  # a view would keep the whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return all_parts(gradients[0], ctx.group, ctx.tokens, ctx.dim), None, None
+        return all_parts(gradients[0], ctx.shares, ctx.tokens, ctx.dim), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, tokens: int, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_parts(part, group, tokens, dim)
+    def forward(ctx: Any, part: Tensor, shares: Shares, tokens: int, dim: int) -> Tensor:
+        ctx.shares, ctx.dim = shares, dim
+        return all_parts(part, shares, tokens, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return own_part(gradients[0], ctx.group, ctx.dim), None, None, None
+        return own_part(gradients[0], ctx.shares, ctx.dim), None, None, None
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup, *, split_dim: int, join_dim: int) -> Tensor:

@@ -29,7 +29,8 @@ from samestep.parallel.calls import Trace
 from samestep.parallel.context.attention import AttentionOverAll, Length
 from samestep.parallel.context.gathered import Messages, give_all_tokens, parameters_in
 from samestep.parallel.context.hidden import Block, Key, keeps_tokens, look, refused
-from samestep.parallel.context.messages import gather, gradient_shared, gradient_summed, own_part, part_length, split
+from samestep.parallel.context.messages import Shares, gather, gradient_shared, gradient_summed, own_part, split
+from samestep.parallel.context.ring import check_ring
 from samestep.parallel.context.token_wise import Run, find_token_wise, names_of, runs_of, split_run
 from samestep.parallel.exact.forward_context import ForwardContext, NotesTokens, Portion
 from samestep.parallel.sharding import ShardTable
@@ -50,8 +51,8 @@ def split_tokens(
     example: Any,
     fill: Callable[[], None],
     precisely: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Make what can of a model work on this rank's tokens. Raises LayoutError where nothing can.
+) -> list[str]:
+    """Make what can of a model work on this rank's tokens: which modules. Raises LayoutError where nothing can.
 
     Embeddings before the blocks, and what stands after them, see all tokens on every rank. So do modules in the
     blocks in which tokens meet otherwise than in PyTorch's attention; which ones is said on standard error. The
@@ -60,6 +61,8 @@ def split_tokens(
     values must not be computed in.
     """
     layout, group = parts.layout, mesh.group("context")
+    check_ring(layout, trace)
+    shares = Shares(group=group, zigzag=layout.attention == "ring")
     names = {module: name for name, module in model.named_modules()}
     lists: dict[str, list[str]] = {}
     for block in with_forward(blocks):
@@ -67,7 +70,7 @@ def split_tokens(
     splitter = _Splitter(
         model=model,
         trace=trace,
-        group=group,
+        shares=shares,
         layout=layout,
         now=now,
         example=example,
@@ -91,6 +94,7 @@ def split_tokens(
     said = splitter.said()
     if said and dist.get_rank() == 0:
         print(f'samestep: layout "{layout}": {said}', file=sys.stderr, flush=True)
+    return splitter.names()
 
 
 _LARGE = 2**30  # bytes of parameters that a rank holds for a comparison of outputs
@@ -103,7 +107,7 @@ class _Splitter:
 
     model: nn.Module
     trace: Trace
-    group: dist.ProcessGroup
+    shares: Shares
     layout: Layout
     now: ForwardContext
     example: Any
@@ -197,11 +201,11 @@ class _Splitter:
 
     def _split_lists(self, chains: Sequence[Sequence[Block]]) -> None:
         for chain in chains:
-            _split_chain(self.model, chain, self.group, self.now)
+            _split_chain(self.model, chain, self.shares, self.now)
 
     def _split_runs(self, runs: Sequence[Run]) -> None:
         for run in runs:
-            split_run(self.model, run, self.group, self.now)
+            split_run(self.model, run, self.shares, self.now)
 
     def _held(self, change: Callable[[], None]) -> None:
         """Change the model. Raise LayoutError, and take it back, where it then gives another output, or fails."""
@@ -213,7 +217,7 @@ class _Splitter:
             alike = alike_numbers(self._output().numbers, expected.numbers)
         except Exception as error:  # whatever a model's own code raises for sizes that it doesn't know
             alike, why = False, f"fails ({type(error).__name__}: {first_line(error)})"
-        if not agree(alike, self.group, next(self.model.parameters()).device):
+        if not agree(alike, self.shares.group, next(self.model.parameters()).device):
             before.restore()
             size = self.layout.size
             raise LayoutError(
@@ -269,40 +273,40 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _split_chain(model: nn.Module, chain: Sequence[Block], group: dist.ProcessGroup, now: ForwardContext) -> None:
-    length = Length(now)
+def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: ForwardContext) -> None:
+    length = Length(now, shares)
     for block in chain:
-        mode = AttentionOverAll(group, length, now, block.crossing)
-        messages = _messages(group, length, mode)
+        mode = AttentionOverAll(shares, length, now, block.crossing)
+        messages = _messages(shares, length, mode)
         for each in block.gathered:
             give_all_tokens(model.get_submodule(each.name), each, messages, now)
-        block.module.forward = _on_own_tokens(block.module.forward, block, group, length, now, mode)
-    _at_the_edges([block.module for block in chain], chain[0].hidden, group, length)
+        block.module.forward = _on_own_tokens(block.module.forward, block, shares, length, now, mode)
+    _at_the_edges([block.module for block in chain], chain[0].hidden, shares, length)
 
 
-def _messages(group: dist.ProcessGroup, length: Length, mode: AttentionOverAll) -> Messages:
+def _messages(shares: Shares, length: Length, mode: AttentionOverAll) -> Messages:
     return Messages(
-        own=lambda: part_length(length.tokens, group.size()),
-        gather=lambda part, dim: gather(part, group, length.tokens, dim),
-        split=lambda whole, dim: split(whole, group, dim),
-        share=lambda whole, _: gradient_shared(whole, group),
+        own=lambda: shares.length(length.tokens),
+        gather=lambda part, dim: gather(part, shares, length.tokens, dim),
+        split=lambda whole, dim: split(whole, shares, dim),
+        share=lambda whole, _: gradient_shared(whole, shares.group),
         pause=mode.paused,
     )
 
 
-def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessGroup, length: Length) -> None:
+def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, shares: Shares, length: Length) -> None:
     """Split the hidden state before the first block, and gather it after the last."""
 
     def note(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         length.note(_get(arguments, keywords, hidden).shape[1])
 
     def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return _with(arguments, keywords, {hidden: partial(split, group=group)})
+        return _with(arguments, keywords, {hidden: partial(split, shares=shares)})
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
         if isinstance(output, (tuple, list)):
-            return type(output)((gather(output[0], group, length.tokens), *output[1:]))
-        return gather(output, group, length.tokens)
+            return type(output)((gather(output[0], shares, length.tokens), *output[1:]))
+        return gather(output, shares, length.tokens)
 
     blocks[0].register_forward_pre_hook(NotesTokens(note), with_kwargs=True)
     blocks[0].register_forward_pre_hook(before, with_kwargs=True)
@@ -312,22 +316,22 @@ def _at_the_edges(blocks: Sequence[nn.Module], hidden: Key, group: dist.ProcessG
 def _on_own_tokens(
     forward: Callable[..., Any],
     which: Block,
-    group: dist.ProcessGroup,
+    shares: Shares,
     length: Length,
     now: ForwardContext,
     mode: AttentionOverAll,
 ) -> Callable[..., Any]:
     """A block's forward with its further arguments cut to this rank's tokens, and attention over all tokens."""
-    mine = partial(_own_tokens, group=group)
+    mine = partial(_own_tokens, shares=shares)
     cut = {which.hidden, *which.along}
 
     @wraps(forward)
     def on_own_tokens(*arguments: Any, **keywords: Any) -> Any:
-        arguments = tuple(v if key in cut else _summed(v, group) for key, v in enumerate(arguments))
-        keywords = {key: v if key in cut else _summed(v, group) for key, v in keywords.items()}
+        arguments = tuple(v if key in cut else _summed(v, shares.group) for key, v in enumerate(arguments))
+        keywords = {key: v if key in cut else _summed(v, shares.group) for key, v in keywords.items()}
         arguments, keywords = _with(arguments, keywords, dict.fromkeys(which.along, mine))
-        first = group.rank() * part_length(length.tokens, group.size())
-        with now.holding(Portion(activations={1: first})), mode:
+        positions = length.positions((arguments, keywords))
+        with now.holding(Portion(activations={1: positions})), mode:
             mode.begin()
             return forward(*arguments, **keywords)
 
@@ -343,9 +347,9 @@ def _summed(value: Any, group: dist.ProcessGroup) -> Any:
     return pytree.tree_map_only(Tensor, summed, value)
 
 
-def _own_tokens(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _own_tokens(tokens: Tensor, shares: Shares) -> Tensor:
     """This rank's part; what is computed from parameters gets the gradient of every rank's part."""
-    return split(tokens, group=group) if tokens.requires_grad else own_part(tokens, group=group)
+    return split(tokens, shares) if tokens.requires_grad else own_part(tokens, shares)
 
 
 def _get(arguments: tuple[Any, ...], keywords: Mapping[str, Any], key: Key) -> Any:

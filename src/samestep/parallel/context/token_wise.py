@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
@@ -22,7 +21,7 @@ from samestep.parallel.blocks import has_forward
 from samestep.parallel.calls import Call, Seen, Trace
 from samestep.parallel.context.attention import Length
 from samestep.parallel.context.gathered import mixing
-from samestep.parallel.context.messages import gather, gradient_summed, own_part, part_length, split
+from samestep.parallel.context.messages import Shares, gather, gradient_summed, own_part, split
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
 from samestep.parallel.tensor.vocab_parallel import near
 from samestep.parallel.valueless import with_values
@@ -192,42 +191,41 @@ def _handed(before: TokenWise, each: TokenWise, trace: Trace) -> frozenset[int]:
     return handed if before.dim == each.dim and siblings and alone and taken else frozenset()
 
 
-def split_run(model: nn.Module, run: Run, group: dist.ProcessGroup, now: ForwardContext) -> None:
+def split_run(model: nn.Module, run: Run, shares: Shares, now: ForwardContext) -> None:
     """Split the tokens before the first module of a run, and put them together after the last."""
-    length = Length(now)
+    length = Length(now, shares)
     modules = [model.get_submodule(each.name) for each in run]
     for module, each in zip(modules, run, strict=True):
-        module.register_forward_pre_hook(_splitting(each, group, length), with_kwargs=True)
+        module.register_forward_pre_hook(_splitting(each, shares, length), with_kwargs=True)
         if any(True for _ in module.children()):  # a lone linear layer draws nothing
-            module.forward = WrappedForward(module.forward, _on_own_tokens(each.dim, group, length, now))
-    modules[-1].register_forward_hook(_gathering(run[-1].dim, group, length))
+            module.forward = WrappedForward(module.forward, _on_own_tokens(each.dim, length, now))
+    modules[-1].register_forward_hook(_gathering(run[-1].dim, shares, length))
 
 
-def _splitting(which: TokenWise, group: dist.ProcessGroup, length: Length) -> Callable[..., Any]:
+def _splitting(which: TokenWise, shares: Shares, length: Length) -> Callable[..., Any]:
     def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         leaves, form = pytree.tree_flatten((arguments, keywords))
         for index, leaf in enumerate(leaves):
             if index in which.inputs - which.handed:
                 length.note(leaf.shape[which.dim])
-                leaves[index] = (split if leaf.requires_grad else own_part)(leaf, group, which.dim)
+                leaves[index] = (split if leaf.requires_grad else own_part)(leaf, shares, which.dim)
             elif index not in which.handed and isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaves[index] = gradient_summed(leaf, group)
+                leaves[index] = gradient_summed(leaf, shares.group)
         return pytree.tree_unflatten(leaves, form)
 
     return hook
 
 
-def _gathering(dim: int, group: dist.ProcessGroup, length: Length) -> Callable[..., Any]:
+def _gathering(dim: int, shares: Shares, length: Length) -> Callable[..., Any]:
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda part: gather(part, group, length.tokens, dim), output)
+        return pytree.tree_map_only(Tensor, lambda part: gather(part, shares, length.tokens, dim), output)
 
     return hook
 
 
-def _on_own_tokens(dim: int, group: dist.ProcessGroup, length: Length, now: ForwardContext) -> Callable[..., Any]:
+def _on_own_tokens(dim: int, length: Length, now: ForwardContext) -> Callable[..., Any]:
     def on_own_tokens(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        first = group.rank() * part_length(length.tokens, group.size())
-        with now.holding(Portion(activations={dim: first})):
+        with now.holding(Portion(activations={dim: length.positions((arguments, keywords))})):
             return forward(*arguments, **keywords)
 
     return on_own_tokens

@@ -38,3 +38,18 @@ def _end_without_starter(number: int, frame: FrameType | None) -> None:
 
 signal.signal(signal.SIGALRM, _end_without_starter)
 signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+
+
+def _before_a_rank() -> None:
+    """All is imported when the first rank is forked."""
+    if gc.isenabled():
+        return
+    # From now on the server waits for its starter's end by itself.
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # Else each rank's first collection writes to every page that it shares with the server, which then is copied.
+    gc.freeze()
+    gc.enable()
+
+
+os.register_at_fork(before=_before_a_rank)

@@ -1,0 +1,267 @@
+"""Kinds of faults that a soak commits from outside while a job runs, and what they find of the job.
+
+A `Target` is a job that runs: on this host (`Processes`), or wherever who soaks has started it. Kinds that want
+several hosts say so; `samestep drill` starts none, and benchmarks/soak_hosts.py of the repository does.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
+from typing import NamedTuple, Protocol
+
+import psutil
+
+from samestep.errors import UserError, closest
+from samestep.fault_tolerance.status import read
+
+_PAUSE = 1.0  # seconds
+_RAISES_WITHIN = 2.0  # seconds in which a rank begins another step, if it takes any
+_BACK_AFTER = (1.0, 10.0)  # seconds that a host is away
+_PLUGGED_AFTER = (1.0, 20.0)  # seconds without a cable: some breaks are survived, others cost the host
+_ROUNDS = "samestep-agent-*/round-*"  # where ranks write their status
+
+
+class Hosts(Protocol):
+    """The hosts of a job that has several; a host is named as the job names it."""
+
+    def there(self) -> Sequence[str]:
+        """Those that are up, have their cable and take part in the training now."""
+        ...
+
+    def crash(self, host: str) -> None:
+        """Kill all that runs there, at once."""
+        ...
+
+    def boot(self, host: str) -> None: ...
+
+    def unplug(self, host: str) -> None: ...
+
+    def plug(self, host: str) -> None: ...
+
+
+class Target(Protocol):
+    """A job that runs."""
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """None where it has one."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        ...
+
+    def last_step(self) -> int:
+        """The last step that it has recorded; -1: none yet."""
+        ...
+
+    def ranks(self) -> Mapping[int, int]:
+        """The processes of the ranks that train, by rank."""
+        ...
+
+    def raise_file(self, rank: int) -> Path:
+        """A file that has a rank raise in its next step where it is there; the rank takes it away."""
+        ...
+
+    def tree(self) -> Sequence[int]:
+        """All its processes."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process that was started."""
+        ...
+
+    def kill(self) -> None:
+        """Kill all its processes, at once."""
+        ...
+
+
+class Processes:
+    """A job on this host, of which the first process has been started."""
+
+    hosts = None
+
+    def __init__(self, started: subprocess.Popen[bytes], folder: Path, processes: int) -> None:
+        """`folder` is the run's."""
+        self.started = started
+        self._folder = folder
+        self._processes = processes
+
+    def poll(self) -> int | None:
+        return self.started.poll()
+
+    def last_step(self) -> int:
+        return last_step_in(self._folder / "metrics.jsonl")
+
+    def ranks(self) -> Mapping[int, int]:
+        mine = set(self.tree())
+        places = Path(gettempdir()).glob(_ROUNDS)
+        found = (each for place in places for each in read(place, range(self._processes)))
+        return {each.rank: each.pid for each in found if each.pid in mine and not each.over}
+
+    def raise_file(self, rank: int) -> Path:
+        return raise_file(self._folder, rank)
+
+    def tree(self) -> Sequence[int]:
+        found = [self.started.pid]
+        with suppress(psutil.NoSuchProcess):
+            found += [each.pid for each in psutil.Process(self.started.pid).children(recursive=True)]
+        return found
+
+    def terminate(self) -> None:
+        self.started.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        for pid in self.tree():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def raise_file(folder: Path, rank: int) -> Path:
+    """The file beside a run's folder that has a rank of it raise."""
+    return folder.with_name(f"{folder.name}-raise-{rank}")
+
+
+def last_step_in(metrics: Path) -> int:
+    """The last step that is recorded; the end of the file is read alone, since it grows long."""
+    try:
+        with metrics.open("rb") as content:
+            content.seek(max(0, metrics.stat().st_size - 4096))
+            tail = content.read().decode("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return -1
+    steps = [part.split(",")[0] for part in (line.partition('"step": ')[2] for line in tail) if part]
+    return max((int(step) for step in steps if step.isdecimal()), default=-1)
+
+
+class Undo(NamedTuple):
+    """What takes a fault back, and when."""
+
+    after: float  # seconds
+    do: Callable[[], object]
+
+
+_NOTHING = Undo(0.0, lambda: None)
+
+# Commits a fault; None where it can't be committed now.
+Commit = Callable[[Target, random.Random], Undo | None]
+
+
+def _signalled(number: signal.Signals, undo: signal.Signals | None = None) -> Commit:
+    def commit(target: Target, draw: random.Random) -> Undo | None:
+        ranks = target.ranks()
+        if not ranks:
+            return None
+        pid = ranks[draw.choice(sorted(ranks))]
+        if not _sent(pid, number):
+            return None
+        if undo is None:
+            return _NOTHING
+        again = undo
+        return Undo(_PAUSE, lambda: _sent(pid, again))
+
+    return commit
+
+
+def _sent(pid: int, number: signal.Signals) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def _raise(target: Target, draw: random.Random) -> Undo | None:
+    ranks = target.ranks()
+    if not ranks:
+        return None
+    file = target.raise_file(draw.choice(sorted(ranks)))
+    file.touch()
+    until = time.monotonic() + _RAISES_WITHIN
+    while file.exists():
+        if time.monotonic() > until or target.poll() is not None:
+            with suppress(FileNotFoundError):
+                file.unlink()
+                return None
+        time.sleep(0.002)
+    return _NOTHING
+
+
+def _terminate(target: Target, draw: random.Random) -> Undo:
+    target.terminate()
+    return _NOTHING
+
+
+def _gone(target: Target, draw: random.Random) -> Undo:
+    target.kill()
+    return _NOTHING
+
+
+def _host_gone(target: Target, draw: random.Random) -> Undo | None:
+    host = _one_of(target, draw)
+    if host is None or target.hosts is None:
+        return None
+    target.hosts.crash(host)
+    hosts = target.hosts
+    return Undo(draw.uniform(*_BACK_AFTER), lambda: hosts.boot(host))
+
+
+def _cable(target: Target, draw: random.Random) -> Undo | None:
+    host = _one_of(target, draw)
+    if host is None or target.hosts is None:
+        return None
+    target.hosts.unplug(host)
+    hosts = target.hosts
+    return Undo(draw.uniform(*_PLUGGED_AFTER), lambda: hosts.plug(host))
+
+
+def _one_of(target: Target, draw: random.Random) -> str | None:
+    """A host without which others go on; None where there is no such one now."""
+    there = target.hosts.there() if target.hosts is not None else []
+    return draw.choice(sorted(there)) if len(there) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """A kind of fault."""
+
+    does: str
+    commit: Commit
+    ends_job: bool = False  # after it the same command is run once more, as a scheduler does
+    of_hosts: bool = False  # the job has several
+
+
+KINDS: Mapping[str, Disturbance] = {
+    "kill": Disturbance(does="a rank gets SIGKILL", commit=_signalled(signal.SIGKILL)),
+    "crash": Disturbance(does="a rank gets SIGABRT", commit=_signalled(signal.SIGABRT)),
+    "raise": Disturbance(does="a rank raises in its next step", commit=_raise),
+    "hang": Disturbance(does="a rank is stopped for good", commit=_signalled(signal.SIGSTOP)),
+    "pause": Disturbance(
+        does="a rank is stopped for a second", commit=_signalled(signal.SIGSTOP, undo=signal.SIGCONT)
+    ),
+    "terminate": Disturbance(does="the job gets SIGTERM, and is started again", commit=_terminate, ends_job=True),
+    "gone": Disturbance(does="all processes get SIGKILL, and the job is started again", commit=_gone, ends_job=True),
+    "host": Disturbance(does="all of a host is killed, and it comes back", commit=_host_gone, of_hosts=True),
+    "cable": Disturbance(does="a host's cable is pulled, and put back", commit=_cable, of_hosts=True),
+}
+
+
+def kinds_of(names: Sequence[str] | None, *, hosts: bool = False) -> list[str]:
+    """The kinds of these names; without names all that a job can have. `hosts`: it has several. Raises UserError."""
+    possible = [name for name, kind in KINDS.items() if hosts or not kind.of_hosts]
+    found = [name.strip() for name in names] if names is not None else possible
+    for name in found:
+        if name not in KINDS:
+            raise UserError(f'unknown fault "{name}" of a soak; {closest(name, possible)}')
+        if name not in possible:
+            raise UserError(
+                f'fault "{name}" of a soak wants several hosts, and drill starts one; use {", ".join(possible)}, or '
+                "benchmarks/soak_hosts.py of the repository, which makes hosts"
+            )
+    return found

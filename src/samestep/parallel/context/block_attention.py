@@ -1,0 +1,211 @@
+"""Attention to some of the keys: what it gives, and the logarithm of the sum by which its softmax was divided.
+
+With that sum what was computed for two blocks of keys can be put together (`merge`), and a block's probabilities can
+be computed again in backward once the sum over all keys is known (Dao et al. 2022, FlashAttention, section 3.1).
+PyTorch's fused kernels do it where they can; anywhere else it is written out in products of matrices.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.launch.device import has_flash_attention
+
+_ATEN: Any = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Queries and the keys that they are held against."""
+
+    query: Tensor  # [batch, heads, queries, head_dim]
+    key: Tensor  # [batch, key-value heads, keys, head_dim]
+    value: Tensor  # [batch, key-value heads, keys, value_dim]
+    mask: Tensor | None = None  # what is added to the scores, of the query's dtype. [batch or 1, heads or 1, ...]
+    causal: bool = False  # query i sees keys 0 to i
+    scale: float
+
+    @property
+    def groups(self) -> int:
+        """Query heads for each key-value head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+
+class Attended(NamedTuple):
+    """What attention gives, and the log-sum-exp of its scores: -inf for a query that sees no key of the block."""
+
+    output: Tensor  # [batch, heads, queries, value_dim]
+    lse: Tensor  # [batch, heads, queries]
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+
+
+class _Kernel(NamedTuple):
+    attend: Callable[[Block], Attended]
+    # From a gradient of what attention over all keys gave to those of a block.
+    gradients: Callable[[Block, Tensor, Attended], Gradients]
+
+
+def attend(block: Block) -> Attended:
+    """A block's attention."""
+    return _kernel(block).attend(block)
+
+
+def gradients(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
+    """Gradients of a block's queries, keys and values; `attended` is what attention over all keys gave."""
+    # A query that sees no key has no gradient: its scores are -inf, and e to the power of that minus 0 is 0.
+    lse = attended.lse.masked_fill(attended.lse == -math.inf, 0.0)
+    return _kernel(block).gradients(block, gradient, Attended(attended.output, lse))
+
+
+def merge(output: Tensor, lse: Tensor, more: Attended) -> None:
+    """Put what further keys gave to what others gave, in place (Liu et al. 2023, Ring Attention, appendix A)."""
+    both = torch.logaddexp(lse, more.lse)
+    finite = both.masked_fill(both == -math.inf, 0.0)
+    output *= (lse - finite).exp().unsqueeze(-1)
+    output += more.output * (more.lse - finite).exp().unsqueeze(-1)
+    lse.copy_(both)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores, of one that says by True which keys are seen."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _kernel(block: Block) -> _Kernel:
+    query = block.query
+    if query.device.type == "cpu" and block.value.shape[-1] == query.shape[-1]:
+        return _FOR_CPU
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and block.mask is None and _fits_flash(block):
+        return _FLASH
+    return _WRITTEN_OUT
+
+
+def _fits_flash(block: Block) -> bool:
+    width = block.query.shape[-1]
+    fits = width % 8 == 0 and width <= 256 and block.value.shape[-1] == width
+    return fits and has_flash_attention(block.query.device)
+
+
+def _attend_for_cpu(block: Block) -> Attended:
+    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        block.query, block.key, block.value, 0.0, block.causal, attn_mask=block.mask, scale=block.scale
+    )
+    if block.mask is not None:  # of a query without keys the kernel gives 0
+        nothing = (block.mask == -math.inf).all(-1)  # [batch or 1, heads or 1, queries]
+        lse = lse.masked_fill(nothing, -math.inf)
+    return Attended(output, lse)
+
+
+def _gradients_for_cpu(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
+    return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient,
+        block.query,
+        block.key,
+        block.value,
+        attended.output,
+        attended.lse,
+        0.0,
+        block.causal,
+        attn_mask=block.mask,
+        scale=block.scale,
+    )
+
+
+def _attend_by_flash(block: Block) -> Attended:
+    key, value = _for_each_head(block)
+    output, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
+        block.query, key, value, 0.0, block.causal, False, scale=block.scale
+    )
+    return Attended(output, lse)
+
+
+def _gradients_by_flash(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
+    key, value = _for_each_head(block)
+    # Without dropout the kernel reads neither seed nor offset, and of unpacked samples no lengths.
+    unused = torch.empty(0, dtype=torch.int64, device=key.device)
+    query, key, value = _ATEN._scaled_dot_product_flash_attention_backward(
+        gradient.contiguous(),
+        block.query,
+        key,
+        value,
+        attended.output.contiguous(),
+        attended.lse.contiguous(),
+        None,
+        None,
+        block.query.shape[2],
+        key.shape[2],
+        0.0,
+        block.causal,
+        unused,
+        unused,
+        scale=block.scale,
+    )
+    return query, _over_groups(key, block), _over_groups(value, block)
+
+
+def _attend_written_out(block: Block) -> Attended:
+    scores = _scores(block)
+    largest = scores.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (scores - largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    value = _for_each_head(block)[1]
+    output = (weights @ value.to(weights.dtype)) / total.masked_fill(total == 0, 1.0)
+    return Attended(output.to(block.query.dtype), (total.log() + largest).squeeze(-1))
+
+
+def _gradients_written_out(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
+    key, value = _for_each_head(block)
+    weights = (_scores(block) - attended.lse.unsqueeze(-1)).exp_()  # [batch, heads, queries, keys]
+    exact = weights.dtype
+    gradient, output = gradient.to(exact), attended.output.to(exact)
+    of_value = weights.mT @ gradient
+    of_weights = gradient @ value.to(exact).mT
+    of_weights -= (gradient * output).sum(-1, keepdim=True)
+    of_scores = weights.mul_(of_weights).mul_(block.scale)
+    of_query = of_scores @ key.to(exact)
+    of_key = of_scores.mT @ block.query.to(exact)
+    return of_query, _over_groups(of_key, block), _over_groups(of_value, block)
+
+
+def _scores(block: Block) -> Tensor:
+    """[batch, heads, queries, keys], in float32 where the query is of half precision."""
+    key = _for_each_head(block)[0]
+    scores = (block.query @ key.mT).to(exact_dtype(block.query.dtype)) * block.scale
+    if block.mask is not None:
+        scores += block.mask
+    if block.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parts are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _for_each_head(block: Block) -> tuple[Tensor, Tensor]:
+    """Keys and values, once for each head of the queries."""
+    if block.groups == 1:
+        return block.key, block.value
+    return block.key.repeat_interleave(block.groups, 1), block.value.repeat_interleave(block.groups, 1)
+
+
+def _over_groups(gradient: Tensor, block: Block) -> Tensor:
+    """The sum over the query heads that share a key-value head."""
+    return gradient if block.groups == 1 else gradient.unflatten(1, (-1, block.groups)).sum(2)
+
+
+_FOR_CPU = _Kernel(_attend_for_cpu, _gradients_for_cpu)
+_FLASH = _Kernel(_attend_by_flash, _gradients_by_flash)
+_WRITTEN_OUT = _Kernel(_attend_written_out, _gradients_written_out)

@@ -1,0 +1,134 @@
+"""What a rank does in each of the functions of `samestep.api`, where this process is one of a job's ranks.
+
+Each function is called in every rank with the same job and layout, and joins the ranks' process group.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from samestep import environment
+from samestep.bits import BitsTaken, take_bits
+from samestep.display.schedule_svg import draw_schedule
+from samestep.engines import registry as engines
+from samestep.engines.precision import float32_products
+from samestep.errors import InterruptedJobError, LayoutError, NonFiniteError, UserError
+from samestep.fault_tolerance.policy import again
+from samestep.fault_tolerance.rank import RankSupervision, Round
+from samestep.job import Job
+from samestep.launch.affinity import Binding, bind, threads_of
+from samestep.launch.world import World, join
+from samestep.layout import Layout
+from samestep.proof import Proof, Reference, hold_against
+from samestep.proof_departure import Departure, Looked, find
+from samestep.tasks.registry import resolve as resolve_task
+from samestep.training.fit import fit_with_rollbacks, try_out
+from samestep.training.result import SCHEDULE_FILE, TrainResult
+from samestep.training.step_timing import StepTiming, time_steps
+from samestep.training.usage import Usage
+
+
+@contextmanager
+def _join(job: Job) -> Iterator[World]:
+    engine = engines.resolve(job.run.engine)
+    transport = job.run.transport if engine.abilities.shared_memory else "gloo"
+    joined = join(
+        device=job.run.device,
+        threads=job.run.threads,
+        transport=transport,
+        share_devices=job.run.transport == "gloo",
+    )
+    with engine.in_this_process(), float32_products(job.run.float32_matmul), joined as world:
+        yield world
+
+
+def train_rank(
+    job: Job, layout: Layout, round_: Round | None = None
+) -> TrainResult | InterruptedJobError | NonFiniteError:
+    """`round_`: None for that which this rank was told, where it was told one."""
+    round_ = round_ or Round.told() or Round()
+    if round_.number > 0:
+        job = again(job)
+    with (
+        RankSupervision(job.run, round_) as supervision,
+        _join(job) as world,
+    ):
+        supervision.joined()
+        try:
+            result = fit_with_rollbacks(job, resolve_task(job.recipe), world, layout, supervision)
+        except (InterruptedJobError, NonFiniteError) as error:  # they leave in good order, as after the last step
+            return error
+        if world.rank == 0 and (result.folder / SCHEDULE_FILE).exists():
+            draw_schedule(result.folder)
+        return result
+
+
+def dry_run_rank(job: Job, layout: Layout) -> Sequence[Usage]:
+    with _join(job) as world:
+        return try_out(job, resolve_task(job.recipe), world, layout)
+
+
+def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Sequence[Usage] | str]:
+    found: list[Sequence[Usage] | str] = []
+    with _join(job) as world:
+        task = resolve_task(job.recipe)
+        for layout in layouts:
+            try:
+                found.append(try_out(job, task, world, layout))
+            except UserError as error:  # of the layout and the model, which all ranks look at alike
+                if isinstance(error, LayoutError) and not error.alike:
+                    raise
+                found.append(str(error))
+    return found
+
+
+def time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:
+    with _join(job) as world:
+        return time_steps(job, resolve_task(job.recipe), world, layout, steps)
+
+
+def verify_rank(job: Job, layout: Layout, steps: int, known: Reference | None) -> Proof:
+    with _join(job) as world:
+        return hold_against(job, resolve_task(job.recipe), world, layout, steps, known if world.rank == 0 else None)
+
+
+def find_rank(job: Job, layout: Layout, steps: int, looked: Looked) -> Departure | None:
+    with _join(job) as world:
+        return find(job, resolve_task(job.recipe), world, layout, steps, looked if world.rank == 0 else None)
+
+
+def bits_rank(job: Job, layout: Layout, steps: int, folder: Path, threads: int | None) -> BitsTaken:
+    with _join(job) as world:
+        fast = threads_of(layout.size, threads)
+        return take_bits(job, resolve_task(job.recipe), world, layout, steps, folder, fast)
+
+
+def verify_rank_many(
+    job: Job, _: Layout, layouts: Sequence[Layout], steps: int, known: Reference
+) -> list[tuple[Proof | str, float]]:
+    """Proofs of several layouts one after the other, or why they were refused, and the seconds that each took."""
+    found: list[tuple[Proof | str, float]] = []
+    with _join(job) as world:
+        task = resolve_task(job.recipe)  # reading the data may take longer than a proof
+        for layout in layouts:
+            began = time.perf_counter()
+            mine = known if world.rank == 0 else None
+            result: Proof | str
+            try:
+                result = hold_against(job, task, world, layout, steps, mine)
+            except UserError as error:  # of the layout and the model, which is the same on all ranks
+                if isinstance(error, LayoutError) and not error.alike:
+                    raise  # the layouts are tried again, each in a start of its own
+                result = str(error)
+            found.append((result, time.perf_counter() - began))
+    return found
+
+
+def on_its_cores(own: Sequence[Binding], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a rank that this process started, on the cores that are the rank's."""
+    ranks = environment.ranks()
+    assert ranks is not None
+    bind(own[ranks.local_rank])
+    return function(*arguments)

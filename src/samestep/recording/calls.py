@@ -1,0 +1,66 @@
+"""Listens to the forwards of models: the outermost call of a module, and the calls of modules inside of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.recording.activations import Activations
+
+Call = Callable[..., Any]
+
+
+class ModelCalls:
+    """Follows the calls of modules, and has each output inside of a model's forward noted where that is wanted.
+
+    `begins` says whether an outermost call is a forward that is followed; it may set `activations`, to have outputs
+    noted. `ends` is given what that forward returned, before the caller has it.
+    """
+
+    def __init__(self, begins: Callable[[nn.Module, Any, Any], bool], ends: Callable[[Any], None]) -> None:
+        self.activations: Activations | None = None
+        self._begins = begins
+        self._ends = ends
+        self._depth = 0  # of modules inside each other's forward
+
+    @property
+    def inside(self) -> bool:
+        """Whether a forward is under way."""
+        return self._depth > 0
+
+    def called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """`call`, which is nn.Module.__call__ as it was, with a module and its arguments."""
+        if self._depth == 0 and not self._begins(module, args, kwargs):
+            return call(module, *args, **kwargs)
+        self._depth += 1
+        try:
+            result = call(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self.activations is not None:
+            self.activations.add(module, result)
+        if self._depth == 0:
+            self._ends(result)
+        return result
+
+    def take_activations(self) -> list[dict[str, Any]] | None:
+        """What was noted since the forward began, once; None where nothing was to be noted."""
+        activations, self.activations = self.activations, None
+        return activations.to_json() if activations is not None else None
+
+
+def listen_to_modules(called: Callable[[Call, nn.Module, Any, Any], Any]) -> Callable[[], None]:
+    """Have every call of a module go through `called`, but those that torch.compile traces; returns what ends it."""
+    call = nn.Module.__call__
+
+    def through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        return called(call, module, args, kwargs)
+
+    def end() -> None:
+        nn.Module.__call__ = call
+
+    nn.Module.__call__ = through
+    return end

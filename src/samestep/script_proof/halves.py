@@ -1,0 +1,90 @@
+"""Calls a model with each half of its batch in turn, and joins what it returns: rounding as micro-batches make it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from samestep.recording.calls import Call
+from samestep.recording.shards import unwrapped
+
+
+class Halves:
+    """Each forward of a model in training in two: where all it returns has the rows of the batch, and only there.
+
+    A model that returns a mean over its rows, or that normalizes by the batch, is called once with all of them.
+    """
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        """`done` is called after each forward that was made in two."""
+        self._done = done
+        self._model: nn.Module | None = None  # whose next call is made in two
+        self._batch = 0
+
+    def begin(self, model: nn.Module, batch: int) -> None:
+        """A forward of a model with so many rows begins."""
+        inner = unwrapped(model)  # DDP's own forward is for one backward
+        by_batch = any(isinstance(each, _BatchNorm) and each.training for each in inner.modules())
+        self._model = None if by_batch or batch < 2 else inner
+        self._batch = batch
+
+    def called(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is not self._model:
+            return call(module, *args, **kwargs)
+        self._model = None
+        batch, middle = self._batch, self._batch // 2
+        results = []
+        for rows in (slice(middle), slice(middle, None)):
+            given, named = _of_rows((args, kwargs), batch, rows)
+            results.append(call(module, *given, **named))
+        try:
+            joined = _joined(results, (middle, batch - middle))
+        except _NotByRowsError:
+            return call(module, *args, **kwargs)
+        self._done()
+        return joined
+
+
+class _NotByRowsError(Exception):
+    """What a model returned has something that is no tensor with the rows of the batch."""
+
+
+def _of_rows(value: Any, batch: int, rows: slice) -> Any:
+    """Arguments with some rows of each tensor that has those of the batch."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() > 0 and value.shape[0] == batch else value
+    return _like(value, lambda _, each: _of_rows(each, batch, rows))
+
+
+def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        if any(each.dim() == 0 or each.shape[0] != size for each, size in zip(values, sizes, strict=True)):
+            raise _NotByRowsError
+        return torch.cat([*values])
+    if first is None:
+        return None
+    if not isinstance(first, (Mapping, list, tuple)) and not is_dataclass(first):
+        raise _NotByRowsError
+    return _like(first, lambda key, _: _joined([_at(each, key) for each in values], sizes))
+
+
+def _at(value: Any, key: Any) -> Any:
+    return value[key] if isinstance(value, (Mapping, list, tuple)) else getattr(value, key)
+
+
+def _like(value: Any, made: Callable[[Any, Any], Any]) -> Any:
+    """A container of the same kind, of what is made of each key and value; anything else as it is."""
+    if isinstance(value, Mapping):
+        items = {key: made(key, each) for key, each in value.items()}
+        return type(value)(**items) if is_dataclass(value) else type(value)(items)  # pyright: ignore[reportCallIssue]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(made(at, each) for at, each in enumerate(value)))
+    if isinstance(value, (list, tuple)):
+        return type(value)(made(at, each) for at, each in enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{each.name: made(each.name, getattr(value, each.name)) for each in fields(value)})
+    return value
