@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from page_parts import markdown_table, write_parts
 
 from samestep.comm.correctness import DTYPES, short
+from samestep.comm_bench.display import dtype_in_short, rate_in_words, seconds_in_words
 from samestep.comm_bench.request import size_in_words
-from samestep.comm_bench.table import dtype_in_short, rate_in_words, seconds_in_words
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"en": ROOT / "docs" / "communication.md", "zh": ROOT / "docs" / "zh" / "communication.md"}

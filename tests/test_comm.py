@@ -20,10 +20,9 @@ from samestep.comm import limits, measure
 from samestep.comm.collectives import COLLECTIVES
 from samestep.comm.correctness import attempt, difference, known_values
 from samestep.comm_bench import request, support
-from samestep.comm_bench.plot import write_plot
+from samestep.comm_bench.display import console, dtype_in_short, print_report, seconds_in_words, write_plot
 from samestep.comm_bench.request import CommRequest
 from samestep.comm_bench.results import Limits, Report
-from samestep.comm_bench.table import console, dtype_in_short, print_report, seconds_in_words
 from samestep.launch import local
 from samestep.launch.world import join
 

@@ -1,12 +1,15 @@
 """benchmarks/compression_tables.py, which writes the tables and pictures of docs/less-communication.md."""
 
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from page_parts import read_part
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -164,3 +167,74 @@ def test_the_page_s_tables_are_those_of_the_measurements_beside_the_pictures(mod
     for rows in modules.by_training(trained):
         for language, page in modules.PAGES.items():
             assert modules.section(rows, links, language) in page.read_text(encoding="utf-8")
+
+
+SHAPES = "{http://www.w3.org/2000/svg}"
+
+
+def ends_of_curves(picture: Path, panel: int) -> Iterator[tuple[str, tuple[float, float], tuple[float, float]]]:
+    """Each curve of a panel: its name, what its last point reads off the axes, and what half a pixel is there.
+
+    The first panel is over bytes, and its axis across has the powers of ten.
+    """
+    texts = list(ElementTree.parse(picture).iter(f"{SHAPES}text"))
+    lines = list(ElementTree.parse(picture).iter(f"{SHAPES}polyline"))
+    titles = [number for number, text in enumerate(texts) if " over " in (text.text or "")]
+    own = texts[titles[panel] : [*titles, len(texts)][panel + 1]]
+
+    def marks(anchor: str, axis: str) -> list[tuple[float, float]]:
+        return [
+            (float(text.attrib[axis]), float(text.text or "")) for text in own if text.attrib["text-anchor"] == anchor
+        ]
+
+    def along(places: list[tuple[float, float]], at: float, *, powers: bool) -> tuple[float, float]:
+        """The value at a place, of an axis whose marks are there, and by how much it may be off."""
+        (first, low), (last, high) = places[0], places[-1]
+        share = (at - first) / (last - first)
+        if powers:
+            value = low * (high / low) ** share
+            return value, value * ((high / low) ** abs(0.1 / (last - first)) - 1)
+        return low + (high - low) * share, abs((high - low) * 0.1 / (last - first))
+
+    names = [text.text or "" for text in own if text.attrib["text-anchor"] == "start"][1:]
+    for name, line in zip(names, lines[panel * len(names) :], strict=False):
+        x, y = map(float, line.attrib["points"].split()[-1].split(","))
+        across = along(marks("middle", "x"), x, powers=panel == 0)
+        up = along(marks("end", "y"), y + 4, powers=False)
+        yield name, (across[0], up[0]), (across[1], up[1])
+
+
+@pytest.mark.parametrize("job", ["reviews", "language"])
+def test_the_curves_end_at_the_bytes_values_and_seconds_of_their_table(modules: Any, job: str) -> None:
+    for page in modules.PAGES.values():
+        text = read_part(page, modules.PART.format(job=job))
+        found = re.findall(r"((?:\|.*\n)+)\n!\[.*\]\((.*)\)", text)
+        assert found
+        for rows, picture in found:
+            _, _, *lines = ([cell.strip(" `") for cell in row[1:-1].split("|")] for row in rows.splitlines())
+            cells = {line[0]: line[1:] for line in lines}
+            for panel, column in enumerate([0, *range(4, len(lines[0]) - 1)]):
+                ends = list(ends_of_curves(page.parent / picture, panel))
+                assert [name for name, _, _ in ends] == list(cells)
+                for name, (across, up), (off_across, off_up) in ends:
+                    shown, value = cells[name][column], cells[name][2].partition(" ")[0]
+                    assert abs(across - float(shown)) <= off_across + 0.5 * 10 ** -len(shown.partition(".")[2])
+                    assert abs(up - float(value)) <= off_up + 0.5 * 10 ** -len(value.partition(".")[2])
+
+
+@pytest.mark.parametrize("job", ["reviews", "language"])
+def test_the_chinese_page_has_the_english_one_s_cells(modules: Any, job: str) -> None:
+    words = dict(zip(modules.WORDS["en"].values(), modules.WORDS["zh"].values(), strict=True))
+    one_seed = modules.WORDS["en"]["seed"]
+    english, chinese = (
+        [
+            [cell.strip() for cell in row.split("|")]
+            for row in read_part(page, modules.PART.format(job=job)).splitlines()
+            if row.startswith("| `")
+        ]
+        for page in modules.PAGES.values()
+    )
+    assert english
+    for cells, theirs in zip(english, chinese, strict=True):
+        ours = [words.get(cell, cell.replace(one_seed, words[one_seed])) for cell in cells]
+        assert ours == theirs

@@ -18,7 +18,7 @@ from small_jobs import wait_until
 
 from samestep.errors import UserError
 from samestep.launch.affinity import bindings, this_machine
-from samestep.launch.script_env import keras, registry, until_rank_ends
+from samestep.launch.script_env import keras, registry, sidecar
 from samestep.launch.script_env.horovod import slots_of, variables_of
 from samestep.launch.worker import rank_command
 from samestep.ranks import Ranks
@@ -152,7 +152,7 @@ def test_a_command_is_ended_with_another_rank_and_else_ends_by_itself(ends: str,
     port = int(chief.stdout.readline())
     program = f"import pathlib, sys, time; pathlib.Path({str(tmp_path / 'began')!r}).touch(); "
     program += "time.sleep(60)" if ends == "chief" else "time.sleep(0.5); sys.exit(7)"
-    other = subprocess.Popen(until_rank_ends.wrapped("127.0.0.1", port, [sys.executable, "-c", program]))
+    other = subprocess.Popen(sidecar.until_rank_ends("127.0.0.1", port, [sys.executable, "-c", program]))
     try:
         if ends == "chief":
             wait_until((tmp_path / "began").exists)

@@ -214,5 +214,5 @@ def _marked(pid: int) -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process(pid).children(recursive=True)
-        if "samestep.doctor.try_ranks" in " ".join(child.cmdline())
+        if "samestep.comm_bench.try_ranks" in " ".join(child.cmdline())
     ]

@@ -24,8 +24,7 @@ import samestep
 from samestep import environment
 from samestep.launch import local
 from samestep.launch.network import LOOPBACK
-from samestep.launch.script_env.horovod import slots_of
-from samestep.launch.script_env.horovod_server import serving
+from samestep.launch.script_env.horovod import serving, slots_of
 from samestep.launch.world import join
 from samestep.proof import Proof
 from samestep.ranks import Ranks

@@ -9,14 +9,14 @@ import pytest
 from launching import free_port
 
 from samestep.errors import StartError
-from samestep.launch.script_env import sidecar, until_rank_ends
+from samestep.launch.script_env import sidecar
 
 
 def test_a_command_whose_other_rank_is_not_reached_fails_and_is_not_run(tmp_path: Path) -> None:
     port = free_port()
     program = [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
     ended = subprocess.run(
-        until_rank_ends.wrapped("127.0.0.1", port, program), capture_output=True, text=True, timeout=60
+        sidecar.until_rank_ends("127.0.0.1", port, program), capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 1
     assert ended.stderr == (

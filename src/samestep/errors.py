@@ -25,7 +25,7 @@ class UserError(Exception):
 class LayoutError(UserError):
     """A layout that can't be read, doesn't fit the processes, the model or the batch, or isn't there yet."""
 
-    alike = True  # every rank raises it; False: it may have come on one rank, for which the others wait
+    alike = True  # every rank raises it; False: one rank may have raised it while the others wait for that rank
 
 
 class CheckpointError(UserError):
@@ -55,7 +55,7 @@ class HostLostError(Exception):
 
 
 class JobOverError(HostLostError):
-    """A host has come, or come back, to a job that the others have ended."""
+    """A host joins, or joins again, a job that the others have ended."""
 
 
 class InterruptedJobError(Exception):
@@ -70,6 +70,7 @@ class InterruptedJobError(Exception):
 
     @property
     def exit_code(self) -> int:
+        """What a shell expects of a process that a signal ended: 128 and the signal's number."""
         return 128 + self.signal_number
 
 
@@ -91,7 +92,7 @@ class NonFiniteError(Exception):
 
 
 class StartError(Exception):
-    """The hosts of a job can't be brought together: one is not reached, does not come, or is lost.
+    """The hosts of a job can't start together: one is not reached, does not join, or is lost.
 
     The command line prints it and exits with 1.
     """
@@ -122,6 +123,7 @@ def place_here() -> str | None:
 
 
 def _users_line(stack: traceback.StackSummary) -> str | None:
+    """The innermost frame of the user's code as file:line, or else of an installed package; None without either."""
     frames = [(Path(frame.filename), frame.lineno) for frame in stack]
     own, standard = Path(__file__).parent, Path(sysconfig.get_path("stdlib"))
     frames = [place for place in reversed(frames) if place[0].suffix == ".py" and not place[0].is_relative_to(own)]

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from samestep import environment
 from samestep.api import check_job
-from samestep.checkpoint.base import check_base, fingerprint
-from samestep.checkpoint.compatibility import differences
+from samestep.checkpoint.compatibility import check_base, differences, fingerprint
 from samestep.convert.base import Weights
-from samestep.convert.convert import format_of
-from samestep.convert.formats import FORMATS
+from samestep.convert.formats import FORMATS, format_of
 from samestep.data.loader import to_device
 from samestep.engines.base import Checkpointed
 from samestep.engines.precision import parameter_dtype

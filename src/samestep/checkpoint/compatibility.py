@@ -1,25 +1,35 @@
-"""Whether a checkpoint's training and a job's are the same, and whether all hosts of a job see the same folder."""
+"""Whether a checkpoint belongs to a job: the same training, beside the same frozen parameters, seen by all hosts.
 
+`changes` compares recipes. A checkpoint of adapters or of other trained parameters alone leaves out its `Base`, the
+frozen parameters, which a fingerprint tells apart. `check_shared` finds a host that doesn't see the others' folder.
+"""
+
+import hashlib
+import math
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from samestep.errors import CheckpointError
+from samestep.parallel.state_shards import MODEL, Piece
 
-# A training may go on for longer, with another rate or another eye on it; what it learns from, and what is saved of
-# it, stays.
+# A training may go on for longer, with another learning rate or other evaluations. What it learns from, and what is
+# saved of it, must stay.
 _MAY_CHANGE = ("steps", "epochs", "optimizer", "schedule", "clip", "precision", "dropout", "evaluation", "early_stop")
 _STAYS_OF_OPTIMIZER = ("optimizer.name", "optimizer.state")
 _BEFORE_THE_KEY = {"optimizer.state": "full"}  # what recipes meant that were saved before they had it
 
 
 def differences(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
-    """What a job's recipe says otherwise than the one that a checkpoint was saved under: a line a key."""
+    """How a job's recipe differs from the one that a checkpoint was saved under: a line a key."""
     if not saved:
         return []
     before, now = _both(saved, recipe)
@@ -57,6 +67,7 @@ def _both(saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[dict[str
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots, such as optimizer.lr, so that recipes can be compared key by key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -66,13 +77,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-_PATIENCE = 5.0  # seconds; a network file system may remember for a while what it did not find
+_PATIENCE = 5.0  # seconds; a network file system may answer for a while that a new file is not there
 
 
 def check_shared(folder: Path, group: dist.ProcessGroup) -> None:
     """Raise CheckpointError, on all ranks, where a host doesn't see what rank 0's host writes into a folder.
 
-    Every rank must ask. `group` is of all ranks, on the CPU. Ranks of one host have nothing to find out.
+    Every rank must call this. `group` is of all ranks, on the CPU. Ranks of one host share its file systems.
     """
     hosts = _gathered(socket.gethostname(), group)
     if len(set(hosts)) == 1:
@@ -100,6 +111,7 @@ def check_shared(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def _sees(probe: Path) -> bool:
+    """Whether a file is seen here, at once or after a network file system has had time to notice it."""
     until = time.monotonic() + _PATIENCE
     while not probe.exists():
         if time.monotonic() > until:
@@ -113,3 +125,69 @@ def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+_LOOKED_AT = 16  # numbers of each parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """What a checkpoint does not hold, since no step changes it."""
+
+    left_out: tuple[str, ...]  # names of parameters
+    fingerprint: str  # of some numbers of each
+    # What PEFT's adapter_config.json says of the model's adapters, and the name that PEFT has for them; empty where
+    # it has none.
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    adapter_name: str = ""
+
+
+def base_of_json(values: Mapping[str, Any]) -> Base:
+    """A base as a checkpoint's info has it. Raises TypeError or KeyError where it is none."""
+    return Base(**{**values, "left_out": tuple(values["left_out"])})
+
+
+def fingerprint(pieces: Mapping[str, Piece], names: Collection[str], group: dist.ProcessGroup | None = None) -> str:
+    """A sum over 16 numbers of each of some parameters, in float32, evenly spaced over the whole parameter.
+
+    It does not depend on how ranks hold the parameters. `pieces` are those of this rank, `model.<name>` among them;
+    every rank of the group, which is on the CPU, must call this. Without a group this process holds everything.
+    """
+    looks: list[Tensor] = []
+    for name in sorted(names):
+        found = torch.full((_LOOKED_AT,), -math.inf)
+        piece = pieces.get(MODEL + name)
+        if piece is not None:
+            _look(piece, found)
+        looks.append(found)
+    values = torch.cat(looks) if looks else torch.zeros(0)
+    if group is not None and looks:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)  # what a rank does not hold is -inf there
+    text = "\n".join(sorted(names)).encode()
+    return hashlib.sha256(text + values.numpy().tobytes()).hexdigest()
+
+
+def _look(piece: Piece, found: Tensor) -> None:
+    """Put what this rank holds of the numbers that are looked at into `found` [16]."""
+    total = piece.shape.numel()
+    for place in range(min(_LOOKED_AT, total)):
+        flat = place * (total - 1) // max(1, min(_LOOKED_AT, total) - 1)
+        index = [int(each) for each in torch.unravel_index(torch.tensor(flat), piece.shape)] if piece.shape else []
+        for box in piece.boxes:
+            inner = [at - first for at, first in zip(index, box.offsets, strict=True)]
+            if all(0 <= at < size for at, size in zip(inner, box.values.shape, strict=True)):
+                value = box.values[tuple(inner)]
+                value = value.real if value.is_complex() else value
+                found[place] = torch.nan_to_num(value.detach().float().cpu())
+
+
+def check_base(base: Base, names: Collection[str], found: str, where: Any) -> None:
+    """Raise CheckpointError unless a model's parameters, of these names and this fingerprint, are those of a base."""
+    for name in base.left_out:
+        if name not in names:
+            raise CheckpointError(f"checkpoint {where} leaves out {name}, and the job's model has no such parameter")
+    if found != base.fingerprint:
+        raise CheckpointError(
+            f"checkpoint {where} was trained beside other frozen parameters than those of the job's model; "
+            "use the base that it was trained with (the same recipe.model, and the same files in its folder)"
+        )

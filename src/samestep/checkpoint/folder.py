@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.base import Base, base_of_json
+from samestep.checkpoint.compatibility import Base, base_of_json
 from samestep.errors import CheckpointError
 from samestep.run_folder import INFO_FILE, lies_within, name_of, steps_in
 
@@ -52,7 +52,7 @@ class Info:
 
 
 def read_info(folder: Path) -> Info:
-    """Read a checkpoint's info. Raises CheckpointError where the file is no such thing."""
+    """Read a checkpoint's info. Raises CheckpointError where the file is not one."""
     file = folder / INFO_FILE
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

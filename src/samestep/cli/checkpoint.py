@@ -59,7 +59,7 @@ def _inspect(options: argparse.Namespace) -> int:
     """Show what a checkpoint of any format holds: tensors, shapes, bytes, and what it says of itself."""
     output_files.check(options, "json")
 
-    from samestep.convert.inspect import inspect
+    from samestep.convert.formats import inspect
     from samestep.display.checkpoints import print_contents
 
     contents = inspect(options.checkpoint)
@@ -77,7 +77,7 @@ def _verify(options: argparse.Namespace) -> int:
     """Compare a checkpoint's files, or those of all in a folder, with their sums."""
     output_files.check(options, "json")
 
-    from samestep.convert.inspect import verified
+    from samestep.convert.formats import verified
     from samestep.display.checkpoints import print_verified
 
     faults = verified(options.folder)

@@ -70,10 +70,9 @@ def _measure(options: argparse.Namespace) -> int:
 
     sizes = parse_sizes(options.sizes) if options.sizes is not None else USUAL
 
-    from samestep.comm_bench.plot import check_file, write_plot
+    from samestep.comm_bench.display import check_file, print_report, write_plot
     from samestep.comm_bench.request import CommRequest, check_collectives, check_sizes, processes_of
     from samestep.comm_bench.run import measured
-    from samestep.comm_bench.table import print_report
 
     check_file(options.plot)
     asked = CommRequest(sizes=sizes, device=options.device, seconds=options.seconds)
@@ -95,9 +94,9 @@ def _measure(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     """Show what a collective does: the tensor of each rank before and after."""
     from samestep.comm.collectives import COLLECTIVES
+    from samestep.comm_bench.display import print_demonstration
     from samestep.comm_bench.request import check_collectives, processes_of
     from samestep.comm_bench.run import demonstrated
-    from samestep.comm_bench.table import print_demonstration
 
     names = tuple(COLLECTIVES) if options.name == "all" else check_collectives([options.name])
     shown = demonstrated(names, options.device, processes_of(options.processes, options.device))
@@ -113,9 +112,9 @@ def _support(options: argparse.Namespace) -> int:
         raise UserError(f"--time-limit is {options.time_limit:g}; use more than 0 seconds")
 
     from samestep import environment
+    from samestep.comm_bench.display import print_support
     from samestep.comm_bench.request import processes_of
     from samestep.comm_bench.support import supported
-    from samestep.comm_bench.table import print_support
 
     wanted = options.processes if options.processes is not None or environment.ranks() is not None else 2
     found = supported(options.device, processes_of(wanted, options.device), limit=options.time_limit)

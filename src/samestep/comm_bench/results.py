@@ -67,11 +67,12 @@ class Report:
 
     @property
     def one_host(self) -> bool:
+        """Whether all ranks are on one host."""
         return len(set(self.hosts)) == 1
 
     @property
     def passed(self) -> bool:
-        """Whether every result was right. A dtype that a back end refuses is no wrong result."""
+        """Whether every result was right. A dtype that a back end refuses is not a wrong result."""
         return not any(check.wrong for check in self.checks)
 
     def limit(self, row: Row) -> float | None:
@@ -81,6 +82,7 @@ class Report:
         return self.limits.of(row.bytes, one_host=self.one_host)
 
     def to_json(self) -> dict[str, Any]:
+        """What `samestep comm --json` writes: seconds, bytes, and bytes a second."""
         return {
             "ranks": len(self.hosts),
             "hosts": list(self.hosts),

@@ -52,10 +52,10 @@ def on_ranks(function: Callable[..., Any], processes: int, *arguments: Any) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The ranks, come together."""
+    """The joined ranks: the process group of all, and where they are."""
 
     world: World
-    control: dist.ProcessGroup  # of gloo, of all ranks: through it they agree and bring results together
+    control: dist.ProcessGroup  # of gloo, of all ranks: for agreement, and to gather results
     place: Place
 
 
@@ -80,6 +80,7 @@ def _channels(place: Place) -> list[Channel]:
 
 
 def _demonstrate_rank(names: Sequence[str], device: DeviceChoice) -> list[Demonstration] | None:
+    """What one rank does to show collectives: what they do to small numbers, on rank 0."""
     with meet(device) as met:
         channel = _channels(met.place)[0]
         shown = [demonstrate(name, channel, met.control) for name in names]
@@ -87,6 +88,7 @@ def _demonstrate_rank(names: Sequence[str], device: DeviceChoice) -> list[Demons
 
 
 def _measure_rank(asked: CommRequest) -> Report | None:
+    """What one rank does: check, time and find limits. The report on rank 0, None on the others."""
     with meet(asked.device) as met:
         say = _say if met.world.rank == 0 else lambda text: None
         channels = _channels(met.place)
@@ -140,6 +142,7 @@ def _timed(
     control: dist.ProcessGroup,
     say: Callable[[str], None],
 ) -> list[Row]:
+    """Time a collective through all channels, at each size; one that sends nothing is timed once."""
     if not channels:
         return []
     began = time.perf_counter()
@@ -151,6 +154,7 @@ def _timed(
 
 
 def _limits(asked: CommRequest, met: Meeting, say: Callable[[str], None]) -> Limits:
+    """What bounds the bandwidth here: copies in memory, and between hosts the link."""
     copies = limits.copy_rates(asked.sizes, met.control)
     if met.place.one_host:
         return Limits(copies=copies)

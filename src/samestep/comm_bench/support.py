@@ -1,6 +1,5 @@
-"""What each back end has, found by trying: ranks of our own, started again behind what ended them or hung."""
+"""What each back end supports, found by trying: ranks are started again behind an attempt that crashed or hung."""
 
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -8,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep import environment, subprocess_group
+from samestep import environment
 from samestep.comm.support import GROUP, OF_A_DEVICE, Notes, try_all
 from samestep.comm_bench.run import meet, on_ranks
+from samestep.comm_bench.try_ranks import read_notes, run_ranks
 from samestep.errors import StartError
 from samestep.subprocess_group import Outcome, signals_raise
 from samestep.visible_devices import DeviceChoice
 
-_MODULE = "samestep.comm_bench.try_ranks"
 _START = 120.0  # seconds for ranks to start, beside their attempts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Every attempt, and what came of it."""
+    """Every attempt, and how it ended."""
 
     ranks: int
     missing: Mapping[str, str]  # transports that can't be had here, and why
@@ -69,6 +68,7 @@ def supported(device: DeviceChoice, ranks: int, *, limit: float) -> Support | No
 
 
 def _support(lines: Sequence[Mapping[str, Any]], ranks: int) -> Support:
+    """Put the lines of all starts together: of an attempt that was made twice, the last verdict counts."""
     attempts = {line["index"]: line for line in lines if "verdict" in line}
     return Support(
         ranks=ranks,
@@ -80,16 +80,17 @@ def _support(lines: Sequence[Mapping[str, Any]], ranks: int) -> Support:
 
 
 def _try_as_launched(device: DeviceChoice) -> list[dict[str, Any]] | None:
+    """Try everything in the ranks that a launcher has started; the lines on rank 0, None on the others."""
     with meet(device) as met:
         notes = Notes(None)
         try_all(met.place, met.control, notes, first=0, limit=None)
         return notes.lines if met.world.rank == 0 else None
 
 
-def try_rank(file: Path, device: DeviceChoice, first: int, limit: float) -> None:
-    """What each rank of ours does."""
+def try_rank(file: str, device: DeviceChoice, first: int, limit: float) -> None:
+    """What each rank of ours does: attempts from `first` on, of `limit` seconds each; the first rank notes them."""
     with meet(device) as met:
-        try_all(met.place, met.control, Notes(file), first=first, limit=limit)
+        try_all(met.place, met.control, Notes(Path(file)), first=first, limit=limit)
 
 
 def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list[dict[str, Any]]:
@@ -99,9 +100,8 @@ def _tried(folder: Path, device: DeviceChoice, ranks: int, limit: float) -> list
     print(f"samestep: {ranks} ranks try every collective with every dtype", file=sys.stderr)
     while True:
         file = folder / f"from-{first}.jsonl"
-        words = [str(file), device, str(ranks), str(first), str(limit)]
-        outcome = subprocess_group.run([sys.executable, "-m", _MODULE, *words], limit=_START + OF_A_DEVICE * limit)
-        found = _read(file)
+        outcome = run_ranks(try_rank, (str(file), device, first, limit), ranks, limit=_START + OF_A_DEVICE * limit)
+        found = read_notes(file)
         lines += found
         total = next((line["attempts"] for line in found if "attempts" in line), None)
         if total is not None and total == 1 + max((line["index"] for line in found if "verdict" in line), default=-1):
@@ -135,10 +135,3 @@ def _why(output: str) -> str:
     """The line that says how the first rank ended."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "ended" in line), lines[-1] if lines else "it said nothing")
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may have been cut

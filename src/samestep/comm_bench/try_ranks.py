@@ -1,14 +1,46 @@
-"""`python -m samestep.comm_bench.try_ranks FILE DEVICE RANKS FIRST LIMIT`: starts the ranks that try a back end."""
+"""Ranks that try what may crash them or make them hang: in processes of their own, which end with the trial.
 
+`python -m samestep.comm_bench.try_ranks FUNCTION RANKS ARGUMENTS` is the process that starts the ranks. FUNCTION is
+called in each of them; it is written as module:name, and its arguments as a list in JSON. Ranks note what they do in
+files, a line of JSON each time, which stay where a rank crashes or is ended.
+"""
+
+import json
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from samestep.comm_bench.support import try_rank
-from samestep.launch import local
+from samestep import subprocess_group
+from samestep.subprocess_group import Outcome
+
+_MODULE = "samestep.comm_bench.try_ranks"
 
 
-def main(file: str, device: str, ranks: str, first: str, limit: str) -> None:
-    local.start(try_rank, (Path(file), device, int(first), float(limit)), int(ranks))
+def run_ranks(
+    function: Callable[..., None], arguments: tuple[str | int | float, ...], ranks: int, *, limit: float
+) -> Outcome:
+    """Call a module's function in every one of new ranks, for `limit` seconds at most; none is left behind."""
+    name = f"{function.__module__}:{function.__qualname__}"
+    command = [sys.executable, "-m", _MODULE, name, str(ranks), json.dumps(arguments)]
+    return subprocess_group.run(command, limit=limit)
+
+
+def read_notes(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of notes; the last may have been cut. Nothing where there is no file."""
+    if not file.is_file():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def main(function: str, ranks: str, arguments: str) -> None:
+    """Start the ranks, and wait for them."""
+    from samestep.launch import local  # only this process starts any
+
+    module, _, name = function.partition(":")
+    local.start(getattr(import_module(module), name), tuple(json.loads(arguments)), int(ranks))
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ class SameStep:
 
     @property
     def difference(self) -> float:
-        """The largest relative difference; infinite where there are not as many losses, or one is no number."""
+        """The largest relative difference; infinite where there are not as many losses, or one is not a number."""
         if len(self.losses) != len(self.reference):
             return math.inf
         return max((relative(a, b) for a, b in zip(self.losses, self.reference, strict=True)), default=math.inf)

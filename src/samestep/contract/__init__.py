@@ -2,8 +2,7 @@
 
 It is checked once, in one process, on the first samples, before any rank starts. Read `check` first (the parts in
 their order), then `trial` (how a training forward is run here), `samples` (data and collate), `step` (one forward and
-backward: loss, parameters, draws), `held` (parameters that PyTorch doesn't find, writes to parameters in a forward),
-`second_gradients` (which not every layout can have), `coupling` (whether the loss of a batch is the sum of its
-parts', and if not, which code couples its samples), `scores` (evaluation), `budget` (whether there is memory for the
-check), and `where` (how a message names a line).
+backward: loss, parameters, draws), `second_gradients` (which not every layout can have), `coupling` (whether the loss
+of a batch is the sum of its parts', and if not, which code couples its samples), `scores` (evaluation), and `errors`
+(what ends a check, and how a message names a line).
 """

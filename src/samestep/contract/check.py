@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from samestep.contract.budget import TooLargeError
 from samestep.contract.coupling import SUM, check_sum_of_parts
+from samestep.contract.errors import ContractError, TooLargeError, said
 from samestep.contract.samples import COLLATE, DATA, check_collate, take_samples
 from samestep.contract.scores import EVALUATION, check_evaluation
 from samestep.contract.second_gradients import Passed, can_lack_gradients, check_second_gradients, gradients_passed
@@ -26,7 +26,6 @@ from samestep.contract.step import (
     check_repeatable,
 )
 from samestep.contract.trial import FORWARD, LOSS, MODEL, Trial
-from samestep.contract.where import ContractError, said
 from samestep.engines.ordered import check_model as check_ordered
 from samestep.job import Job
 from samestep.launch.device import DeviceChoice

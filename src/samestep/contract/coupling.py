@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from samestep.contract.errors import ContractError, line_of, said
 from samestep.contract.trial import Trial
-from samestep.contract.where import ContractError, line_of, said
 
 SUM = "sum of parts"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from samestep.contract.where import ContractError, line_of, said
+from samestep.contract.errors import ContractError, line_of, said
 from samestep.tasks.base import Batch, Task, as_batch, check_samples
 
 DATA, COLLATE = "data", "collate"

@@ -4,10 +4,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.contract.held import Writes
+from samestep.contract.errors import ContractError, at, line_of, said
 from samestep.contract.samples import MOST
-from samestep.contract.trial import Trial
-from samestep.contract.where import ContractError, at, line_of, said
+from samestep.contract.trial import Trial, Writes
 from samestep.layout import Layout
 from samestep.recipe import EarlyStop
 from samestep.tasks.base import Task, as_batch

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from samestep.contract.errors import line_of
 from samestep.contract.trial import Trial
-from samestep.contract.where import line_of
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.blocks import find_blocks, with_forward

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.contract.held import Held, Writes, held_in
-from samestep.contract.trial import FORWARD, LOSS, Trial
-from samestep.contract.where import ContractError, at, line_of, said
+from samestep.contract.errors import ContractError, at, line_of, said
+from samestep.contract.trial import FORWARD, LOSS, Held, Trial, Writes, held_in
 from samestep.parallel.complex_parameters import as_real
 from samestep.parallel.exact import generators
 from samestep.tasks.base import Task

@@ -1,6 +1,11 @@
-"""A trial: the task's model in one process, called as a training step calls it, with its draws answered by sample."""
+"""A trial: the task's model in one process, called as a training step calls it, with its draws answered by sample.
 
-from collections.abc import Callable, Iterator, Sequence
+Two things that no layout can follow are found on the way: parameters that lie where PyTorch doesn't look for them
+(`held_in`), and writes to parameters in a forward (`Writes`).
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -8,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.contract.budget import Budget
-from samestep.contract.held import held_in
+from samestep.contract.errors import Budget, ContractError, at, line_of, said
 from samestep.contract.samples import Sampled, equal, take_others
-from samestep.contract.where import ContractError, at, line_of, said
 from samestep.data.loader import Moment, to_device
 from samestep.engines.precision import Precision
 from samestep.job import Job
@@ -23,6 +28,7 @@ from samestep.parallel.exact.batch_norm import by_running_statistics, global_bat
 from samestep.parallel.exact.buffers import keep_no_cache
 from samestep.parallel.exact.dropout import Dropout, same_dropout
 from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.exact.generators import is_foreign
 from samestep.parallel.nests import map_tensors
 from samestep.tasks.base import Batch, InTurn, Task, call, sum_and_count
 from samestep.tasks.losses import takes_gather, with_weights
@@ -61,6 +67,7 @@ class Trial:
         self._prepare()
 
     def _prepare(self) -> None:
+        """Do to the model what a layout does before its first step: dropout by sample, batch norm over the batch."""
         if not self.job.recipe.dropout:
             switch_off(self.model)
         keep_no_cache(self.model)
@@ -151,7 +158,7 @@ class Trial:
 
     @contextmanager
     def of(self, sampled: Sampled) -> Iterator[None]:
-        """Try other samples in the block."""
+        """Use other samples within the block."""
         before, self.sampled = self.sampled, sampled
         try:
             yield
@@ -168,7 +175,7 @@ class Trial:
         return None
 
     def moved_generator(self, function: Callable[[], Any]) -> str | None:
-        """Call a function; whose generator of random numbers it has moved, if any."""
+        """Call a function, and name the owner of the random generator that it has moved; None where it moved none."""
         before = generators.state(self.device)
         function()
         return generators.moved(before, generators.state(self.device))
@@ -184,7 +191,7 @@ class Trial:
             self.model.train()
 
     def _restore_buffers(self) -> None:
-        """A forward may move buffers (running statistics, power iterations); each one here begins with the same."""
+        """A forward may change buffers (running statistics, power iterations); each one here begins with the same."""
         now = dict(self.model.named_buffers())
         with torch.no_grad():
             for name, value in self._buffers.items():
@@ -197,6 +204,7 @@ class Trial:
 
 
 def _everyone() -> dist.ProcessGroup:
+    """The group of this one process, as batch norm asks for a group."""
     assert dist.group.WORLD is not None  # of this process alone
     return dist.group.WORLD
 
@@ -243,3 +251,68 @@ def _differs(first: nn.Module, second: nn.Module) -> str | None:
         if name not in others or not equal(tensor.detach(), others[name].detach()):
             return name
     return None
+
+
+# Where it lies, such as "blocks.0.more[1]"; in what, such as "a plain list"; and itself.
+Held = tuple[str, str, Tensor]
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_DEPTH = 4  # of lists in lists
+
+
+def held_in(owner: Any, path: str) -> Iterator[Held]:
+    """The parameters, and the tensors that gather gradients as these do, in an object's plain attributes."""
+    for key, value in getattr(owner, "__dict__", {}).items():
+        if key not in _REGISTERED:
+            yield from _within(value, f"{path}.{key}" if path else key, "", 0)
+
+
+def _within(value: Any, name: str, kind: str, depth: int) -> Iterator[Held]:
+    """The parameters in a value, or in lists and mappings of it, with where they lie and in what."""
+    if isinstance(value, Tensor):
+        if isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf):
+            yield name, kind, value
+    elif isinstance(value, nn.Module):
+        for parameter in value.parameters():
+            yield name, kind, parameter
+    elif depth < _DEPTH and isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _within(inner, f"{name}[{index}]", f"a plain {type(value).__name__}", depth + 1)
+    elif depth < _DEPTH and isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _within(inner, f"{name}[{key!r}]", f"a plain {type(value).__name__}", depth + 1)
+
+
+class Writes(TorchDispatchMode):
+    """Notes the first operator that writes to the memory of a model's parameter: which one, and who called it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {
+            parameter.untyped_storage().data_ptr(): name
+            for name, parameter in model.named_parameters()
+            if parameter.numel()
+        }
+        self.written: str | None = None  # the parameter's name
+        self.line: str | None = None  # "model.py:31", of the first caller that is not PyTorch's
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self.written is None and func._schema.is_mutable:
+            self._look(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(keywords)
+        for argument in func._schema.arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in pytree.tree_leaves(given.get(argument.name)):
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    self.written = self.written or self._names.get(tensor.untyped_storage().data_ptr())
+        if self.written is not None:
+            frame = sys._getframe()
+            while frame.f_back is not None and not is_foreign(frame.f_code.co_filename):
+                frame = frame.f_back
+            self.line = f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from samestep.checkpoint.base import Base
+from samestep.checkpoint.compatibility import Base
 from samestep.parallel.sharding import Entry
 from samestep.tasks.transformers_model import Pretrained
 
@@ -28,6 +28,7 @@ class Weights:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all tensors, each once."""
         return sum(bytes_of(entry) for entry in self.entries.values())
 
     def names(self) -> dict[str, str]:
@@ -84,6 +85,7 @@ class Format:
 
 
 def bytes_of(entry: Entry) -> int:
+    """Bytes of a tensor with this shape and type."""
     return entry.shape.numel() * entry.dtype.itemsize
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from samestep.checkpoint.base import check_base, fingerprint
+from samestep.checkpoint.compatibility import check_base, fingerprint
+from samestep.convert.adapters import merged
 from samestep.convert.base import Format, OutputOptions, Weights
-from samestep.convert.formats import FORMATS
-from samestep.convert.merge import merged
+from samestep.convert.formats import FORMATS, format_of
 from samestep.errors import CheckpointError, UserError, closest
 from samestep.job import Job
 from samestep.parallel.state_shards import MODEL, whole_piece
@@ -122,20 +122,8 @@ class _Reading:
             self._read = 0
 
 
-def format_of(path: Path) -> str:
-    """The format that a path holds. Raises UserError where it is none, or may not be looked at."""
-    if not path.exists():
-        raise UserError(f"there is no file or folder {path}")
-    found = [name for name, form in FORMATS.items() if form.recognises(path)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f"{path} could be {' or '.join(found)}; --from says which")
-    known = ", ".join(form.title for form in FORMATS.values())
-    raise UserError(f"{path} is none of these: {known}; --from says which it is meant to be ({', '.join(FORMATS)})")
-
-
 def _format_of_name(target: Path) -> str:
+    """The format that the name of a new path asks for. Raises UserError where it asks for none, or several."""
     found = [name for name, form in FORMATS.items() if form.fits(target)]
     if len(found) == 1:
         return found[0]
@@ -148,12 +136,14 @@ def _files() -> str:
 
 
 def _known(flag: str, name: str) -> Format:
+    """A format by its name. Raises UserError where there is none, with the flag that named it."""
     if name not in FORMATS:
         raise UserError(f'{flag} is "{name}"; {closest(name, FORMATS)}')
     return FORMATS[name]
 
 
 def _bytes(text: str) -> int:
+    """A size such as 4GB in bytes. Raises UserError for any other text."""
     number, unit = text[:-2], text[-2:].upper()
     try:
         size = int(float(number) * _UNITS[unit])

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.convert import pickles
+from samestep.convert import torch_files
 from samestep.convert.base import OutputOptions, Weights
-from samestep.convert.state_dict import weights_of
+from samestep.convert.torch_files import weights_of
 from samestep.errors import CheckpointError
 from samestep.parallel.sharding import Entry
 
@@ -117,7 +117,7 @@ class _Ignored:
         pass
 
 
-_ALLOWED: Sequence[pickles.Allowed] = (
+_ALLOWED: Sequence[torch_files.Allowed] = (
     (_Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_Ignored, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Ignored, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -135,8 +135,8 @@ def open_(path: Path) -> Iterator[Weights]:
     folder = _folder(path)
     if folder is None:
         raise CheckpointError(f"{path} has no *_model_states.pt, and no {_LATEST} that names a folder with them")
-    models = [pickles.load(file, _ALLOWED) for file in _files(folder, _MODEL)]
-    optimizers = [pickles.load(file, _ALLOWED) for file in _files(folder, _OPTIMIZER)]
+    models = [torch_files.load_pickle(file, _ALLOWED) for file in _files(folder, _MODEL)]
+    optimizers = [torch_files.load_pickle(file, _ALLOWED) for file in _files(folder, _OPTIMIZER)]
     _check(folder, models)
     if not optimizers:
         yield weights_of(models[0]["module"])
@@ -166,7 +166,7 @@ def write(into: Path, _: str, weights: Weights, __: OutputOptions) -> None:
             "mp_world_size": 1,
         }
 
-    pickles.save(folder / "mp_rank_00_model_states.pt", weights, wrap)
+    torch_files.save_pickle(folder / "mp_rank_00_model_states.pt", weights, wrap)
     (into / _LATEST).write_text(_TAG, encoding="utf-8")
 
 

@@ -1,45 +1,49 @@
-"""The formats in which model weights are kept: an entry each, and nothing elsewhere asks for one by its name."""
+"""The formats in which model weights are kept: their table, which of them a path holds, and what is in there.
 
-from collections.abc import Mapping
+A format is an entry of `FORMATS`, and nothing elsewhere asks for one by its name.
+"""
 
-from samestep.convert import (
-    accelerate_folder,
-    deepspeed,
-    fsdp,
-    hugging_face,
-    own,
-    peft_folder,
-    safetensors,
-    state_dict,
-)
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.folder import AT_ONCE, Info, read_info
+from samestep.checkpoint.inspect import UNFINISHED, Held, fault_in, held_as, held_in, listed
+from samestep.convert import adapters, dcp, deepspeed, hugging_face, safetensors, torch_files
 from samestep.convert.base import Format, never
+from samestep.errors import UserError
+from samestep.run_folder import candidates
+from samestep.training.metrics_log import Bar
 
 FORMATS: Mapping[str, Format] = {
     "samestep": Format(
         title="a checkpoint of samestep",
         is_folder=True,
-        recognises=own.recognises,
-        fits=own.fits,
-        open=own.open_,
-        write=own.write,
+        recognises=dcp.recognises_own,
+        fits=dcp.fits_own,
+        open=dcp.open_own,
+        write=dcp.write_own,
         holds="both",
     ),
     "state-dict": Format(
         title="a state dict of torch.save",
         is_folder=False,
-        recognises=state_dict.recognises,
-        fits=state_dict.fits,
-        open=state_dict.open_,
-        write=state_dict.write,
+        recognises=torch_files.recognises,
+        fits=torch_files.fits,
+        open=torch_files.open_,
+        write=torch_files.write,
         holds="both",
     ),
     "ddp": Format(
         title="a state dict of DDP (module.)",
         is_folder=False,
-        recognises=state_dict.recognises_ddp,
+        recognises=torch_files.recognises_ddp,
         fits=never,
-        open=state_dict.open_ddp,
-        write=state_dict.write_ddp,
+        open=torch_files.open_ddp,
+        write=torch_files.write_ddp,
     ),
     "safetensors": Format(
         title="a safetensors file",
@@ -61,10 +65,10 @@ FORMATS: Mapping[str, Format] = {
     "peft": Format(
         title="a folder of PEFT's adapters",
         is_folder=True,
-        recognises=peft_folder.recognises,
+        recognises=adapters.recognises,
         fits=never,
-        open=peft_folder.open_,
-        write=peft_folder.write,
+        open=adapters.open_,
+        write=adapters.write,
         holds="adapters",
     ),
     "deepspeed": Format(
@@ -78,17 +82,86 @@ FORMATS: Mapping[str, Format] = {
     "accelerate": Format(
         title="a folder of Accelerate",
         is_folder=True,
-        recognises=accelerate_folder.recognises,
+        recognises=torch_files.recognises_accelerate,
         fits=never,
-        open=accelerate_folder.open_,
-        write=accelerate_folder.write,
+        open=torch_files.open_accelerate,
+        write=torch_files.write_accelerate,
     ),
     "fsdp": Format(
         title="a folder of FSDP (torch.distributed.checkpoint)",
         is_folder=True,
-        recognises=fsdp.recognises,
-        fits=fsdp.fits,
-        open=fsdp.open_,
-        write=fsdp.write,
+        recognises=dcp.recognises_fsdp,
+        fits=dcp.fits_fsdp,
+        open=dcp.open_fsdp,
+        write=dcp.write_fsdp,
     ),
 }
+
+
+def format_of(path: Path) -> str:
+    """The format that a path holds. Raises UserError where it is none, or may not be looked at."""
+    if not path.exists():
+        raise UserError(f"there is no file or folder {path}")
+    found = [name for name, form in FORMATS.items() if form.recognises(path)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{path} could be {' or '.join(found)}; --from says which")
+    known = ", ".join(form.title for form in FORMATS.values())
+    raise UserError(f"{path} is none of these: {known}; --from says which it is meant to be ({', '.join(FORMATS)})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint holds."""
+
+    path: Path
+    format: str
+    tensors: Sequence[Held]
+    info: Info | None  # of samestep's own
+    tied: Mapping[str, str]  # further names of the model's tensors -> those under which they stand
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of the model, of each kind of the optimizer's state, and of the rest."""
+        sums: defaultdict[str, int] = defaultdict(int)
+        for held in self.tensors:
+            key = held.name.rpartition(".")[2]
+            sums[f"{held.kind} {key}" if held.kind == "optimizer" else held.kind] += held.bytes
+        return dict(sums)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `samestep checkpoint inspect --json` writes; sizes are in bytes."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "bytes": self.bytes_by_kind(),
+            "tied": dict(self.tied),
+            "info": None if self.info is None else asdict(self.info),
+            "tensors": [asdict(held) for held in self.tensors],
+        }
+
+
+def verified(place: Path) -> dict[Path, str | None]:
+    """What is wrong with each checkpoint that a path holds, None where it is whole; with a bar, as it may take long.
+
+    Raises CheckpointError where there are none.
+    """
+    paths = [each.path for each in listed(place) if each.state != UNFINISHED]
+    sizes = [file.stat().st_size for path in paths for file in path.iterdir()]
+    with Bar("verify", sum(-(-size // AT_ONCE) for size in sizes)) as bar:
+        return {path: fault_in(path, partial(_advance, bar, path.name)) for path in paths}
+
+
+def _advance(bar: Bar, name: str, _: int) -> None:
+    bar.advance(name)
+
+
+def inspect(path: Path) -> Contents:
+    """Look into a checkpoint of any format, without reading its tensors. Raises UserError for what is none."""
+    if found := candidates(path):  # the newest of them, with the optimizer's state, too
+        info = read_info(found[0])
+        return Contents(path=found[0], format="samestep", tensors=held_in(found[0]), info=info, tied=info.tied)
+    form = format_of(path)
+    with FORMATS[form].open(path) as weights:
+        tensors = [held_as("model", name, entry) for name, entry in weights.entries.items()]
+        return Contents(path=path, format=form, tensors=tensors, info=None, tied=weights.tied)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from samestep.convert import safetensors, state_dict
+from samestep.convert import safetensors, torch_files
 from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
 from samestep.tasks.transformers_model import Pretrained
@@ -18,7 +18,7 @@ _CONFIG = "config.json"
 _FILES = {
     "model.safetensors": safetensors.open_,
     "model.safetensors.index.json": safetensors.open_,
-    "pytorch_model.bin": state_dict.open_,
+    "pytorch_model.bin": torch_files.open_,
 }
 
 # What stands beside config.json and belongs to the model. No code of a model's own is taken along.

@@ -36,7 +36,7 @@ def open_(path: Path) -> Iterator[Weights]:
         holders = {name: opened[file] for name, file in files.items()} or {
             name: holder
             for holder in opened.values()
-            for name in holder.keys()  # noqa: SIM118 - it is no mapping
+            for name in holder.keys()  # noqa: SIM118 - it is not a mapping
         }
         yield Weights(
             entries={name: _entry(path, holder, name) for name, holder in holders.items()},

@@ -44,7 +44,7 @@ class DataCache:
     def of(cls, environ: Mapping[str, str]) -> "DataCache":
         """The user's: in the folder `data` of samestep's cache, with `SAMESTEP_CACHE_MB` as the limit.
 
-        Raises UserError where that is no number.
+        Raises UserError where that is not a number.
         """
         asked = environment.cache_megabytes(environ)
         if asked is not None and asked < 0:

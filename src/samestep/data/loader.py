@@ -223,7 +223,7 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Move the tensors in a nest of mappings and sequences; real and complex ones also take the parameters' dtype."""
     if isinstance(value, torch.Tensor):
         return value.to(device, in_kind(value, dtype), non_blocking=True)
-    if isinstance(value, Mapping):  # also what tokenizers give, which is no dict
+    if isinstance(value, Mapping):  # also what tokenizers give, which is not a dict
         return {key: to_device(inner, device, dtype) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         parts = [to_device(inner, device, dtype) for inner in value]

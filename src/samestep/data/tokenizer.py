@@ -178,6 +178,7 @@ def _load_parts(path: Path, where: str) -> _Parts:
 
 
 def _from_folder(path: Path) -> _Parts:
+    """The tokenizer of a folder as transformers loads it, with the special tokens that its configuration names."""
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -185,6 +186,7 @@ def _from_folder(path: Path) -> _Parts:
 
 
 def _from_file(path: Path) -> _Parts:
+    """The tokenizer of a tokenizer.json, with the special tokens that it pads with, or that have the usual names."""
     tokenizer = Tokenizer.from_file(str(path))
     padding = tokenizer.padding["pad_id"] if tokenizer.padding is not None else _first(tokenizer, _PADDING_NAMES)
     return _Parts(tokenizer=tokenizer, padding=padding, end=_first(tokenizer, _END_NAMES))

@@ -11,7 +11,7 @@ from rich.table import Table
 from samestep.checkpoint.folder import FoundCheckpoint, best_of
 from samestep.checkpoint.inspect import COMPLETE, UNFINISHED, Listed
 from samestep.convert.convert import Converted
-from samestep.convert.inspect import Contents
+from samestep.convert.formats import Contents
 from samestep.display.console import plain_console
 from samestep.errors import UserError
 

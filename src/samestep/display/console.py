@@ -6,7 +6,7 @@ WIDTH = 120  # characters that tables fit into
 
 
 def plain_console(*, width: int | None = None, highlight: bool = True) -> Console:
-    """Standard output, with names as they are: a class called "[red]" is no colour.
+    """Standard output, with names as they are: a class called "[red]" is not a colour.
 
     `width`: characters of a line where the output is a file or a pipe; None: as many as rich takes there, 80.
     """

@@ -45,7 +45,7 @@ class Holding:
     stages: tuple[int, ...]  # of the pipeline
     matrices: EqualPart
     kept: Mapping[str, EqualPart]  # of the state of what it computes: split over the shard dimension or whole
-    # Without shards `kept` is of what is no expert: of the experts a rank keeps its part alone.
+    # Without shards `kept` is of what is not an expert: of the experts a rank keeps its part alone.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def _holding(layout: Layout, batch: int | None, per_rank: int, rank: int, place:
     data_rank = (place["replicate"] * layout.shard + place["shard"]) * layout.expert + place["expert"]
     samples = EqualPart(index=data_rank, of=layout.data_ranks)
     shard = EqualPart(index=place["shard"], of=layout.shard)
-    if layout.zero >= 2:  # what is no expert is sharded over both dimensions, and a rank's experts over one
+    if layout.zero >= 2:  # what is not an expert is sharded over both dimensions, and a rank's experts over one
         shard = EqualPart(index=place["shard"] * layout.expert + place["expert"], of=layout.shard * layout.expert)
     return Holding(
         rank=rank,

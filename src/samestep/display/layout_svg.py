@@ -55,7 +55,7 @@ class Drawing:
         self._add("text", kind, {"x": x, "y": y}).text = words
 
     def finish(self, title: str, width: float, height: float) -> str:
-        """The text of the file, with its size and what a screen reader says of it."""
+        """The text of the file; `title` is for screen readers, sizes are in pixels."""
         self._title.text = title
         sizes = {"width": _number(width), "height": _number(height)}
         self._background.attrib.update(sizes)
@@ -64,11 +64,13 @@ class Drawing:
         return ElementTree.tostring(self._root, encoding="unicode") + "\n"
 
     def _add(self, tag: str, kind: str, sizes: dict[str, float]) -> ElementTree.Element:
+        """Append a shape with its class and its lengths."""
         attributes = {"class": kind} | {name: _number(value) for name, value in sizes.items()}
         return ElementTree.SubElement(self._root, tag, attributes)
 
 
 def _number(value: float) -> str:
+    """A length in pixels without the zeros at its end."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -101,6 +103,7 @@ class _Columns:
 
     @property
     def width(self) -> float:
+        """A column's width in pixels: narrower the more ranks there are."""
         return min(max(800 / self.ranks, 100), 240)
 
     @property
@@ -114,13 +117,16 @@ class _Columns:
         return max(_LEFT + self.ranks * self.width + _RIGHT, least)
 
     def middle(self, rank: float) -> float:
+        """The middle of a rank's column, in pixels from the left; between columns for half ranks."""
         return _LEFT + (rank + 0.5) * self.width
 
     def left(self, rank: int) -> float:
+        """The left edge of a rank's box, in pixels."""
         return self.middle(rank) - self.box / 2
 
 
 def _heading(drawing: Drawing, shown: Holdings) -> float:
+    """The layout's text, its ranks as a product of the mesh axes, and the batch; returns the height that is used."""
     layout = shown.layout
     drawing.text("layout", 20, 36, str(layout))
     ranks = f"{layout.size} rank{'' if layout.size == 1 else 's'}"
@@ -237,6 +243,7 @@ class _Grid:
 
 
 def _draw_grid(drawing: Drawing, grid: _Grid, x: float, y: float, width: float, height: float) -> None:
+    """Cells of a box, those of the rank filled; lines between cells only where these are wide enough."""
     tall, wide = height / len(grid.rows), width / len(grid.columns)
     drawing.rect("empty", x, y, width, height)
     for kind, cells in (("lent", grid.lent), ("own", grid.own)):
@@ -266,6 +273,7 @@ def _words(drawing: Drawing, columns: _Columns, y: float, name: str, cells: Sequ
 
 
 def _legend(drawing: Drawing, shown: Holdings, y: float) -> float:
+    """What the fills mean, in the colours of the mesh axes; returns the height that is used."""
     entries = [("own", "this rank's")]
     if len(shown.ranks) > 1:
         entries.append(("empty", "other ranks'"))

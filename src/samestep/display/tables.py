@@ -117,7 +117,7 @@ _HELD = {
 
 _ALWAYS_SHOWN = ("parameters", "gradients", "optimizer_state", "activations")
 
-_MOST_RANKS = 4
+_MOST_RANKS = 4  # that have a column each; of more ranks the least and the most are shown
 
 
 def bytes_shown(count: float) -> str:
@@ -129,7 +129,7 @@ def bytes_shown(count: float) -> str:
 
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:
-    """The largest differences, and the verdict."""
+    """The largest relative differences, what was found of them in words, and the verdict."""
     console = console or plain_console()
     table = Table(title=f"{proof.layout} beside one process, {proof.steps} steps in {proof.dtype}")
     table.add_column("largest relative difference of")
@@ -198,6 +198,7 @@ _DIFFERENCES = ("loss", "grad_norm", "parameters", "metrics")
 
 
 def _is_per_class(value: Any) -> bool:
+    """Whether a metric is a number for each class, such as precision by class."""
     return isinstance(value, Mapping) and all(isinstance(number, (int, float)) for number in value.values())
 
 
@@ -219,6 +220,7 @@ def print_rehearsals(ranks: "Sequence[Rehearsal]", console: Console | None = Non
 
 
 def _class_table(metrics: Mapping[str, Mapping[str, float]]) -> Table:
+    """The classification report: a row for each class, a column for each metric."""
     table = Table(title="held-out samples by class")
     table.add_column("class")
     for name in metrics:
@@ -230,6 +232,7 @@ def _class_table(metrics: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def _matrix_table(name: str, rows: Mapping[str, Sequence[Any]]) -> Table:
+    """A confusion matrix: a row for each true class, a column for each predicted one."""
     table = Table(title=f"{name.replace('_', ' ')} (rows: true, columns: predicted)")
     table.add_column("")
     for label in rows:
@@ -239,8 +242,9 @@ def _matrix_table(name: str, rows: Mapping[str, Sequence[Any]]) -> Table:
     return table
 
 
-_MOST_PROFILED = 16
+_MOST_PROFILED = 16  # ranks that a profile shows
 
+# What the straggler does in the phase that holds the others up.
 _STRAGGLER_KINDS = {"busy": "where it works", "idle": "where it is idle"}
 
 

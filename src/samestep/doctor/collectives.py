@@ -4,7 +4,6 @@ They end at a time limit if they hang.
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep import subprocess_group
+from samestep.comm_bench.try_ranks import read_notes, run_ranks
 from samestep.doctor.findings import Finding, ok, problem, warning
 from samestep.launch.device import DeviceChoice, accelerators, backend_of, device_of
 from samestep.launch.world import World, join
@@ -28,14 +27,17 @@ Attempt = Callable[[World, torch.dtype], bool]  # whether the result is right
 
 
 def _mine(world: World, dtype: torch.dtype, count: int = _COUNT) -> Tensor:
+    """A message with this rank's number and 1 in every element: [count]."""
     return torch.full([count], world.rank + 1, dtype=dtype, device=world.device)
 
 
 def _empty(world: World, dtype: torch.dtype, count: int = _COUNT) -> Tensor:
+    """Room for a message: [count]."""
     return torch.zeros(count, dtype=dtype, device=world.device)
 
 
 def _is(tensor: Tensor, value: int) -> bool:
+    """Whether every element has a value."""
     return bool((tensor == value).all())
 
 
@@ -125,6 +127,7 @@ ALONE = frozenset(COLLECTIVES) - {"send and recv"}  # what a single rank can try
 
 
 def dtypes_of(collective: str) -> Sequence[torch.dtype]:
+    """The types that a collective is tried with; a barrier sends none, and is tried once."""
     return DTYPES if collective != "barrier" else DTYPES[:1]
 
 
@@ -133,11 +136,11 @@ def notes_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
 
 
-def try_all(folder: Path, device: DeviceChoice) -> None:
+def try_all(folder: str, device: DeviceChoice) -> None:
     """Try everything as one of the ranks that were started for it."""
     with (
         join(device=device, threads=1) as world,
-        notes_of(folder, world.rank).open("w", encoding="utf-8", buffering=1) as notes,
+        notes_of(Path(folder), world.rank).open("w", encoding="utf-8", buffering=1) as notes,
     ):
         for collective, attempt in COLLECTIVES.items():
             if world.world_size == 1 and collective not in ALONE:
@@ -149,6 +152,7 @@ def try_all(folder: Path, device: DeviceChoice) -> None:
 
 
 def _outcome(attempt: Attempt, world: World, dtype: torch.dtype) -> dict[str, Any]:
+    """Whether an attempt gave the right result, and if not, why."""
     try:
         right = attempt(world, dtype)
     except Exception as error:
@@ -156,7 +160,6 @@ def _outcome(attempt: Attempt, world: World, dtype: torch.dtype) -> dict[str, An
     return {"works": right, "reason": None if right else "a wrong result"}
 
 
-_MODULE = "samestep.doctor.try_ranks"
 _RANKS = 2
 
 
@@ -182,20 +185,13 @@ def collectives(trial: Trial, limit: float) -> Iterator[Finding]:
     """Start the ranks, and say which collectives gave the right result with which types."""
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as name:
         folder = Path(name)
-        command = [sys.executable, "-m", _MODULE, str(folder), trial.device, str(trial.ranks)]
-        outcome = subprocess_group.run(command, limit=limit)
-        notes = [_read(notes_of(folder, rank)) for rank in range(trial.ranks)]
+        outcome = run_ranks(try_all, (str(folder), trial.device), trial.ranks, limit=limit)
+        notes = [read_notes(notes_of(folder, rank)) for rank in range(trial.ranks)]
     yield _finding(trial, outcome, notes, limit)
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may have been cut
-
-
 def _finding(trial: Trial, outcome: Outcome, notes: list[list[dict[str, Any]]], limit: float) -> Finding:
+    """What the ranks' notes say of the back end: which attempts fail, hang, or were not reached."""
     subject = f"backend {trial.backend}"
     # An attempt works where it works on every rank.
     table: dict[str, dict[str, bool]] = {}

@@ -96,7 +96,7 @@ def _clock(host: Host) -> Finding:
     ssh = shutil.which("ssh")
     if ssh is None:
         return ok(subject, "not compared: there is no ssh here")
-    # Nothing is asked at the terminal; an unknown host is no host.
+    # ssh must not wait for an answer at the terminal: an unknown host key ends it.
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_PATIENCE:.0f}", "-p", str(host.port)]
     began = time.time()
     try:

@@ -141,7 +141,7 @@ _FEW = 8  # samples that are named
 
 
 def loss(run: RunFiles) -> Iterator[Finding]:
-    """Losses that are no numbers, that did not fall, or that rose."""
+    """Losses that are not numbers, that did not fall, or that rose."""
     lines = run.steps.values
     bad: list[Any] = [line.get("step") for line in lines if not math.isfinite(number(line.get("loss")))]
     if bad:
@@ -177,7 +177,7 @@ def loss(run: RunFiles) -> Iterator[Finding]:
 
 
 def gradients(run: RunFiles) -> Iterator[Finding]:
-    """Gradient norms that are no numbers where the loss is one: skipped steps, or spoiled weights."""
+    """Gradient norms that are not numbers where the loss is one: skipped steps, or spoiled weights."""
     bad = [
         line.get("step")
         for line in run.steps.values
@@ -195,7 +195,7 @@ def gradients(run: RunFiles) -> Iterator[Finding]:
 
 
 def evaluations(run: RunFiles) -> Iterator[Finding]:
-    """Metrics that are no numbers, or that stay what they were."""
+    """Metrics that are not numbers, or that stay what they were."""
     lines = run.evaluations.values
     if not lines:
         return

@@ -1,4 +1,4 @@
-"""The files of a run, read as they are: cut lines, missing files and values that are no numbers are no surprise."""
+"""The files of a run, read as they are: cut lines, missing files and values that are not numbers are no surprise."""
 
 import json
 import math

@@ -24,8 +24,7 @@ from samestep.engines.precision import Precision
 from samestep.engines.setup import TrainerSetup, spread_by_engine
 from samestep.errors import UserError
 from samestep.launch.network import LOOPBACK, agreed_in_group, interface_of, own_name_leads_nowhere
-from samestep.launch.script_env.horovod import slots_of, variables_of
-from samestep.launch.script_env.horovod_server import serving
+from samestep.launch.script_env.horovod import serving, slots_of, variables_of
 from samestep.layout import Layout
 from samestep.parallel.exact.batch_norm import global_batch_norm
 from samestep.parallel.exact.buffers import keep_no_cache

@@ -18,7 +18,7 @@ from samestep.errors import UserError
 from samestep.launch.affinity import bind, bindings, check_choice, this_machine
 from samestep.launch.fork_server import end_with_parent
 from samestep.launch.network import for_messages
-from samestep.launch.script_env import registry, until_rank_ends
+from samestep.launch.script_env import registry, sidecar
 from samestep.ranks import Ranks
 
 # Ranks of a host make the same mistake together, and the launcher ends all when the first has ended. The others wait
@@ -74,7 +74,7 @@ def prepared(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     expected = registry.expected(options.engine, ranks, environ, threads)
     started = [*program, *expected.arguments, *command[_own_words(command) :]]
     if expected.as_long_as is not None:
-        started = until_rank_ends.wrapped(*expected.as_long_as, started)
+        started = sidecar.until_rank_ends(*expected.as_long_as, started)
     between_hosts = environment.variables_of_interface(for_messages(ranks, environ), environ, gloo_alone=True)
     return started, {**environ, **between_hosts, **environment.share(threads), **expected.variables}
 

@@ -166,7 +166,7 @@ class Task(ABC):
 
 
 def default_scores(output: Any, batch: Batch) -> "tuple[Tensor, Tensor]":
-    """What the model gave, and what it should have given. Raises UserError where either is no tensor."""
+    """What the model gave, and what it should have given. Raises UserError where either is not a tensor."""
     from torch import Tensor
 
     if not isinstance(output, Tensor):
@@ -203,7 +203,7 @@ def call(model: Any, inputs: Any) -> Any:
 
 
 def as_batch(collated: Any) -> Batch:
-    """What a collate gave, as a Batch. Raises UserError where it is no pair of inputs and targets."""
+    """What a collate gave, as a Batch. Raises UserError where it is not a pair of inputs and targets."""
     if isinstance(collated, Batch):
         return collated
     if isinstance(collated, (tuple, list)) and len(collated) == 2:

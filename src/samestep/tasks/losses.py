@@ -78,6 +78,7 @@ def takes_gather(loss: Callable[..., Any]) -> bool:
 
 
 def _names_gather(loss: Callable[..., Any]) -> bool:
+    """Whether a callable has the parameter; one whose signature can't be read is taken to have none."""
     try:
         return _PARAMETER in inspect.signature(loss).parameters
     except (TypeError, ValueError):  # a callable without a signature
@@ -124,11 +125,12 @@ class SeveralLosses:
 
 
 def _at_least_one(count: "Tensor | int") -> "Tensor | int":
+    """A count to divide by: a term without any samples in a batch has the sum 0, and must not become NaN."""
     return max(count, 1) if isinstance(count, (int, float)) else count.clamp(min=1)
 
 
 def with_weights(loss: Callable[..., Any], weights: Mapping[str, float]) -> Callable[..., Any]:
-    """A task's loss as a trainer takes it. Raises UserError for what are no weights."""
+    """A task's loss as a trainer takes it. Raises UserError for what are not weights."""
     if not isinstance(weights, Mapping):
         raise UserError(f"loss_weights is a {type(weights).__name__}; use a mapping of the terms' names to numbers")
     for name, weight in weights.items():

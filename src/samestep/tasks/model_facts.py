@@ -165,7 +165,7 @@ def _accepted(model: nn.Module) -> frozenset[str] | None:
 
 
 def _classes(model: nn.Module, inputs: Mapping[str, Any], label: str, terms: Terms | None) -> int | None:
-    """How many classes the labels are of; None where a label is no class, or has no logits of its own."""
+    """How many classes the labels are of; None where a label is not a class, or has no logits of its own."""
     labels = inputs[label]
     if labels.is_floating_point() or (terms is not None and terms.kind == "samples" and labels.ndim > 1):
         return None

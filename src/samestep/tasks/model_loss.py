@@ -7,7 +7,7 @@ against what came out: the right one is that for which
 
     mean(all) * count(all)  =  mean(first) * count(first) + mean(second) * count(second) + ...
 
-Where none fits, the loss is no mean over its samples' terms (contrastive losses, losses with a balancing term of
+Where none fits, the loss is not a mean over its samples' terms (contrastive losses, losses with a balancing term of
 experts), and no split of a batch could give it.
 """
 
@@ -26,9 +26,12 @@ from torch.utils import _pytree as pytree
 from samestep.errors import UserError, described, index_errors_explained
 
 IGNORED = -100  # the label that transformers' losses leave out
+
 # Of a mean of size 1 or more. A wrong count is off by 1e-3 or more; a term that couples samples may be small.
 _TOLERANCES = {torch.float64: 2e-6, torch.float32: 2e-5}  # models that cast inside have float32's digits in both
+
 _POSITIONS = ("start_positions", "end_positions")  # of an answer in a text
+
 _OUT_OF_REACH = 1 << 20  # a position behind every text
 
 Inputs = Mapping[str, Any]
@@ -63,7 +66,7 @@ def _answered(inputs: Inputs, label: str) -> Tensor:
 
 
 def check_answers(inputs: Inputs) -> None:
-    """Raise UserError where of an answer one end is in the text: the means over both ends have unlike counts then."""
+    """Raise UserError where only one end of an answer is in the text: the two ends' means have other counts then."""
     first, second = (_answered(inputs, name) for name in _POSITIONS)
     if not torch.equal(first, second):
         raise UserError(
@@ -77,6 +80,26 @@ def loss_of(output: Any) -> Any:
     if isinstance(output, Mapping):
         return output.get("loss")
     return output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, also of one that keeps what a forward has computed, such as the states of RecurrentGemma.
+
+    Raises UserError where the model can't be copied.
+    """
+    # PyTorch copies no tensor that has a graph. Those of a finished forward have no use for theirs.
+    values = {id(tensor): tensor.detach().clone() for tensor in computed_in(model)}
+    try:
+        return deepcopy(model, values)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise UserError(f"model= can't be copied ({described(error)}); use a function that builds it") from error
+
+
+def computed_in(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors with a graph that a forward has left in attributes of a model's modules."""
+    for module in model.modules():
+        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
+        yield from (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, Tensor) and not leaf.is_leaf)
 
 
 def find_terms(model: nn.Module, inputs: Inputs, labels: Sequence[str], given: Any = None) -> Terms | None:
@@ -104,7 +127,7 @@ def find_terms(model: nn.Module, inputs: Inputs, labels: Sequence[str], given: A
                 trials.append(_trial(model, variant, size))
     tolerance = _TOLERANCES[next(p.dtype for p in model.parameters() if p.is_floating_point())]
     if given is not None:
-        # The user's function may know nothing of masked labels, of which these rows have none.
+        # Only the rows as they are: the user's function may not know of masked labels, which the variants have.
         if _fits([int(given(part)) for part in trials[0].parts], trials[0], tolerance):
             return None
         raise UserError(f"count=: the loss of {_name(model)} is no mean over as many terms; {_fix(model, trials)}")
@@ -138,11 +161,13 @@ class _Trial:
 
 
 def _trial(model: nn.Module, inputs: Inputs, size: int) -> _Trial:
+    """Call the model on all `size` samples together, then on each alone."""
     parts = [inputs, *(_slice(inputs, index, size) for index in range(size))]
     return _Trial(parts, [_mean(model, part, "one of the first rows alone") for part in parts])
 
 
 def _fits(counts: Sequence[int], trial: _Trial, tolerance: float) -> bool:
+    """Whether mean * count adds up: that of all samples is the sum over each alone, but for rounding."""
     sums = [mean * count if count else 0.0 for mean, count in zip(trial.means, counts, strict=True)]
     if not counts[0] or not all(map(math.isfinite, sums)):
         return False
@@ -156,6 +181,7 @@ def _proportional(first: Sequence[int], second: Sequence[int]) -> bool:
 
 
 def _candidates(model: nn.Module, inputs: Inputs, labels: Sequence[str]) -> Iterator[Terms]:
+    """What the loss may be a mean over, the more usual first: labels, shifted labels, samples, attended tokens."""
     for name in labels:
         if inputs[name].is_floating_point():
             continue
@@ -211,9 +237,9 @@ def _variants(model: nn.Module, inputs: Inputs, labels: Sequence[str]) -> Iterat
 
 
 def _masked(labels: Tensor, ignored: int, fill: bool) -> Tensor:
-    """Labels of which a sample keeps the more the later it stands; the first label of the first sample is kept.
+    """Labels of which each sample keeps more than the one before it; the first label of the first sample is kept.
 
-    `fill`: what was masked already has a label now, so that more of them can be told apart.
+    `fill`: labels that were masked already get a value first, so that more of the candidates can be told apart.
     """
     if labels.ndim == 1:
         return torch.cat([labels[:-1], labels.new_tensor([ignored])])
@@ -255,7 +281,7 @@ def _mean(model: nn.Module, inputs: Inputs, what: str) -> float:
 
 
 def _fix(model: nn.Module, trials: Sequence[_Trial]) -> str:
-    """What a user may do about a loss that no count fits."""
+    """The end of a message: what to use instead of a loss that no count fits."""
     config = getattr(model, "config", None)
     if getattr(config, "ctc_loss_reduction", None) == "sum":
         return 'use ctc_loss_reduction="mean", since this is a sum'
@@ -270,9 +296,9 @@ def _fix(model: nn.Module, trials: Sequence[_Trial]) -> str:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode. Parameters that are all zeros have other values meanwhile.
+    """A model in evaluation mode, in which parameters that are all zeros have small random values.
 
-    New output layers are often zeros: all losses are the same then, and no count is told from another.
+    New output layers are often zeros: then all losses are equal, and no count can be told from another.
     """
     training = [module for module in model.modules() if module.training]
     zeros = [p for p in model.parameters() if p.is_floating_point() and not bool(p.detach().any())]
@@ -301,23 +327,3 @@ def _slice(inputs: Inputs, index: int, size: int) -> Inputs:
 
 def _name(model: nn.Module) -> str:
     return type(model).__name__
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model, also of one that keeps what a forward has computed, such as the states of RecurrentGemma.
-
-    Raises UserError where the model can't be copied.
-    """
-    # PyTorch copies no tensor of a graph; what of a finished forward is kept has no backward any more.
-    values = {id(tensor): tensor.detach().clone() for tensor in computed_in(model)}
-    try:
-        return deepcopy(model, values)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise UserError(f"model= can't be copied ({described(error)}); use a function that builds it") from error
-
-
-def computed_in(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors of a graph that a forward has left in attributes of a model's modules."""
-    for module in model.modules():
-        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
-        yield from (leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, Tensor) and not leaf.is_leaf)

@@ -69,7 +69,7 @@ class StepTurns:
 
 
 def turns_of(task: Task) -> Sequence[Turn]:
-    """The turns of a task's steps; none where it has one loss. Raises UserError for what are no turns."""
+    """The turns of a task's steps; none where it has one loss. Raises UserError for what are not turns."""
     if not isinstance(task, InTurns):
         return ()
     _check_no_loss(type(task))

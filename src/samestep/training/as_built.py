@@ -36,7 +36,7 @@ TOLERANCE = 1e-4
 # rounds them; those 37 differed from float64 by a third to three times what this gave.
 _TIMES_NUDGED = 100
 
-# A tolerance that lets a tenth of a gradient pass would find nothing, and is no comparison.
+# A tolerance that lets a tenth of a gradient pass would find nothing, and is not a comparison.
 _BLUNT = 0.1
 
 # A gradient this much smaller than the largest one may be rounding alone, as that of attention's key biases is.
@@ -149,7 +149,7 @@ def _built(recipe: Recipe, task: Task, samples: Samples, device: torch.device) -
 
 
 def _on(nest: Any, device: torch.device) -> Any:
-    # Tokenizers give mappings of their own, which are no nests to PyTorch.
+    # Tokenizers give mappings of their own, which are not nests to PyTorch.
     nest = dict(nest) if isinstance(nest, Mapping) else nest
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), nest)
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from samestep import environment
-from samestep.checkpoint.base import Base
-from samestep.checkpoint.compatibility import changes, check_shared
+from samestep.checkpoint.compatibility import Base, changes, check_shared
 from samestep.checkpoint.folder import Info, best_of, found_in, prune
 from samestep.checkpoint.load import Loader, open_newest
 from samestep.checkpoint.peer_memory import Neighbours

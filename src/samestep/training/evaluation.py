@@ -116,7 +116,7 @@ def evaluate(
 
 
 def check_metrics(metrics: Any) -> None:
-    """Raise UserError for what is no mapping of torchmetrics objects, or of such that update and compute as they."""
+    """Raise UserError for what is not a mapping of objects that update and compute as those of torchmetrics do."""
     if not isinstance(metrics, Mapping):
         raise UserError(f"metrics are a {type(metrics).__name__}; use a dict of torchmetrics objects by name")
     for name, metric in metrics.items():
@@ -141,7 +141,7 @@ def _batched(chunks: Iterable[Chunk], count: int) -> Iterator[list[Chunk]]:
 
 
 def on_cpu(scores: Any) -> tuple[Tensor, Tensor]:
-    """Scores as metrics take them. Raises UserError for what is no pair of tensors."""
+    """Scores as metrics take them. Raises UserError for what is not a pair of tensors."""
     if not (isinstance(scores, (tuple, list)) and len(scores) == 2 and all(isinstance(x, Tensor) for x in scores)):
         given = ", ".join(type(each).__name__ for each in scores) if isinstance(scores, (tuple, list)) else ""
         what = f"({given})" if given else f"a {type(scores).__name__}"

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Readout:
-    """The numbers of a report, copied behind the step that computes them.
+    """A step's loss, gradient norm and terms, on their way from the device to the host.
 
-    To read a tensor, the host waits until the device has done all that it was asked to do by then, which is the next
-    step too where a report is read one step late. The copy is asked for before that step is, and reading it waits for
-    its own place in the order alone.
+    To read a tensor, the host waits until the device has finished all work that was queued before. A report is read
+    one step late, when the next step is queued already. So the copy to pinned memory is queued before that step, with
+    an event behind it, and reading waits for this event alone.
     """
 
     def __init__(self, report: StepReport) -> None:
@@ -57,7 +57,7 @@ class Readout:
 
 
 class StepLog:
-    """Where a step's values go once they are known: the records, the bar, the sums of the final report."""
+    """Takes a step's values once they are known: into the records, the bar, and the sums of the final report."""
 
     def __init__(
         self, records: Records, bar: Bar, tally: Tally, guard: NonFinite, losses: Sequence[float] = ()

@@ -66,7 +66,7 @@ def _terminal() -> Console | None:
 class Bar:
     """A bar over `total` things, `first` of them done. Quiet unless `shown` and standard error is a terminal.
 
-    With `lines` each `say` is a line where standard error is no terminal, such as a file or a job's log.
+    With `lines` each `say` is a line where standard error is not a terminal, such as a file or a job's log.
     """
 
     def __init__(self, title: str, total: int, *, first: int = 0, shown: bool = True, lines: bool = False) -> None:

@@ -24,7 +24,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
 def check_model(model: Any, what: str) -> None:
-    """Raise UserError for what is no plain module, or can't be trained. `what` gave it."""
+    """Raise UserError for what is not a plain module, or can't be trained. `what` gave it."""
     if not isinstance(model, nn.Module):
         given = "None" if model is None else f"a {type(model).__name__}"
         raise UserError(f"{what} gave {given}; use an nn.Module, a new one in each call")
@@ -51,7 +51,7 @@ def check_memory(model: nn.Module, what: str) -> None:
 
 
 def lazy_modules(model: nn.Module) -> list[str]:
-    """The modules that get their shapes in the first forward, by name and type."""
+    """The modules that get their shapes in the first forward: "name (type)" of each."""
     return [
         f"{name or 'the model'} ({type(module).__name__})"
         for name, module in model.named_modules()
@@ -89,15 +89,15 @@ def materialize(model: nn.Module, inputs_of: Callable[[], Any], what: str) -> No
         )
 
 
-_ELEMENTS = 4096  # of a tensor that are looked at
+_ELEMENTS = 4096  # of a tensor that are compared
 
 
 def check_same_task(samples: Samples, model: nn.Module) -> None:
     """Raise UserError, on every rank, where one has other samples or other initial weights than rank 0.
 
-    The first sample and the last are compared, and those parameters and buffers that a rank holds whole. What is
-    drawn from a generator without a seed, or read from a set of strings, differs in every process. Every rank must
-    call this.
+    The first sample and the last are compared, and those parameters and buffers that a rank holds whole. Numbers
+    from a generator without a seed, and the order of a set of strings, differ in every process. Every rank must call
+    this.
     """
     if dist.get_world_size() == 1:
         return
@@ -133,7 +133,7 @@ def _digest(value: Any) -> str:
 
 
 def _add(found: Any, value: Any) -> None:
-    """Add a nest of values to a digest; of what is no tensor, number or text, its kind alone."""
+    """Add a nest of values to a digest; of what is not a tensor, a number or text, the type alone."""
     if isinstance(value, Tensor):
         found.update(f"{tuple(value.shape)} {value.dtype}".encode())
         if value.layout is torch.strided and not value.is_meta:

@@ -241,7 +241,7 @@ class OptimizerPlan:
     def _split(self, part: _Part) -> list[dict[str, Any]]:
         """Of each section two groups: matrices and tables, which decay, and vectors (biases, norms), which don't.
 
-        Decay pulls a weight towards zero to keep a product small; a norm's scale and a bias are no products. A
+        Decay pulls a weight towards zero to keep a product small; a norm's scale and a bias are not products. A
         section's own decay is of all its parameters.
         """
         spec, found = part.spec, []

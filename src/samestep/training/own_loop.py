@@ -64,7 +64,7 @@ def check_lengths(lengths: Any, samples: Sized, what: str) -> NDArray[np.int64]:
 
 
 def check_step(batch: Any, loss: Any) -> None:
-    """Raise UserError for what is no batch of the session's, or no loss."""
+    """Raise UserError for what is not a batch of the session's, or no loss."""
     if not isinstance(batch, StepBatch):
         raise UserError(
             f"session.step: the batch is {_named(batch)}; use what `for batch in session.batches(...)` gives"

@@ -57,6 +57,7 @@ def difference(mine: Any, theirs: Any) -> float:
 
 
 def pairs(mine: Sequence[float], theirs: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """The values of two sequences side by side; a pair of NaN first where their lengths differ."""
     if len(mine) != len(theirs):
         yield math.nan, math.nan
     yield from zip(mine, theirs, strict=False)
@@ -69,10 +70,12 @@ def relative(mine: float, theirs: float) -> float:
 
 
 def _or_infinity(value: float) -> float:
+    """A difference that is NaN counts as infinite, so that no comparison with a tolerance passes it."""
     return math.inf if math.isnan(value) else value
 
 
 def largest(values: Iterator[float] | Any) -> float:
+    """The largest of some differences; 0 of none."""
     return max(values, default=0.0)
 
 
@@ -92,11 +95,11 @@ class Rounding:
     def add(
         self, gradients: Iterable[tuple[str, Tensor]], norm: float, settings: Mapping[str, tuple[float, float]]
     ) -> None:
-        """Take notice of a step: gradients and their norm, both as the optimizer saw them.
+        """Add a step: its gradients and their norm, both as the optimizer saw them.
 
-        `settings`: learning rate and eps by parameter; those that are not named are stepped without a division.
+        `settings`: learning rate and eps by parameter; parameters without an entry are stepped without a division.
 
-        AdamW divides by the root of a mean of squares, of which each of `steps` steps has at least its share.
+        AdamW divides by the root of a mean of squares, to which each of n steps contributes about its square / n.
         """
         self._steps += 1
         for name, gradient in gradients:
@@ -119,13 +122,13 @@ Settings = Mapping[str, tuple[float, float]]  # learning rate and eps by paramet
 
 
 def state_name(parameter: str, key: str) -> str:
-    """How a parameter's state is called among tensors that are compared."""
+    """The name of a parameter's optimizer state among the tensors that are compared."""
     return f"{parameter} ({key})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingFound:
-    """How far what a layout computed in float32 is from float64, beside what rounding was measured to make."""
+    """How far a layout's numbers in float32 are from float64, as a share of what measured rounding allows."""
 
     parameters: float  # 1 is what is allowed; the largest of all parameters
     worst_parameter: str
@@ -136,6 +139,7 @@ class RoundingFound:
 
     @property
     def same(self) -> bool:
+        """Whether nothing that could be compared is beyond what rounding allows."""
         judged = (self.parameters, self.optimizer_state, self.update)
         return all(each < 1 for each in judged if each is not None)
 
@@ -177,7 +181,7 @@ def worst_of(found: Sequence[RoundingFound]) -> RoundingFound | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What rounding may make of each tensor, on the one process that has measured it."""
+    """What rounding may make of each tensor, as the one process that measured it found."""
 
     typical: Mapping[str, float]  # by tensor: the root mean square of a number's rounding
     moves: Path  # safetensors: what is taken off each number's difference first, by parameter
@@ -193,11 +197,13 @@ class GradientFiles:
     settings: list[Settings] = field(default_factory=list)
 
     def add(self, gradients: Iterable[tuple[str, Tensor]], settings: Settings) -> None:
+        """Write the gradients of the next step, and keep the settings that it was taken with."""
         save_file({name: as_real(each).cpu().contiguous() for name, each in gradients}, self._file(self.steps))
         self.settings.append(settings)
         self.steps += 1
 
     def of(self, step: int) -> dict[str, Tensor]:
+        """The gradients of a step by parameter, complex ones as pairs of real numbers."""
         return load_file(self._file(step))
 
     def _file(self, step: int) -> Path:
@@ -212,6 +218,7 @@ class GradientNoise:
         self._largest: list[dict[str, Tensor]] = [{} for _ in range(files.steps)]  # by step and parameter
 
     def add(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Compare a step's gradients in float32 with those in float64; each number's largest difference is kept."""
         known = self._files.of(step)
         for name, gradient in gradients:
             mine = as_real(gradient).cpu().double()
@@ -222,8 +229,8 @@ class GradientNoise:
     def moves(self) -> dict[str, Tensor]:
         """By how much the rounding of gradients may move each number that an optimizer divides by its size.
 
-        A number whose gradient is zero in every run is not rounded, and moves by nothing. AdamW divides by the root
-        of a mean of squares, of which each of the steps so far has at least its share.
+        A number whose gradient is zero in every run is not rounded, and does not move. AdamW divides by the root of a
+        mean of squares, to which each of the n steps so far contributes about its square / n.
         """
         found: dict[str, Tensor] = {}
         largest: dict[str, Tensor] = {}
@@ -250,8 +257,8 @@ def measure(
 ) -> dict[str, float]:
     """By tensor the root mean square of what rounding makes of one of its numbers, the largest of the runs.
 
-    A tensor of few numbers may have been lucky: it is allowed what the usual tensor has beside its update, and what
-    float32 rounds of its numbers, in any case. `before`: the parameters before the first step.
+    In a tensor of few numbers rounding may happen to be small. So each is allowed at least what the median tensor has
+    in proportion to its update, and half a step of float32. `before`: the parameters before the first step.
     """
     found: dict[str, float] = {}
     updates: dict[str, float] = {}
@@ -269,7 +276,7 @@ def measure(
 
 
 def beside_rounding(mine: Tensor, theirs: Tensor, move: Tensor | None, typical: float) -> float:
-    """How far numbers in float32 are from those in float64, by what is allowed: below 1 it may be rounding."""
+    """How far float32's numbers are from float64's, as a share of what is allowed: below 1 it is rounding."""
     if mine.shape != theirs.shape:
         return math.inf
     apart = _root_mean_square(_beyond(mine.double() - theirs, move))
@@ -279,12 +286,15 @@ def beside_rounding(mine: Tensor, theirs: Tensor, move: Tensor | None, typical: 
 
 
 def largest_named(found: Iterator[tuple[str, float]]) -> tuple[str, float]:
+    """The name and the value of the largest difference; 0 of none."""
     return max(found, key=lambda each: each[1], default=("", 0.0))
 
 
 def _beyond(difference: Tensor, move: Tensor | None) -> Tensor:
+    """What is left of each number's difference after taking off the move that rounding explains."""
     return difference if move is None else (difference.abs() - move.to(difference)).clamp(min=0)
 
 
 def _root_mean_square(values: Tensor) -> float:
+    """The root mean square of a tensor's numbers, in float64; 0 of an empty tensor."""
     return values.double().square().mean().sqrt().item() if values.numel() else 0.0

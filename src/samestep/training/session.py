@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from samestep import environment
-from samestep.checkpoint.base import Base
+from samestep.checkpoint.compatibility import Base
 from samestep.checkpoint.load import open_newest
 from samestep.checkpoint.save import Saver
 from samestep.comm.mesh import build_mesh, new_group

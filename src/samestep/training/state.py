@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.checkpoint.base import Base, check_base, fingerprint
+from samestep.checkpoint.compatibility import Base, check_base, fingerprint
 from samestep.checkpoint.folder import Info
 from samestep.checkpoint.load import Loader
 from samestep.checkpoint.save import Saver

@@ -33,7 +33,7 @@ class StepWork:
     products: Mapping[Sides, int]  # matrix products, and how often each
     attention_flops: float  # of attention kernels
     other_flops: float  # of convolutions
-    bytes: float  # read and written by what is no product
+    bytes: float  # read and written by what is not a product
     operators: int
 
     @property

@@ -1,6 +1,7 @@
 """What a contract is: the variables and arguments that an engine's scripts expect, written from a rank's place.
 
-Where ranks agree on addresses and ports before their scripts start: a store that all of them reach.
+Some contracts must agree on addresses and ports before the scripts start. Ranks do so through a store that all of
+them reach (`meeting`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What a contract is written from."""
+    """A rank as a contract sees it: its place, its environment, and the options of --engine."""
 
     ranks: Ranks
     environ: Mapping[str, str]  # as the launcher left it
@@ -44,23 +45,23 @@ class Expected:
 
     variables: Mapping[str, str]
     arguments: tuple[str, ...] = ()  # before the script's own
-    # Address and port of a rank's presence: the script is ended, in good order, when that rank has ended.
+    # Address and port of a rank's presence: the script is told to stop when that rank has ended.
     as_long_as: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """An engine's."""
+    """How an engine's scripts are told their place among the ranks."""
 
     expected: Callable[[Rank], Expected]  # every rank calls it, since some agree on addresses and ports
     options: Mapping[str, str] = field(default_factory=dict)  # by name, with what each takes
     check: Callable[[Mapping[str, str]], None] = lambda options: None  # raises UserError for a wrong option
-    package: str | None = None  # of Python, without which the ranks can't be told what they expect
+    package: str | None = None  # of Python, which the contract needs to be written
     installs: str = ""  # what would install it
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """The value of an option. Raises UserError where it is no whole number, or too small."""
+    """The value of an option. Raises UserError where it is not a whole number, or too small."""
     if text.isdecimal() and int(text) >= least:
         return int(text)
     raise UserError(f"--engine: {name}={text}; it must be a whole number of {least} or more")
@@ -74,8 +75,8 @@ _PATIENCE = timedelta(minutes=5)
 def meeting(rank: Rank, address: str, port: int) -> Iterator["Store"]:
     """A store that all ranks share until each of them has left it.
 
-    It is the one that the elastic agent serves; where that doesn't, rank 0 serves one at the same place, which is
-    free again for its script afterwards. A name of its own keeps what is written apart from a later start's.
+    It is the store that the elastic agent serves. Where the agent serves none, rank 0 serves one at the same address
+    and port, which are free again for its script afterwards. Keys have a prefix for each start of the ranks.
     """
     from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -96,7 +97,7 @@ def meeting(rank: Rank, address: str, port: int) -> Iterator["Store"]:
 
 
 def gathered(store: "Store", name: str, rank: Rank, mine: str) -> list[str]:
-    """What each rank wrote under a name, in the order of ranks. Every rank has to write."""
+    """What each rank wrote under a name, in the order of ranks. Every rank must call this."""
     store.set(f"{name}/{rank.ranks.rank}", mine)
     return [store.get(f"{name}/{other}").decode() for other in range(rank.ranks.world_size)]
 

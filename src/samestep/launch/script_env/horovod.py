@@ -1,8 +1,16 @@
-"""horovod: what `horovodrun --gloo` sets, with a server for its ranks that lives as long as rank 0."""
+"""horovod: what `horovodrun --gloo` sets, with a server where its ranks meet, which lives as long as rank 0.
+
+As a program, `ADDRESS SLOTS`, the module is that server, and runs until its standard input ends.
+"""
 
 import json
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 from samestep import environment
 from samestep.errors import UserError
@@ -11,17 +19,18 @@ from samestep.launch.script_env import torch
 from samestep.launch.script_env.base import Contract, Expected, Rank, addresses, gathered, meeting
 from samestep.launch.script_env.sidecar import start_beside
 
-_SERVER = "samestep.launch.script_env.horovod_server"
+_MODULE = "samestep.launch.script_env.horovod"  # the server as a program
 
 
 def _expected(rank: Rank) -> Expected:
+    """Agree on every rank's address and place, start the server beside rank 0, and say where it is."""
     ranks, variables = rank.ranks, torch.variables(rank)
     _check_name(rank)
     with meeting(rank, variables["MASTER_ADDR"], int(variables["MASTER_PORT"])) as store:
         found = addresses(store, rank, variables["MASTER_ADDR"])
         slots = slots_of([int(number) for number in gathered(store, "local rank", rank, str(ranks.local_rank))])
         if ranks.rank == 0:
-            store.set("port", str(start_beside(_SERVER, found[0], json.dumps(slots))))
+            store.set("port", str(start_beside(_MODULE, found[0], json.dumps(slots))))
         port = int(store.get("port").decode())
     interface = environment.gloo_interface(rank.environ) or interface_of(found[ranks.rank])
     return Expected(variables={**variables, **variables_of(slots[ranks.rank], found[0], port, interface)})
@@ -73,3 +82,57 @@ def variables_of(slot: Slot, address: str, port: int, interface: str | None) -> 
 
 
 CONTRACT = Contract(expected=_expected, package="horovod", installs="use make horovod")
+
+
+@contextmanager
+def serving(address: str, slots: Sequence[Slot]) -> Iterator[tuple[str, int]]:
+    """Serve on a free port of one address, as `horovodrun` does on all of its host's; gives address and port."""
+    from horovod.runner.http.http_server import RendezvousHTTPServer  # pyright: ignore[reportMissingImports]
+
+    server = RendezvousHTTPServer((address, 0), _handler(), False)
+    server.init([SimpleNamespace(**slot) for slot in slots])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield address, server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _handler() -> type:
+    """Horovod's own, except that one group of ranks that has met does not undo the count of another.
+
+    Ranks report when they have found each other; when all of a group have, the server drops their addresses. Horovod
+    0.28 also drops the reports of other groups then, so that their addresses stay. Where Horovod starts once more, a
+    rank may be given an address of the first start, at which no process listens.
+    """
+    from horovod.runner.http.http_server import RendezvousHandler  # pyright: ignore[reportMissingImports]
+
+    class Handler(RendezvousHandler):
+        def do_DELETE(self) -> None:  # noqa: N802
+            server: Any = self.server
+            group, _, rank = self.path.removeprefix("/").partition("/")
+            if group not in server.scope_size:
+                super().do_DELETE()
+                return
+            with server.finished_list_lock, server.cache_lock:
+                met = server.finished_list[group]
+                if rank not in met:  # a rank reports again where the answer was lost
+                    met.append(rank)
+                if len(met) == server.scope_size[group]:
+                    met.clear()
+                    server.cache.pop(group, None)
+            self.send_status_code(200)
+
+    return Handler
+
+
+def main(address: str, slots: str) -> None:
+    """Serve until standard input ends; the port is printed as soon as the server listens."""
+    with serving(address, json.loads(slots)) as (_, port):
+        print(port, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

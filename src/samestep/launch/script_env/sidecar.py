@@ -1,6 +1,11 @@
-"""Sidecar: a helper process beside a rank, which ends when the rank has ended, whatever the rank has become.
+"""Sidecar: a helper process beside a rank, which ends when the rank has ended, however the rank ended.
 
-Others, on any host, learn from a connection to it whether the rank is still there.
+A sidecar may serve the rank's presence: others, on any host, learn from a connection to it whether the rank is still
+there. So a command on another host can be ended when that rank has ended: for scripts that wait for work and never
+end by themselves, such as parameter servers.
+
+As a program, `ADDRESS` serves the presence of the process that started it; `ADDRESS PORT COMMAND ...` runs a command
+until the rank whose presence is served there has ended.
 """
 
 import os
@@ -8,13 +13,17 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 from samestep.errors import StartError, UserError
+from samestep.launch.fork_server import end_with_parent
+
+_MODULE = "samestep.launch.script_env.sidecar"
 
 
 def start_beside(module: str, *arguments: str) -> int:
-    """Start a module that prints the port on which it serves, and then reads its standard input to the end.
+    """Start a module beside this rank: it prints the port on which it serves, and reads standard input to the end.
 
     Returns the port. Raises UserError where none is printed.
     """
@@ -34,13 +43,13 @@ def start_beside(module: str, *arguments: str) -> int:
 
 _CONNECT = 30.0  # seconds for the connection
 
-# A host that is gone without a word is noticed after half a minute; the system's own times make it two hours.
+# With these a lost host is noticed after half a minute; with the system's own times, after two hours.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def announce(address: str) -> int:
-    """Let others see that this rank is there; the port to connect to."""
-    return start_beside("samestep.launch.script_env.sidecar", address)
+    """Serve this rank's presence from a sidecar; the port to connect to."""
+    return start_beside(_MODULE, address)
 
 
 def connect(address: str, port: int) -> socket.socket:
@@ -62,12 +71,13 @@ def connect(address: str, port: int) -> socket.socket:
 
 
 def wait_for_end(connection: socket.socket) -> None:
-    """Return when the rank at the other side has ended, or its host has."""
+    """Return when the rank at the other side has ended, or its host is lost."""
     with connection, suppress(OSError):  # such as that of a host that is silent
         connection.recv(1)  # nothing is ever sent
 
 
-def main(address: str) -> None:
+def serve_presence(address: str) -> None:
+    """Print a port, and hold every connection to it open until standard input ends."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=1024) as server:
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
@@ -76,10 +86,56 @@ def main(address: str) -> None:
 
 
 def _accept(server: socket.socket) -> None:
+    """Accept connections, and keep them open as long as this process lives."""
     kept = []  # a connection without a reference is closed
     while True:
         kept.append(server.accept()[0])
 
 
+_PATIENCE = 5.0  # seconds between asking the command to end and ending it
+
+
+def until_rank_ends(address: str, port: int, command: Sequence[str]) -> list[str]:
+    """The command that runs another one until a rank has ended."""
+    return [sys.executable, "-m", _MODULE, address, str(port), *command]
+
+
+def run_until(address: str, port: int, command: Sequence[str]) -> int:
+    """Run a command until it ends, or the other rank does; its exit code, 0 where it was the other.
+
+    Raises StartError, and runs nothing, where the other rank is not reached.
+    """
+    connection = connect(address, port)
+    process = subprocess.Popen(command, preexec_fn=end_with_parent)
+    gone = threading.Event()
+
+    def watch() -> None:
+        wait_for_end(connection)
+        gone.set()
+        process.terminate()
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    threading.Thread(target=watch, daemon=True).start()
+    code = process.wait()
+    if gone.is_set():
+        return 0
+    return code if code >= 0 else 128 - code
+
+
+def main(address: str, port: str | None = None, *command: str) -> int:
+    """Serve a rank's presence, or run a command until that rank ends; the exit code."""
+    if port is None:
+        serve_presence(address)
+        return 0
+    try:
+        return run_until(address, int(port), command)
+    except StartError as error:
+        print(f"samestep: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

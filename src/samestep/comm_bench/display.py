@@ -1,18 +1,28 @@
-"""What was measured, shown and tried, as tables in the terminal."""
+"""What `samestep comm` has measured, shown and tried: tables in the terminal, and curves as a picture.
 
-from collections.abc import Mapping, Sequence
+The picture has bus bandwidth and time over the size of a message: SVG drawn here, HTML by plotly.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from samestep.comm.correctness import DTYPES, short
 from samestep.comm.demo import Demonstration
+from samestep.comm.measure import Row
 from samestep.comm_bench.request import size_in_words
 from samestep.comm_bench.results import Check, Limits, Report
 from samestep.comm_bench.support import Support
+from samestep.display import curves_svg
 from samestep.display.console import plain_console
+from samestep.display.curves_svg import COLOURS, DASHES, Curve, Panel, Scale
+from samestep.errors import UserError
 
-_WIDTH = 132  # characters, where the output is no terminal
+_WIDTH = 132  # characters, where the output is not a terminal
 
 
 def console() -> Console:
@@ -38,6 +48,7 @@ def print_report(report: Report, out: Console | None = None) -> None:
 
 
 def _times(report: Report) -> Table:
+    """A row for each collective and size: times, bandwidths in GB/s, and the share of the limit."""
     hosts = len(set(report.hosts))
     where = f"{hosts} hosts" if hosts > 1 else "1 host"
     table = Table(
@@ -78,6 +89,7 @@ def _times(report: Report) -> Table:
 
 
 def _fits(report: Report) -> Table:
+    """The fitted models: seconds = latency + bytes / bandwidth, of each collective and transport."""
     table = Table(title="fitted: time = latency + bytes / bandwidth")
     table.add_column("collective")
     table.add_column("transport")
@@ -177,5 +189,95 @@ def rate_in_words(rate: float | None) -> str:
 
 
 def _share(bus: float, limit: float) -> str:
+    """A share of the limit in percent, with a digit more where it is small."""
     share = bus / limit
     return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.00095 else "<0.1%"
+
+
+_PLOTLY_DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def check_file(file: Path | None) -> None:
+    """Raise UserError for a kind of picture that can't be made."""
+    if file is None:
+        return
+    if file.suffix not in (".svg", ".html"):
+        raise UserError(f"--plot {file}: a picture is SVG or HTML; use a name that ends in .svg or .html")
+    if file.suffix == ".html" and importlib.util.find_spec("plotly") is None:
+        raise UserError(
+            f'--plot {file} needs plotly, which is not installed; pip install "samestep[report]", or use a name that '
+            "ends in .svg"
+        )
+
+
+def write_plot(report: Report, file: Path) -> None:
+    """Write the picture in the format that the file's name asks for, which `check_file` has checked."""
+    text = _html(report) if file.suffix == ".html" else svg(report)
+    file.write_text(text, encoding="utf-8")
+
+
+def _panels(report: Report) -> Mapping[str, Sequence[Curve]]:
+    """The curves of each panel: bus bandwidth with its limit, and the time of a call."""
+    bus = _curves(report, lambda row: (row.bus_bandwidth or 0.0) / 1e9)
+    limit = {row.bytes: rate / 1e9 for row in report.rows if row.bytes and (rate := report.limit(row))}
+    if limit:
+        bus.append(Curve(name="limit", colour=len(COLOURS) - 1, dash=2, points=sorted(limit.items())))
+    return {"bus bandwidth, GB/s": bus, "time of a call, ms": _curves(report, lambda row: row.seconds_median * 1e3)}
+
+
+def _curves(report: Report, of: Callable[[Row], float]) -> list[Curve]:
+    """A curve for each collective and transport, over bytes; barriers, which send no bytes, have none."""
+    names = list(dict.fromkeys(row.collective for row in report.rows if row.bytes))
+    return [
+        Curve(
+            name=f"{name}, {transport}" if len(report.transports) > 1 else name,
+            colour=colour % (len(COLOURS) - 1),
+            dash=dash % len(DASHES),
+            points=points,
+        )
+        for colour, name in enumerate(names)
+        for dash, transport in enumerate(report.transports)
+        if (
+            points := [
+                (float(row.bytes), of(row))
+                for row in report.rows
+                if (row.collective, row.transport) == (name, transport) and row.bytes
+            ]
+        )
+    ]
+
+
+def _title(report: Report) -> str:
+    hosts = len(set(report.hosts))
+    return f"collectives on {len(report.hosts)} ranks of {hosts} host{'s' if hosts > 1 else ''}"
+
+
+def svg(report: Report) -> str:
+    """The picture as SVG: a panel above the other, both axes logarithmic."""
+    sizes = Scale(base=2, step=2, in_words=size_in_words)
+    return curves_svg.svg(
+        _title(report),
+        [
+            Panel(title=f"{_title(report)}: {name}", curves=curves, across=sizes, up=Scale(base=10))
+            for name, curves in _panels(report).items()
+        ],
+    )
+
+
+def _html(report: Report) -> str:
+    """The picture as one page that needs nothing from elsewhere, with plotly's program in it."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    panels = _panels(report)
+    figure = make_subplots(rows=len(panels), cols=1, subplot_titles=list(panels), vertical_spacing=0.1)
+    for number, curves in enumerate(panels.values(), start=1):
+        for curve in curves:
+            x, y = zip(*curve.points, strict=True)
+            looks: dict[str, Any] = {"color": COLOURS[curve.colour], "dash": _PLOTLY_DASHES[curve.dash]}
+            trace = go.Scatter(x=x, y=y, name=curve.name, legendgroup=curve.name, line=looks, showlegend=number == 1)
+            figure.add_trace(trace, row=number, col=1)
+    figure.update_xaxes(type="log", title_text="bytes")
+    figure.update_yaxes(type="log")
+    figure.update_layout(title_text=_title(report), height=1000, template="plotly_white")
+    return figure.to_html(include_plotlyjs=True, full_html=True)

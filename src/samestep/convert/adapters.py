@@ -1,16 +1,98 @@
-"""Adapters merged into their base: the weights of a model without adapters that gives the same output."""
+"""Adapters: folders of PEFT's, and adapters merged into their base.
 
-from collections.abc import Callable, Mapping
+A folder has adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` reads them. A tensor of
+an adapter has the name of its layer there: base_model.model.<layer>.lora_A.weight. Merged weights are those of a
+model without adapters that gives the same output.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.convert.base import Weights
-from samestep.convert.peft_folder import PREFIX, without_adapter_name
+from samestep.checkpoint.compatibility import Base
+from samestep.convert import safetensors
+from samestep.convert.base import OutputOptions, Weights
 from samestep.errors import CheckpointError
-from samestep.parallel.low_rank import Adapted, adapted_layers
+from samestep.parallel.low_rank import DOWN, UP, Adapted, adapted_layers
 from samestep.parallel.sharding import Entry
 from samestep.parallel.tensor.modules import in_dim
+
+CONFIG = "adapter_config.json"
+FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder has the two files of PEFT's adapters."""
+    return (path / CONFIG).is_file() and (path / FILE).is_file()
+
+
+@contextmanager
+def open_(path: Path) -> Iterator[Weights]:
+    """The adapters of a folder under their names in a model that `recipe.adapter` gave them."""
+    if not recognises(path):
+        raise CheckpointError(f"{path} has no {CONFIG} and {FILE}; use a folder of PEFT's save_pretrained")
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / CONFIG} can't be read: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise CheckpointError(f"{path / CONFIG} is of peft_type {kind}; use a folder of LORA")
+    with safetensors.open_(path / FILE) as weights:
+        names = {name.removeprefix(PREFIX): name for name in weights.entries}
+        yield replace(
+            weights,
+            entries={name: weights.entries[known] for name, known in names.items()},
+            read=lambda name: weights.read(names[name]),
+            base=Base(left_out=(), fingerprint="", adapter=config),
+        )
+
+
+def write(into: Path, _: str, weights: Weights, asked: OutputOptions) -> None:
+    """Write the adapters, and what is trained whole beside them. Raises CheckpointError where there are none."""
+    base = weights.base
+    if base is None or not base.adapter:
+        raise CheckpointError(
+            "these weights are not those of adapters alone, so there is no folder of PEFT's to write; use the "
+            "checkpoint of a training with recipe.adapter or with PEFT's modules"
+        )
+    names = _names(weights, base)
+    safetensors.write_as(into, FILE.removesuffix(safetensors.SUFFIX), names, weights, 1 << 62)
+    text = json.dumps({**base.adapter, "inference_mode": True}, indent=2, ensure_ascii=False)
+    (into / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _names(weights: Weights, base: Base) -> dict[str, str]:
+    """PEFT's names of the adapters' tensors -> those of the weights."""
+    found: dict[str, str] = {}
+    whole = _modules_to_save(base.adapter)
+    for name in weights.entries:
+        theirs = without_adapter_name(name, base.adapter_name)
+        of_adapter = any(f".{half}." in theirs for half in (DOWN, UP)) or ".lora_" in theirs
+        if of_adapter or any(theirs.startswith(f"{each}.") or f".{each}." in theirs for each in whole):
+            found[PREFIX + theirs] = name
+    return found
+
+
+def without_adapter_name(name: str, adapter: str) -> str:
+    """The name of a tensor of PEFT's modules as its files have it, without the prefix."""
+    name = name.removeprefix(PREFIX)
+    if adapter:
+        name = name.replace(f".modules_to_save.{adapter}.", ".")
+        name = name.removesuffix(f".{adapter}").replace(f".{adapter}.", ".") if ".lora_" in name else name
+    return name
+
+
+def _modules_to_save(config: Mapping[str, Any]) -> list[str]:
+    """The modules that were trained whole beside the adapters, as the configuration names them."""
+    return [str(name) for name in config.get("modules_to_save") or []]
+
 
 Read = Callable[[str], Tensor]
 
@@ -44,11 +126,11 @@ def merged(weights: Weights, model: nn.Module) -> Weights:
         layer = next((each for each in layers if name.startswith(f"{each}.")), None)
         if layer is not None and name[len(layer) + 1 :].startswith("lora_"):
             continue
-        if name in tied or ".original_module." in name:  # PEFT keeps it beside the one that is trained
+        if name in tied or ".original_module." in name:  # PEFT keeps it beside the copy that is trained
             continue
         plain = _plain_name(name, layer, layers, adapter)
         if layer is not None and name.endswith("weight"):
-            reads[plain] = _Merge(name, layer, layers[layer], model, held)
+            reads[plain] = _MergedWeight(name, layer, layers[layer], model, held)
         else:
             reads[plain] = lambda name=name: held(name)
         dtype = weights.entries[known[name]].dtype if name in known else value.dtype
@@ -60,7 +142,7 @@ def merged(weights: Weights, model: nn.Module) -> Weights:
     return replace(weights, entries=entries, read=lambda name: reads[name](), tied=plain_tied, base=None)
 
 
-class _Merge:
+class _MergedWeight:
     """Computes one merged weight when it is asked for."""
 
     def __init__(self, name: str, layer: str, parts: Adapted, model: nn.Module, held: Read) -> None:
@@ -86,6 +168,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _check(layers: Mapping[str, Adapted], known: Mapping[str, str], tied: Mapping[str, str]) -> None:
+    """Raise CheckpointError where an adapter is missing, or its layer shares its weight with another module."""
     for layer, parts in layers.items():
         weight = ".".join(filter(None, (layer, parts.base, "weight")))
         if weight in tied or weight in tied.values():

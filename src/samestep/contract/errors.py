@@ -1,0 +1,125 @@
+"""What ends a check of a task: a part of the contract that is broken, or a model too large for one process.
+
+An exception in the user's code is told in one sentence with its line (`said`). A model that fits only into the memory
+of many ranks can't be built in one process: `Budget` stops the attempt before memory runs out.
+"""
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.errors import UserError, place_of, shown
+from samestep.launch.memory import available_memory
+
+
+class ContractError(UserError):
+    """A part of the contract that a task breaks. `told`: the text is the whole message, as of a UserError."""
+
+    def __init__(self, part: str, text: str, *, told: bool = False) -> None:
+        super().__init__(text if told else f"the task's contract, {part}: {text}")
+        self.part = part
+        self.text = text
+
+
+# A model with its gradients, once in float32 and once in float64, and the activations of a few samples.
+_PART = 4
+
+_SMALL = 2**16  # bytes; smaller storages aren't counted
+
+
+class TooLargeError(Exception):
+    """The model takes more memory than the check may have."""
+
+
+def line_of(function: Any) -> str:
+    """Where a function or class is defined: " (model.py:31)"; nothing where it has no source."""
+    try:
+        lines, first = inspect.getsourcelines(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
+    # A decorator stands above the definition, which is what a reader looks for.
+    first += next((i for i, line in enumerate(lines) if line.lstrip().startswith(("def ", "class ", "async "))), 0)
+    return f" ({shown(Path(inspect.getsourcefile(inspect.unwrap(function)) or '?'))}:{first})"
+
+
+def at(place: str | None) -> str:
+    """A place "file:line" as the end of a message: " (model.py:31)"; nothing where it is not known."""
+    if place is None:
+        return ""
+    file, _, line = place.rpartition(":")
+    return f" ({shown(Path(file))}:{line})"
+
+
+@contextmanager
+def said(part: str, what: str, of: Any = None) -> Iterator[None]:
+    """Turn an exception of the user's code into a ContractError of one sentence.
+
+    Lack of memory is not the task's fault, and becomes TooLargeError. `what` failed; `of` is the function whose line
+    is named where the error comes from what it gave, not from its own code.
+    """
+    try:
+        yield
+    except (ContractError, TooLargeError):
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise TooLargeError(f"{what} of the whole model takes more memory than one process can have here") from error
+    except UserError as error:
+        place = place_of(error)
+        where = at(place) if place is not None or of is None else line_of(of)
+        given = where if place is None or place not in str(error) else ""
+        raise ContractError(part, str(error) + given, told=True) from error
+    except Exception as error:
+        reason = " ".join(str(error).strip().partition("\n")[0].split()) or "no message"
+        place = at(place_of(error))
+        raise ContractError(part, f"{what} fails with {type(error).__name__}: {reason}{place}") from error
+
+
+class Budget(TorchDispatchMode):
+    """Raises TooLargeError as soon as the tensors that were made in it, and still exist, take too much memory.
+
+    The system gives a process memory when it is first written to, so that the error comes before memory runs out.
+    `most`: bytes; None: a quarter of the memory that this process can have.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        if most is None and (available := available_memory()) is not None:
+            most = available // _PART
+        self._most = most
+        self._alive = 0
+        self._known: set[int] = set()  # addresses of storages that still exist
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count a new storage, once however many tensors share it, until it is freed."""
+        size, place = storage.nbytes(), storage.data_ptr()
+        if size < _SMALL or place in self._known:
+            return
+        self._known.add(place)
+        self._alive += size
+        weakref.finalize(storage, self._free, place, size)
+        if self._most is not None and self._alive > self._most:
+            raise TooLargeError(
+                f"the model takes more than {self._most / 2**30:.1f} GiB, a quarter of the memory that one process "
+                "can have here"
+            )
+
+    def _free(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._alive -= size

@@ -1,0 +1,136 @@
+"""Folders of PyTorch's distributed checkpoint: samestep's own, and those of FSDP.
+
+A checkpoint of samestep has its info file beside the tensors, and the model's tensors under a prefix. Accelerate has
+a model under FSDP in a folder pytorch_model_fsdp_0; any other folder of a state dict is read too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torch.distributed.checkpoint import Metadata
+
+from samestep.checkpoint.folder import Info, fault_of, read_info
+from samestep.checkpoint.one_process import Tensors, write_model, write_weights
+from samestep.checkpoint.safe_index import METADATA_FILE
+from samestep.convert.base import OutputOptions, Weights
+from samestep.errors import CheckpointError
+from samestep.parallel.state_shards import MODEL
+from samestep.parallel.weight_average import AVERAGE
+from samestep.run_folder import INFO_FILE, candidates, step_of, versions
+
+
+def recognises_own(path: Path) -> bool:
+    """Whether a path holds a checkpoint of samestep, is one, or is a run with some."""
+    return bool(candidates(path))
+
+
+def fits_own(path: Path) -> bool:
+    """Whether the name of a new folder is that of a step, such as step-0."""
+    return step_of(path) is not None
+
+
+@contextmanager
+def open_own(path: Path) -> Iterator[Weights]:
+    """The weights of a checkpoint, or of the newest one of a folder or a run. Raises CheckpointError if damaged."""
+    found = candidates(path)
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint of samestep; use the folder of one, or a run's")
+    info = read_info(found[0])
+    if fault := fault_of(found[0], info.files):
+        raise CheckpointError(f"checkpoint {found[0]} is damaged: {fault}")
+    tensors = Tensors(found[0])
+    names = [name.removeprefix(MODEL) for name in tensors.entries if name.startswith(MODEL)]
+    # Where an average of the weights is kept, that is what is evaluated and exported.
+    stored = {name: AVERAGE + name if AVERAGE + name in tensors.entries else MODEL + name for name in names}
+    yield Weights(
+        entries={name: tensors.entries[there] for name, there in stored.items()},
+        read=lambda name: tensors.read(stored[name]),
+        tied=info.tied,
+        recipe=info.recipe,
+        base=info.base,
+    )
+
+
+def write_own(into: Path, name: str, weights: Weights, _: OutputOptions) -> None:
+    """A checkpoint of the weights alone, before the first step; a training from it begins with a new optimizer."""
+    if step_of(Path(name)) not in (None, 0):
+        raise CheckpointError(f"{name} is the name of a later step, and converted weights are at step 0; use step-0")
+    info = Info(
+        step=0,
+        epoch=None,
+        layout="",
+        processes=0,
+        engine="",
+        recipe={},
+        base=weights.base,
+        tied=weights.tied,
+        versions=versions(),
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    write_weights(into, weights.entries, weights.read, info)
+
+
+_OF_ACCELERATE = "pytorch_model_fsdp_0"
+_MODEL = "model"  # the section of a state dict in which a model stands
+
+
+def recognises_fsdp(path: Path) -> bool:
+    """Whether a path, or Accelerate's folder in it, is a distributed checkpoint that is not samestep's."""
+    return _folder(path) is not None
+
+
+def fits_fsdp(path: Path) -> bool:
+    """Whether a new folder has the name that Accelerate gives to a model under FSDP."""
+    return path.name == _OF_ACCELERATE
+
+
+@contextmanager
+def open_fsdp(path: Path) -> Iterator[Weights]:
+    """The weights of the model in a folder. Raises CheckpointError where there is none, or it has no model."""
+    folder = _folder(path)
+    if folder is None:
+        raise CheckpointError(f"{path} has no {METADATA_FILE} and no folder {_OF_ACCELERATE}; use a folder of one")
+    tensors = Tensors(folder)
+    keys = _keys_of_model(tensors)
+    if not keys:
+        raise CheckpointError(f"{folder} holds no tensors of a model, at the top or in a section called {_MODEL}")
+    yield Weights(
+        entries={name: tensors.entries[key] for name, key in keys.items()},
+        read=lambda name: tensors.read(keys[name]),
+    )
+
+
+def write_fsdp(into: Path, name: str, weights: Weights, _: OutputOptions) -> None:
+    """The folder that Accelerate's `load_state` looks into for a model under FSDP, with every name of each tensor."""
+    folder = into if name == _OF_ACCELERATE else into / _OF_ACCELERATE
+    names = weights.names()
+    entries = {each: weights.entries[known] for each, known in names.items()}
+    write_model(folder, entries, lambda each: weights.read(names[each]))
+
+
+def _folder(path: Path) -> Path | None:
+    """The folder of the distributed checkpoint: the path itself, or Accelerate's in it. None without one."""
+    for folder in (path, path / _OF_ACCELERATE):
+        if (folder / METADATA_FILE).is_file() and not (folder / INFO_FILE).is_file():
+            return folder
+    return None
+
+
+def _keys_of_model(tensors: Tensors) -> dict[str, str]:
+    """The names of the model's tensors -> the keys under which the folder has them."""
+    paths = _paths(tensors.index)
+    keys: dict[str, str] = {}
+    for key in tensors.entries:
+        path = paths.get(key, (key,))
+        if _MODEL in path[:-1]:
+            keys[".".join(path[path.index(_MODEL) + 1 :])] = key
+    # Without sections all is the model, but for what an optimizer's or a schedule's name says that it isn't.
+    return keys or {key: key for key in tensors.entries if not key.startswith(("optim", "lr_scheduler"))}
+
+
+def _paths(index: Metadata) -> dict[str, tuple[str, ...]]:
+    """Where each key stood in the nested state dict that was saved, where PyTorch's planner says it."""
+    said = index.planner_data if isinstance(index.planner_data, dict) else {}
+    return {str(key): tuple(map(str, path)) for key, path in said.items() if isinstance(path, tuple)}
