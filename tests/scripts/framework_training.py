@@ -99,9 +99,11 @@ def accelerate_fsdp2() -> None:
     if SIZE > 1:
         # Accelerate turns FSDP on for accelerators alone: on CPUs it would train replicas.
         shards = ParallelismConfig(dp_shard_size=SIZE)
-        state = accelerator.state
+        state: Any = accelerator.state
         state.distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+        # Its type hints leave out the policy's names in capitals, which it asks for.
+        policy: Any = "NO_WRAP"
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)
         state.parallelism_config = shards
         state.device_mesh = shards.get_device_mesh("cpu")
     net = model()
@@ -164,7 +166,8 @@ def deepspeed_zero() -> None:
         "gradient_clipping": 0.1,
     }
     net = model()
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=settings)
+    parameters: Any = net.parameters()  # its type hints ask for a module
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=settings)
     for rows, classes in batches():
         engine.backward(loss_of(engine(rows), classes))
         engine.step()

@@ -186,7 +186,9 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, None]:
         inputs = ctx.source.inputs.detach().requires_grad_()
         with torch.enable_grad():
             _computed(replace(ctx.source, inputs=inputs)).backward(gradients[0])  # into the layer's parameters
