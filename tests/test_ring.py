@@ -46,12 +46,12 @@ def _largest_difference(ranks: int, written_out: bool) -> float:
                 torch.manual_seed(tokens)
                 whole = [torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads in (6, 3, 3)]
                 arguments = masked(kind, tokens)
-                leaves = [part.requires_grad_() for part in whole]
+                leaves: list[Any] = [part.requires_grad_() for part in whole]
                 expected = F.scaled_dot_product_attention(*leaves, **arguments, enable_gqa=True)
                 weights = torch.randn_like(expected)
                 gradients = torch.autograd.grad(expected, leaves, weights)
                 mask = arguments.pop("attn_mask", None)
-                parts = [split(leaf, shares, 2) for leaf in leaves]
+                parts: list[Any] = [split(leaf, shares, 2) for leaf in leaves]
                 mine = ring_attention(*parts, shares, tokens, mask=mask, **arguments)
                 found = gather(mine, shares, tokens, 2)
                 pairs = zip(
@@ -84,7 +84,7 @@ class Sizes(TorchDispatchMode):
 def _largest_tensor(tokens: int) -> int:
     with join(device="cpu", threads=1):
         shares = Shares(group=torch.distributed.group.WORLD, zigzag=True)  # pyright: ignore[reportArgumentType]
-        parts = [torch.randn(1, 4, tokens // shares.ranks, 8, requires_grad=True) for _ in range(3)]
+        parts: list[Any] = [torch.randn(1, 4, tokens // shares.ranks, 8, requires_grad=True) for _ in range(3)]
         with Sizes() as sizes:
             ring_attention(*parts, shares, tokens, is_causal=True).sum().backward()
         return sizes.largest
@@ -132,7 +132,9 @@ def test_blocks_of_keys_put_together_are_all_keys(kernel: str, dtype: torch.dtyp
     output, lse = (part.to(exact) for part in attend(early))
     block_attention.merge(output, lse, attend(late))
     expected = attend(whole)
-    tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    tolerance: dict[str, Any] = (
+        {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    )
     torch.testing.assert_close(output, expected.output.to(exact), **tolerance)
     torch.testing.assert_close(lse, expected.lse.to(exact), **tolerance)
     weights = torch.randn_like(expected.output)
