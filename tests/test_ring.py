@@ -51,8 +51,8 @@ def _largest_difference(ranks: int, written_out: bool) -> float:
                 weights = torch.randn_like(expected)
                 gradients = torch.autograd.grad(expected, leaves, weights)
                 mask = arguments.pop("attn_mask", None)
-                parts: list[Any] = [split(leaf, shares, 2) for leaf in leaves]
-                mine = ring_attention(*parts, shares, tokens, mask=mask, **arguments)
+                query, key, value = (split(leaf, shares, 2) for leaf in leaves)
+                mine = ring_attention(query, key, value, shares, tokens, mask=mask, **arguments)
                 found = gather(mine, shares, tokens, 2)
                 pairs = zip(
                     (found, *torch.autograd.grad(found, leaves, weights)), (expected, *gradients), strict=True
@@ -84,9 +84,9 @@ class Sizes(TorchDispatchMode):
 def _largest_tensor(tokens: int) -> int:
     with join(device="cpu", threads=1):
         shares = Shares(group=torch.distributed.group.WORLD, zigzag=True)  # pyright: ignore[reportArgumentType]
-        parts: list[Any] = [torch.randn(1, 4, tokens // shares.ranks, 8, requires_grad=True) for _ in range(3)]
+        query, key, value = (torch.randn(1, 4, tokens // shares.ranks, 8, requires_grad=True) for _ in range(3))
         with Sizes() as sizes:
-            ring_attention(*parts, shares, tokens, is_causal=True).sum().backward()
+            ring_attention(query, key, value, shares, tokens, is_causal=True).sum().backward()
         return sizes.largest
 
 
