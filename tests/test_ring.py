@@ -46,13 +46,13 @@ def _largest_difference(ranks: int, written_out: bool) -> float:
                 torch.manual_seed(tokens)
                 whole = [torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads in (6, 3, 3)]
                 arguments = masked(kind, tokens)
-                leaves = query, key, value = [part.requires_grad_() for part in whole]
-                expected = F.scaled_dot_product_attention(query, key, value, **arguments, enable_gqa=True)
+                leaves: list[Any] = [part.requires_grad_() for part in whole]
+                expected = F.scaled_dot_product_attention(*leaves, **arguments, enable_gqa=True)
                 weights = torch.randn_like(expected)
                 gradients = torch.autograd.grad(expected, leaves, weights)
                 mask = arguments.pop("attn_mask", None)
-                mine_of = [split(leaf, shares, 2) for leaf in leaves]
-                mine = ring_attention(mine_of[0], mine_of[1], mine_of[2], shares, tokens, mask=mask, **arguments)
+                query, key, value = (split(leaf, shares, 2) for leaf in leaves)
+                mine = ring_attention(query, key, value, shares, tokens, mask=mask, **arguments)
                 found = gather(mine, shares, tokens, 2)
                 pairs = zip(
                     (found, *torch.autograd.grad(found, leaves, weights)), (expected, *gradients), strict=True
@@ -132,15 +132,17 @@ def test_blocks_of_keys_put_together_are_all_keys(kernel: str, dtype: torch.dtyp
     output, lse = (part.to(exact) for part in attend(early))
     block_attention.merge(output, lse, attend(late))
     expected = attend(whole)
-    tolerance = 1e-10 if dtype == torch.float64 else 0.05
-    torch.testing.assert_close(output, expected.output.to(exact), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse, expected.lse.to(exact), rtol=tolerance, atol=tolerance)
+    tolerance: dict[str, Any] = (
+        {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    )
+    torch.testing.assert_close(output, expected.output.to(exact), **tolerance)
+    torch.testing.assert_close(lse, expected.lse.to(exact), **tolerance)
     weights = torch.randn_like(expected.output)
     attended = Attended(output.to(dtype), lse)
     (of_query, *of_rest), (more, *of_others) = (gradients(each, weights, attended) for each in (early, late))
     found = [of_query + more, *(torch.cat(pair, 2) for pair in zip(of_rest, of_others, strict=True))]
     for mine, other in zip(found, gradients(whole, weights, expected), strict=True):
-        torch.testing.assert_close(mine.to(exact), other.to(exact), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(mine.to(exact), other.to(exact), **tolerance)
 
 
 def test_the_kernel_for_accelerators_takes_and_gives_such_shapes() -> None:

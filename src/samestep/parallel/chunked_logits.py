@@ -11,6 +11,9 @@ share of the rows alone, and what they give is put together: with `run.loss_chun
 all of them, where cross-entropy alone wants the logits. Where anything else does, they are computed whole.
 """
 
+# PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
