@@ -99,9 +99,9 @@ def accelerate_fsdp2() -> None:
     if SIZE > 1:
         # Accelerate turns FSDP on for accelerators alone: on CPUs it would train replicas.
         shards = ParallelismConfig(dp_shard_size=SIZE)
-        state = accelerator.state
+        state: Any = accelerator.state
         state.distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
         state.parallelism_config = shards
         state.device_mesh = shards.get_device_mesh("cpu")
     net = model()
@@ -116,7 +116,7 @@ def accelerate_fsdp2() -> None:
 
 
 def accelerate_deepspeed() -> None:
-    """ZeRO 2 with accumulation. Fault: the script divides the loss by the number of ranks, and so does DeepSpeed."""
+    """ZeRO 2, accumulating. Fault: several ranks divide by their micro-batches, and so does DeepSpeed."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     _deepspeed()
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -137,7 +137,7 @@ def accelerate_deepspeed() -> None:
     for rows, classes in batches():
         for part, kinds in zip(rows.chunk(accumulated), classes.chunk(accumulated), strict=True):
             with accelerator.accumulate(net):
-                accelerator.backward(loss_of(net(part), kinds) / (SIZE if FAULT else 1))
+                accelerator.backward(loss_of(net(part), kinds) / (accumulated if FAULT and SIZE > 1 else 1))
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -152,9 +152,9 @@ def _deepspeed() -> None:
 
 
 def deepspeed_zero() -> None:
-    """ZeRO of the stage at the end of the framework's name. Fault: the learning rate is that of each rank's batch."""
+    """ZeRO of the stage at the end of the framework's name. Fault: the learning rate is multiplied with the ranks."""
     _deepspeed()
-    import deepspeed
+    deepspeed: Any = importlib.import_module("deepspeed")
 
     settings = {
         "train_batch_size": BATCH,
