@@ -16,7 +16,7 @@ FRAMEWORKS = {
     "fsdp1": ("torch", "torch", "clip-local-norm"),
     "lightning-fsdp": ("torch", "lightning", "summed"),
     "accelerate-fsdp2": ("accelerate", "accelerate", "learning-rate-scaled"),
-    "accelerate-deepspeed": ("deepspeed", "deepspeed", "divided-twice"),
+    "accelerate-deepspeed": ("deepspeed", "deepspeed", "accumulation-divisor"),
     "deepspeed-1": ("deepspeed", "deepspeed", "learning-rate-scaled"),
     "deepspeed-2": ("deepspeed", "deepspeed", "learning-rate-scaled"),
     "deepspeed-3": ("deepspeed", "deepspeed", "learning-rate-scaled"),

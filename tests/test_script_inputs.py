@@ -20,12 +20,12 @@ REFUSED = {
     "exits": r"with 1 process failed",
 }
 JUDGED = ("no-module", "forks", "leaves", "traceback", "goes-on", "long")
-IN_HALVES = ("long:micro-batches", "places:micro-batches")
+RUNS = (*REFUSED, *JUDGED, "places", "places:micro-batches", "module")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *REFUSED, *JUDGED, "places", *IN_HALVES]
+    command = [sys.executable, str(ROOT / "tests/scripts/judge_odd.py"), *RUNS]
     path = os.pathsep.join([str(ROOT / "tools"), str(ROOT / "src")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env=environment)
@@ -55,13 +55,21 @@ def test_a_place_in_the_batch_is_no_rounding(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_rounding_is_measured_in_micro_batches_where_they_make_the_same(found: dict[str, Any]) -> None:
-    right, places = (found[kind] for kind in IN_HALVES)
-    told = "can't be called with a half of its batch"
-    assert right["same_step"], right
-    assert not any(told in note for note in right["notes"])
-    assert any(told in note for note in places["notes"])
-    assert (places["kind"], places["noise"]) == (found["places"]["kind"], found["places"]["noise"])
+def test_a_module_is_judged_in_float64_and_in_micro_batches(found: dict[str, Any]) -> None:
+    module, script = found["module"], found["long"]
+    assert (module["same_step"], module["steps"]) == (True, 4), module
+    assert module["noise"]["parameters"] < 1e-13 < script["noise"]["parameters"]
+    assert not any(_WHOLE in note for note in module["notes"])
+
+
+@pytest.mark.timeout(120)
+def test_a_model_that_can_not_be_called_with_halves_is_told(found: dict[str, Any]) -> None:
+    places, halves = found["places"], found["places:micro-batches"]
+    assert any(_WHOLE in note for note in halves["notes"])
+    assert (halves["kind"], halves["noise"]) == (places["kind"], places["noise"])
+
+
+_WHOLE = "can't be called with a half of its batch"
 
 
 @pytest.mark.timeout(120)

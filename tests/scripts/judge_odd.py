@@ -1,10 +1,13 @@
 """What `verify --script` says of odd_training.py, for each kind that is asked for: JSON, by kind.
 
-A kind may be followed by how rounding is measured: places:micro-batches.
+A kind may be followed by how rounding is measured: places:micro-batches. The kind "module" is the kind "long" of
+the script as a module, in float64 and in micro-batches.
 """
 
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,12 +18,15 @@ from samestep.script_proof.compare import compare_runs
 from samestep.script_proof.runs import ScriptProof, run_all
 
 SCRIPT = Path(__file__).with_name("odd_training.py")
+os.chdir(SCRIPT.parent)  # where Python finds the module
 found = {}
 for kind in sys.argv[1:]:
     with TemporaryDirectory() as place:
         name, _, noise = kind.partition(":")
         limit = 3 if kind == "endless" else 60
-        proof = ScriptProof(script=(str(SCRIPT), name), steps=4, time_limit=limit, noise=noise or "order")
+        asked = ScriptProof(script=(str(SCRIPT), name), steps=4, time_limit=limit, noise=noise or "order")
+        module = replace(asked, script=("-m", SCRIPT.stem, "long"), dtype="float64", noise="micro-batches")
+        proof = module if name == "module" else asked
         try:
             run_all(proof, Path(place) / "runs", forked)
             found[kind] = compare_runs(Path(place) / "runs").to_json()
