@@ -100,6 +100,7 @@ def test_a_way_that_had_to_be_helped_shows_it() -> None:
         recoveries=[2.0, 44.04, 3.0],
         left_processes=1,
         seconds=300.0,
+        last_words="",
     )
     *_, line = cells(soak.table([row], "en"))
     assert line == ["`torchrun --standalone`", "20", "5", "3", "others", "0.31", "3.0 s", "44.0 s", "1"]
