@@ -303,7 +303,7 @@ def test_what_a_training_loses_or_repeats_is_found(
     faulty: str, wrong: dict[str, Any], job: str, tmp_path: Path
 ) -> None:
     kinds = ["terminate", "gone", "pause", "raise"]
-    settings = Settings(faults=4, kinds=kinds, seed=5, between=0.15, steps=180)
+    settings = Settings(faults=4, kinds=kinds, seed=5, between=0.15, steps=250)
     loaded = jobfile.load(Path(job), [("run.layout", "single", "test")]).job
     found = soak(Scripts(tmp_path, faulty), soaked_job(loaded, 4), settings)
     assert (found.ended, sum(found.faults.values()), found.left_processes) == (True, 4, 0)
