@@ -7,9 +7,9 @@ some time after the training has recovered from the one before. samestep's is th
 script of torchrun saves after every step and resumes by itself; torchrun has as many restarts as it wants,
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which a restart with gloo may read the old round's addresses, and a
 process group that gives up after 10 s, samestep's own limit for hangs in a soak. Faults that end the whole job start
-it again by the same command, for both. Where torchrun ends by itself, or takes no step for 90 s, somebody has to step
-in: that is counted, what is left is killed, and the same command is run once more. With `--docs` the table is written
-into docs/faults.md and docs/zh/faults.md.
+it again by the same command, for both. Where torchrun ends by itself, or takes no step for 150 s, somebody has to
+step in: that is counted, what is left is killed, and the same command is run once more. With `--docs` the table is
+written into docs/faults.md and docs/zh/faults.md.
 """
 
 import argparse
@@ -43,7 +43,8 @@ from samestep.drill.under_faults import UnderFaults, planned  # noqa: E402
 
 BATCH, STEP_SECONDS = 16, 0.02  # at least
 GROUP_LIMIT = 10.0  # seconds
-STUCK = 90.0  # seconds without a step, after which somebody steps in
+# Seconds without a step, after which somebody steps in: above samestep's limit for hangs in a round that begins.
+STUCK = 150.0
 MARGIN = 1.5  # of steps, as in samestep's soak
 PROCESSES = 2
 
@@ -64,6 +65,7 @@ class Row:
     recoveries: Sequence[float]  # seconds from a fault to a step that was not taken before it
     left_processes: int
     seconds: float
+    last_words: str
 
 
 class Workers(Processes):
@@ -157,6 +159,7 @@ def torchrun(place: Path, settings: Settings) -> Row:
         recoveries=under.recoveries,
         left_processes=under.left_processes,
         seconds=seconds,
+        last_words="",
     )
 
 
@@ -195,6 +198,7 @@ def samestep(place: Path, settings: Settings) -> Row:
         recoveries=found.recoveries,
         left_processes=found.left_processes,
         seconds=found.seconds,
+        last_words=found.last_words,
     )
 
 

@@ -20,6 +20,8 @@ from samestep.data.order import SampleOrder
 from samestep.engines.base import Abilities
 from samestep.engines.native import Native
 from samestep.fault_tolerance import watchdog
+from samestep.fault_tolerance.injection import InjectedFaultError, Injection
+from samestep.job import Inject
 
 STEPS = 9
 # Saved before the step goes on, so that which steps are lost is not a matter of time.
@@ -220,6 +222,11 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         r'rank 2 is not there; layout "dp2" has',
     ),
     ("dp2", {"inject": {"rank": 0, "step": 99, "fault": "kill"}}, r"step 99 is never taken; the training's last one"),
+    (
+        "dp2",
+        {"inject": {"rank": 0, "step": 2, "fault": "nan", "when": "now"}},
+        r"fault nan is committed in a step that is said, and has when: now; use step alone, or kill",
+    ),
     ("tp2", {"elastic": True}, r'layout "tp2" has no replicas or shards to go on with fewer of'),
     ("dp2", {"elastic": True, "min_processes": 3}, r'run.min_processes is 3, and layout "dp2" has 2; use fewer'),
 ]
@@ -249,3 +256,17 @@ def test_restarts_under_a_launcher_are_its_own(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv(name, value)
     with pytest.raises(samestep.UserError, match=r"run.max_restarts is 2, and a launcher started these ranks"):
         train(tmp_path, max_restarts=2)
+
+
+def test_a_fault_waits_for_its_file_in_whatever_round(tmp_path: Path) -> None:
+    file = tmp_path / "now"
+    faults = [Inject(rank=0, step=2, fault="raise", when=file)]
+    again = Injection(faults, rank=0, number=1)
+    again.before(5)  # there is no file
+    file.touch()
+    Injection(faults, rank=1, number=0).before(5)  # another's
+    again.before(1)  # too early
+    with pytest.raises(InjectedFaultError, match=r"planted in rank 0 at step 6 by run.inject"):
+        again.before(6)
+    assert not file.exists()
+    again.before(7)

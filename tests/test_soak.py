@@ -5,19 +5,21 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from samestep import jobfile
 from samestep.cli.main import main
 from samestep.drill import under_faults
-from samestep.drill.disturbances import KINDS, Processes, kinds_of, last_step_in
+from samestep.drill.disturbances import KINDS, Processes, Target, kinds_of, last_step_in
 from samestep.drill.drill import Left
-from samestep.drill.soak import Soaked, _samples
+from samestep.drill.soak import Settings, Soaked, _samples, soak, soaked_job
 from samestep.drill.under_faults import Planned, UnderFaults, planned
+from samestep.job import Job
 
 TESTS = Path(__file__).parent
 JOB = f"""
@@ -40,6 +42,16 @@ def soaked(job: str, *words: str, limit: float) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "survived" in done.stdout
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+def test_a_rank_that_raises_leaves_the_bits_as_they_are(job: str) -> None:
+    words = ["--soak", "1", "--between", "0.3s", "--steps", "60", "--layout", "single", "--faults", "raise"]
+    found = soaked(job, *words, limit=380)
+    assert found["faults"] == {"raise": 1}
+    assert found["passed"]
+    assert found["median_recovery"] > 0
 
 
 @pytest.mark.timeout(400)
@@ -220,6 +232,85 @@ class Told:
 
     def kill(self) -> None:
         self.got.append("kill")
+
+
+# A training of a sum in steps of 5 ms, each recorded, which goes on from its record; one may do so in a wrong way.
+TRAINING = """
+import json, signal, sys, time
+from pathlib import Path
+folder, steps, faulty = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder.mkdir(exist_ok=True)
+record, raises = folder / "metrics.jsonl", folder.with_name(folder.name + "-raise-0")
+done = record.read_text().splitlines() if record.exists() else []
+if done and not done[-1].endswith("}"):
+    record.write_text("".join(line + "\\n" for line in done[:-1]))
+    done = done[:-1]
+if done and faulty == "loses a step":
+    done.append(done[-1])
+if done and faulty == "takes a step again":
+    done.pop()
+total = json.loads(done[-1])["loss"] if done else 1.0
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+with record.open("a", buffering=1) as file:
+    for step in range(len(done), steps):
+        if raises.exists():
+            raises.unlink()
+        time.sleep(0.005)
+        total = total * 1.01 % 7
+        times = {"step_seconds": 0.005, "data_seconds": 0.0}
+        file.write(json.dumps({"step": step, "loss": total, "samples": 16, **times}) + "\\n")
+(folder / "model.safetensors").write_text(repr(total))
+"""
+
+
+class OwnRank(Processes):
+    """A job that is its only rank."""
+
+    def ranks(self) -> Mapping[int, int]:
+        return {0: self.started.pid} if self.last_step() >= 0 else {}
+
+
+@dataclass(frozen=True)
+class Scripts:
+    """A place that trains by a script, in a moment."""
+
+    place: Path
+    faulty: str
+
+    def train(self, name: str, job: Job, watch: Callable[[Target], None]) -> Left:
+        words = [str(self.folder(name)), str(job.recipe.steps), self.faulty]
+        with subprocess.Popen([sys.executable, "-S", "-c", TRAINING, *words]) as started:
+            watch(OwnRank(started, self.folder(name), 1))
+            code = started.wait(60)
+        return Left(code=code, output="", folder=self.folder(name))
+
+    def folder(self, name: str) -> Path:
+        return self.place / name
+
+    def left_files(self) -> set[Path]:
+        return set()
+
+
+@pytest.mark.parametrize(
+    ("faulty", "wrong"),
+    [
+        ("", {"passed": True}),
+        ("loses a step", {"passed": False, "same_weights": False, "samples_repeated": 0}),
+        ("takes a step again", {"passed": False, "same_losses": False, "samples_lost": 0}),
+    ],
+)
+def test_what_a_training_loses_or_repeats_is_found(
+    faulty: str, wrong: dict[str, Any], job: str, tmp_path: Path
+) -> None:
+    kinds = ["terminate", "gone", "pause", "raise"]
+    settings = Settings(faults=4, kinds=kinds, seed=5, between=0.15, steps=250)
+    loaded = jobfile.load(Path(job), [("run.layout", "single", "test")]).job
+    found = soak(Scripts(tmp_path, faulty), soaked_job(loaded, 4), settings)
+    assert (found.ended, sum(found.faults.values()), found.left_processes) == (True, 4, 0)
+    assert set(found.faults) == set(kinds)
+    assert wrong.items() <= found.to_json().items()
+    assert len(found.recoveries) > 1
+    assert 0 < found.goodput < 1
 
 
 @pytest.mark.quick

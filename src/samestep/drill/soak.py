@@ -216,10 +216,10 @@ class _Told:
         self._said = time.monotonic()
 
     def __call__(self, kind: str) -> None:
-        self._bar.advance(kind)
         if time.monotonic() - self._said > _LINES_APART:
             self._bar.say(kind)
             self._said = time.monotonic()
+        self._bar.advance(kind)
 
 
 def soaked_job(job: Job, faults: int) -> Job:

@@ -73,7 +73,7 @@ class UnderFaults:
             if not self._ends and now - looked > _TREE:
                 tree, looked = target.tree(), now
             ready = not self._ends and due is not None and now >= due and bool(self._left())
-            if ready and self._commit(target, step):
+            if ready and self._commit(target):
                 due, first = (None, step) if self.rested else (self._next(), first)
             time.sleep(_LOOKS)
         self._ended(target, tree)
@@ -89,11 +89,12 @@ class UnderFaults:
         left = self._left()
         return time.monotonic() + left[0].wait if left else None
 
-    def _commit(self, target: Target, step: int) -> bool:
+    def _commit(self, target: Target) -> bool:
         fault, moment = self._left()[0], time.monotonic()
         undo = KINDS[fault.kind].commit(target, random.Random(fault.chance))
         if undo is None:
             return False
+        step = target.last_step()  # some may have been taken while a rank was looked for
         self.committed[fault.kind] += 1
         self._undo.append((time.monotonic() + undo.after, undo))
         self._waiting = (moment, step) if self._waiting is None else (self._waiting[0], max(step, self._waiting[1]))

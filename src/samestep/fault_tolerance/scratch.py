@@ -3,7 +3,7 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
@@ -65,9 +65,12 @@ def _remove_unless_held(folder: Path) -> None:
         os.close(lock)
 
 
-def left_in() -> list[Path]:
-    """Folders of this package's, in memory and for temporary files, whose process has ended without removing them."""
-    places = {Path(gettempdir()), _IN_MEMORY}
+def left_in(places: Collection[Path] | None = None) -> list[Path]:
+    """Folders of this package's whose process has ended without removing them.
+
+    `places`: where to look; None for memory and the folder for temporary files.
+    """
+    places = {Path(gettempdir()), _IN_MEMORY} if places is None else places
     folders = [folder for place in places if place.is_dir() for folder in place.glob("samestep-*")]
     return sorted(folder for folder in folders if _is_left(folder))
 
