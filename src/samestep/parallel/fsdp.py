@@ -268,7 +268,13 @@ def put_back(root: nn.Module) -> None:
 
 
 def _prefetch(blocks: Sequence[FSDPModule]) -> None:
-    """Gather the next block's parameters while this one computes, in forward and in backward."""
+    """Gather the next block's parameters while this one computes, in forward and in backward.
+
+    Where it is not told what to gather in a block's backward, PyTorch gathers what ran before the block: of the first
+    one, after an evaluation, that forward's last block, in vain. So the first one is told to gather itself.
+    """
+    for first in blocks[:1]:
+        first.set_modules_to_backward_prefetch([first])
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
