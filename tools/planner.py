@@ -158,7 +158,11 @@ def recomputation() -> Lines:
 
 def memories() -> Lines:
     """Memory that papers and others have published, and what is counted of the same."""
-    found = [row for name, *case in RECOMPUTED for row in _kept_as_in_the_paper(name, *case[:5])]
+    found = [
+        row
+        for name, tensor, pipeline, stages, batch, micro_batch, _, _ in RECOMPUTED
+        for row in _kept_as_in_the_paper(name, tensor, pipeline, stages, batch, micro_batch)
+    ]
     model = replace(known_model("llama-2-7b"), layers=PRIMUS_LAYERS)
     job = Job(model=model, global_batch=64, precision="bf16", software=SOFTWARE["megatron-core"])
     for schedule, stages, published in PRIMUS:
@@ -186,7 +190,7 @@ def _kept_as_in_the_paper(
 
     (state, whole, both), shares = KEPT[name]
     counted = sum(state_bytes(model.parameters / (tensor * pipeline), base, software))
-    most = [at_once * kept(*way) / 2**30 for way in (("none", "whole"), ("selective", "split"))]
+    most = [at_once * bytes_kept / 2**30 for bytes_kept in (kept("none", "whole"), kept("selective", "split"))]
     of_layer = [
         (f"of a layer, recompute={way[0]} sequence={way[1]}", share, 100 * kept(*way) / kept("none", "whole"))
         for way, share in zip(WAYS, shares, strict=True)
