@@ -53,7 +53,7 @@ PROGRAMS = ("samestep", "megatron-core")
 
 # Model, tensor slices, pipeline ranks, stages a rank, global batch, micro-batch, and seconds: with full recomputation
 # and with selective recomputation and split sequences (arXiv 2205.05198, tables 3 and 5).
-RECOMPUTED: Sequence[tuple[str, int, int, int, int, int, float, float]] = (
+RECOMPUTED = (
     ("gpt-22b", 8, 1, 1, 4, 4, 1.42, 1.10),
     ("gpt-175b", 8, 8, 3, 64, 1, 18.13, 13.75),
     ("gpt-530b", 8, 35, 3, 280, 1, 49.05, 37.83),
@@ -70,8 +70,6 @@ KEPT: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
     "gpt-530b": ((31.640625, 114.0234375, 23.076171875), (58.31, 62.04, 20.27, 9.42)),
     "gpt-1t": ((32.958984375, 131.25, 26.5625), (58.31, 62.04, 20.27, 9.42)),
 }
-# Of figure 1: nothing recomputed, and the least that is kept without recomputing whole layers.
-KEEPING: Sequence[tuple[Recompute, SequenceOption]] = (("none", "whole"), ("selective", "split"))
 WAYS: Sequence[tuple[Recompute, SequenceOption]] = (
     ("none", "split"), ("selective", "whole"), ("selective", "split"), ("full", "whole"),
 )  # fmt: skip
@@ -162,7 +160,7 @@ def memories() -> Lines:
     """Memory that papers and others have published, and what is counted of the same."""
     found = [
         row
-        for name, tensor, pipeline, stages, batch, micro_batch, *_ in RECOMPUTED
+        for name, tensor, pipeline, stages, batch, micro_batch, _, _ in RECOMPUTED
         for row in _kept_as_in_the_paper(name, tensor, pipeline, stages, batch, micro_batch)
     ]
     model = replace(known_model("llama-2-7b"), layers=PRIMUS_LAYERS)
@@ -192,7 +190,7 @@ def _kept_as_in_the_paper(
 
     (state, whole, both), shares = KEPT[name]
     counted = sum(state_bytes(model.parameters / (tensor * pipeline), base, software))
-    most = [at_once * kept(*way) / 2**30 for way in KEEPING]
+    most = [at_once * bytes_kept / 2**30 for bytes_kept in (kept("none", "whole"), kept("selective", "split"))]
     of_layer = [
         (f"of a layer, recompute={way[0]} sequence={way[1]}", share, 100 * kept(*way) / kept("none", "whole"))
         for way, share in zip(WAYS, shares, strict=True)
