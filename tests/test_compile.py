@@ -53,6 +53,7 @@ def test_compiled_blocks_take_the_same_step(layout: str) -> None:
     assert proof.same_step, proof
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(300)
 def test_blocks_of_stages_and_of_parts_of_the_tokens_are_compiled() -> None:
