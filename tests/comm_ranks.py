@@ -92,7 +92,7 @@ def try_bad(file: Path, device: Any, first: int, limit: float) -> None:
     table.update(bad)
     dtypes: Any = (torch.float64, torch.float32)
     support.DTYPES = correctness.DTYPES = dtypes
-    try_rank(file, device, first, limit)
+    try_rank(str(file), device, first, limit)
 
 
 def main(file: str, device: str, ranks: str, first: str, limit: str) -> None:
