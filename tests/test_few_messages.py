@@ -49,7 +49,8 @@ def _of_third_step(layouts: Sequence[str]) -> dict[str, Mapping[str, int]]:
 
 
 def test_optimizer_shards_and_replicas_of_stages_send_few_large_messages() -> None:
-    of_two = local.start(_of_third_step, (["zero1x2"],), 2)
+    of_two = local.start(_of_third_step, (["zero1x2", "dp2"],), 2)
+    assert of_two["dp2"]["all-reduce"] == 2  # all gradients; the losses' sum with the flags of used parameters
     assert of_two["zero1x2"]["broadcast"] == 2  # what each of the two owners has stepped, of 24 parameters
     of_four = local.start(_of_third_step, (["dp2 pp2", "zero1x2 pp2"],), 4)
     # The loss, the norm, which parameters were used, and one message of all gradients of a stage.

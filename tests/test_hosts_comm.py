@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from on_hosts import needs_hosts, start_on, torchrun
+from on_hosts import VARIABLES, needs_hosts, python, start_on, torchrun
 from testbed import Cable, Testbed
 
 from samestep.comm.collectives import COLLECTIVES
@@ -28,6 +28,18 @@ def test_two_ranks_on_each_of_two_hosts_have_every_transport_measured(tmp_path: 
     measured = {(row["collective"], row["transport"]) for row in found["rows"]}
     assert measured >= {(name, "gloo") for name in some.split(",")}
     assert ("all-reduce", "shared-memory") in measured  # first within each host
+
+
+@needs_hosts(ssh=True)
+def test_the_launcher_starts_a_demonstration_over_ssh_and_nothing_else_is_said(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("host-a slots=1\nhost-b slots=1\n", encoding="utf-8")
+    command = python("samestep", "launch", "--hostfile", str(hostfile), "--", "-m", "samestep", "comm", "demo")
+    with Testbed(2) as bed:
+        said = bed["host-a"].start([*command, "broadcast"], env=VARIABLES, cwd=tmp_path).finish(90)
+    assert said.count("[host-a 0] │") == 2
+    assert "│    1 │             │ 10 11 12 13 │" in said
+    assert "Warning" not in said
 
 
 def test_collectives_are_timed_beside_the_link(tmp_path: Path) -> None:

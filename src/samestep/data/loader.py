@@ -99,6 +99,7 @@ class Loader:
         self._micro_batch = micro_batch
         self._micro_batches = micro_batches  # of every step; None: as the samples say
         self._workers = workers
+        self._last: tuple[int, list[Share]] | None = None  # a step and its shares
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -122,7 +123,10 @@ class Loader:
             )
 
     def _shares(self, step: int) -> list[Share]:
-        return self.order.shares(step, self._place, self._micro_batch, self._micro_batches)
+        """Asked twice for each step, for its indices and for its batches: without workers, one after the other."""
+        if self._last is None or self._last[0] != step:
+            self._last = step, self.order.shares(step, self._place, self._micro_batch, self._micro_batches)
+        return self._last[1]
 
     def _data_loader(self) -> DataLoader[Any]:
         return DataLoader(

@@ -81,11 +81,19 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         with self._phase("forward"):
             if not self.model.training:
                 self.model.train()
-            self.model.zero_grad()  # also what the optimizer was not given, or it would add up over the steps
+            self._forget_gradients()
             kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
             totals = self.backward(batch, loss)
         with self._phase("optimizer"):
             return self._change(batch, loss, totals, kept)
+
+    def _forget_gradients(self) -> None:
+        """Also those of what the optimizer was not given, or they would add up over the steps."""
+        if self._copies is None:
+            self.model.zero_grad()
+            return
+        for parameter, _ in self._copies:
+            parameter.grad = None
 
     def step_in_turns(self, batch: StepBatch, turns: StepTurns) -> StepReport:
         """Loss and norm of the report are over all turns; each turn's gradient is clipped by itself."""
@@ -252,7 +260,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
 
     def stepped(self) -> Iterator[nn.Parameter]:
         """The parameters whose gradients this rank scales and steps with."""
-        return self.model.parameters()
+        return self.model.parameters() if self._copies is None else (parameter for parameter, _ in self._copies)
 
     def _gradient_norm(self) -> Tensor:
         """The norm of the whole gradient: each rank's squares over the number of ranks that hold them, summed."""

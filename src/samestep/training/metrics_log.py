@@ -122,6 +122,8 @@ class Bar:
 
     def step(self, *, loss: float, lr: float, samples: int, terms: Mapping[str, float] | None = None) -> None:
         """Advance by a training step of so many samples. `terms`: of which its loss is put together."""
+        if self._progress.disable and not self._lines:
+            return
         self._samples += samples
         speed = self._samples / (time.perf_counter() - self._began)
         parts = ", ".join(f"{name} {value:.4f}" for name, value in (terms or {}).items())
