@@ -82,7 +82,7 @@ BOTH_LENGTHS = (
         (
             "  optimizer:\n    lrr: 1",
             'job.yaml:4: unknown key "recipe.optimizer.lrr"; did you mean "lr"? '
-            "known: betas, decay_all, eps, lr, name, weight_decay",
+            "known: betas, decay_all, eps, lr, name, state, weight_decay",
         ),
         (
             "  optimizer:\n    name: sgd\n    betas: [0.9, 0.9]",
@@ -91,7 +91,7 @@ BOTH_LENGTHS = (
         ),
         (
             "  optimizer: {adamw: 1}",  # also the name of an optimizer, which is part of pydantic's location
-            'job.yaml:3: unknown key "recipe.optimizer.adamw"; known: betas, decay_all, eps, lr, name, weight_decay',
+            'job.yaml:3: unknown key "recipe.optimizer.adamw"; known: betas, decay_all, eps, lr, name, state, weight_decay',
         ),
         (
             "  schedule: {warm: 1}",

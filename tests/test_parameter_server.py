@@ -406,7 +406,7 @@ def test_wrong_settings_are_named(text: str, message: str, tmp_path: Path) -> No
         (
             "dp2",
             {"engine": "native", "staleness": 1},
-            'unknown key "run.staleness"; it is a setting of the parameter server; use engine: parameter-server, and',
+            'unknown key "run.staleness"; it is a setting of the parameter server; use engine: parameter-server and',
         ),
     ],
 )

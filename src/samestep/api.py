@@ -102,7 +102,8 @@ def train_job(job: Job) -> TrainResult:
     task = _check(job, layout)
     fork_server.start_early(job)
     if round_ is None or round_.number == 0:
-        _check_contract(job, task)
+        # With its sizes: the contract is checked where the number of ranks may not be known.
+        _check_contract(replace(job, run=replace(job.run, layout=str(layout))), task)
     found = _trained(job, layout)
     if isinstance(found, Exception):  # the same on all ranks, which have ended in good order
         raise found
