@@ -17,6 +17,7 @@ import torch.distributed as dist
 from findings import GIB, by_subject, only
 
 from samestep.cli.main import main
+from samestep.comm_bench import try_ranks
 from samestep.doctor import collectives, examine, machine
 from samestep.doctor.findings import ExaminationRequest, Finding, ok
 from samestep.launch.world import join
@@ -62,7 +63,7 @@ def test_a_collective_with_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(collectives, "_MODULE", "fake_trials")
+    monkeypatch.setattr(try_ranks, "_MODULE", "fake_trials")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *sys.path]))
     return monkeypatch
 
