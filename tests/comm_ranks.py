@@ -1,12 +1,10 @@
 """What ranks of the tests of `samestep comm` do: a second transport, wrong results, calls that hang or crash."""
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from samestep.comm_bench import run
 from samestep.comm_bench.request import CommRequest
 from samestep.comm_bench.results import Report
 from samestep.comm_bench.support import try_rank
-from samestep.launch import local
 
 SLOWER = 0.1  # seconds that each call of the second transport takes longer: more than a busy machine adds to each
 
@@ -72,7 +69,7 @@ def measure_wrong(asked: CommRequest) -> Report | None:
     return run._measure_rank(asked)
 
 
-def try_bad(file: Path, device: Any, first: int, limit: float) -> None:
+def try_bad(file: str, device: Any, first: int, limit: float) -> None:
     """Try a back end whose broadcast ends a rank with one dtype, and whose all-reduce hangs with the last."""
     table: Any = collectives.COLLECTIVES
     broadcast, all_reduce = table["broadcast"], table["all-reduce"]
@@ -92,14 +89,4 @@ def try_bad(file: Path, device: Any, first: int, limit: float) -> None:
     table.update(bad)
     dtypes: Any = (torch.float64, torch.float32)
     support.DTYPES = correctness.DTYPES = dtypes
-    try_rank(str(file), device, first, limit)
-
-
-def main(file: str, device: str, ranks: str, first: str, limit: str) -> None:
-    local.start(try_bad, (Path(file), device, int(first), float(limit)), int(ranks))
-
-
-if __name__ == "__main__":
-    import comm_ranks  # so that ranks find the functions by the module's name
-
-    comm_ranks.main(*sys.argv[1:])
+    try_rank(file, device, first, limit)

@@ -17,7 +17,7 @@ def write(folder: Path, rank: int, *lines: Mapping[str, object]) -> None:
 
 
 def main() -> None:
-    folder = Path(json.loads(sys.argv[3])[0])  # of FUNCTION, RANKS and ARGUMENTS
+    folder = Path(json.loads(sys.argv[3])[0])  # behind the function's name and the number of ranks
     way = os.environ["SAMESTEP_TEST_WAY"]
     if way == "raises":
         raise RuntimeError("planted")

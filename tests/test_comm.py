@@ -342,7 +342,7 @@ def test_what_a_back_end_has_is_found_by_trying(tmp_path: Path, capsys: pytest.C
 
 @pytest.fixture
 def bad_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_MODULE", "comm_ranks")
+    monkeypatch.setattr(support, "try_rank", comm_ranks.try_bad)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), *sys.path]))
 
 
