@@ -91,7 +91,8 @@ BOTH_LENGTHS = (
         ),
         (
             "  optimizer: {adamw: 1}",  # also the name of an optimizer, which is part of pydantic's location
-            'job.yaml:3: unknown key "recipe.optimizer.adamw"; known: betas, decay_all, eps, lr, name, state, weight_decay',
+            'job.yaml:3: unknown key "recipe.optimizer.adamw"; '
+            "known: betas, decay_all, eps, lr, name, state, weight_decay",
         ),
         (
             "  schedule: {warm: 1}",
