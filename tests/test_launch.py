@@ -202,7 +202,7 @@ def test_two_jobs_side_by_side_do_not_meet_and_ranks_end_when_their_parent_is_ki
 def test_the_same_file_runs_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = str(TESTS.parent / "examples" / "regression.yaml")
-    command = [*torchrun, "-m", "samestep", "train", job, "--layout", "dp2", "--folder", str(tmp_path)]
+    command = [*torchrun, "-m", "samestep", "train", job, "--layout", "ddp", "--folder", str(tmp_path)]
     command += ["--set", "run.tensorboard=false"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

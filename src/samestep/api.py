@@ -102,8 +102,7 @@ def train_job(job: Job) -> TrainResult:
     task = _check(job, layout)
     fork_server.start_early(job)
     if round_ is None or round_.number == 0:
-        # With its sizes: the contract is checked where the number of ranks may not be known.
-        _check_contract(replace(job, run=replace(job.run, layout=str(layout))), task)
+        _check_contract(job, layout, task)
     found = _trained(job, layout)
     if isinstance(found, Exception):  # the same on all ranks, which have ended in good order
         raise found
@@ -237,7 +236,7 @@ def verify_job(
     job, layout = _settled(job)
     task = _check(job, layout)
     fork_server.start_early(job)
-    _check_contract(job, task, dropout=dropout)
+    _check_contract(job, layout, task, dropout=dropout)
     job = proof_job(job, dropout=dropout, precision=precision)
     ranks = environment.ranks()
     with TemporaryDirectory(prefix="samestep-reference-") as folder:
@@ -271,7 +270,7 @@ def verify_layouts(
     if environment.ranks() is not None:
         raise UserError("--layouts starts its own processes; start it without a launcher")
     task = _check(_alone(job), Layout())
-    _check_contract(_alone(job), task, dropout=dropout)
+    _check_contract(_alone(job), Layout(), task, dropout=dropout)
     passed: Sequence[Passed] | None = None
     job = proof_job(job, dropout=dropout, precision=precision)
     fitting: dict[str, Layout] = {}
@@ -307,7 +306,7 @@ def verify_bits(job: Job, layouts: Sequence[str], *, steps: int = 5) -> list[Bit
     job = replace(job, run=replace(job.run, reduction="ordered", checkpoint=None))
     alone, single = _settled(_alone(job))
     task = _check(alone, single)
-    _check_contract(alone, task)
+    _check_contract(alone, single, task)
     rows: list[BitsRow] = []
     with TemporaryDirectory(prefix="samestep-bits-") as folder:
         known = _on_ranks(rank_tasks.bits_rank, alone, single, steps, Path(folder) / "single", job.run.threads)
@@ -493,11 +492,13 @@ def _check(job: Job, layout: Layout, task: Task | None = None, *, here: bool = T
     return task
 
 
-def _check_contract(job: Job, task: Task, *, dropout: bool = True) -> None:
+def _check_contract(job: Job, layout: Layout, task: Task, *, dropout: bool = True) -> None:
     """Check the task's contract once for all ranks: in the process that starts them, or as the first of them."""
     ranks = environment.ranks()
     if job.run.check and (ranks is None or ranks.rank == 0):
-        check_contract(replace(job, recipe=replace(job.recipe, dropout=job.recipe.dropout and dropout)), task)
+        recipe = replace(job.recipe, dropout=job.recipe.dropout and dropout)
+        # The layout's text may leave a size to the number of ranks, which the contract does not know.
+        check_contract(replace(job, recipe=recipe, run=replace(job.run, layout=str(layout))), task)
 
 
 def _on_ranks(function: Callable[..., Any], job: Job, layout: Layout, *arguments: Any) -> Any:
