@@ -60,8 +60,8 @@ def fsdp1() -> None:
 
 def lightning_fsdp() -> None:
     """Fault: the loss is multiplied with the number of ranks."""
-    import lightning
-    from lightning.pytorch.strategies import FSDPStrategy
+    import lightning  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.strategies import FSDPStrategy  # pyright: ignore[reportMissingImports]
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     class OnCPUs(FSDPStrategy):
