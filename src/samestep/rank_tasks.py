@@ -6,8 +6,9 @@ Each function is called in every rank with the same job and layout, and joins th
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep import environment
 from samestep.bits import BitsTaken, take_bits
@@ -24,6 +25,8 @@ from samestep.tasks.registry import resolve as resolve_task
 from samestep.training.fit import try_out
 from samestep.training.step_timing import StepTiming, time_steps
 from samestep.training.usage import Usage
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -51,13 +54,22 @@ def dry_run_rank_many(job: Job, _: Layout, layouts: Sequence[Layout]) -> list[Se
     with joined(job) as world:
         task = resolve_task(job.recipe)
         for layout in layouts:
-            try:
-                found.append(try_out(job, task, world, layout))
-            except UserError as error:  # of the layout and the model, which all ranks look at alike
-                if isinstance(error, LayoutError) and not error.alike:
-                    raise
-                found.append(str(error))
+            found.append(_or_refusal(partial(try_out, job, task, world, layout)))
     return found
+
+
+def _or_refusal(attempt: Callable[[], T]) -> T | str:
+    """What an attempt at a layout returns, or why the layout was refused, which is the same on all ranks.
+
+    Raises LayoutError where one rank alone may have refused it: the layouts are tried again then, each in a start
+    of its own.
+    """
+    try:
+        return attempt()
+    except UserError as error:
+        if isinstance(error, LayoutError) and not error.alike:
+            raise
+        return str(error)
 
 
 def time_steps_rank(job: Job, layout: Layout, steps: int) -> Sequence[StepTiming]:
@@ -91,13 +103,7 @@ def verify_rank_many(
         for layout in layouts:
             began = time.perf_counter()
             mine = known if world.rank == 0 else None
-            result: Proof | str
-            try:
-                result = hold_against(job, task, world, layout, steps, mine)
-            except UserError as error:  # of the layout and the model, which is the same on all ranks
-                if isinstance(error, LayoutError) and not error.alike:
-                    raise  # the layouts are tried again, each in a start of its own
-                result = str(error)
+            result = _or_refusal(partial(hold_against, job, task, world, layout, steps, mine))
             found.append((result, time.perf_counter() - began))
     return found
 

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -169,7 +170,7 @@ class Follower:
                     file.show()
 
 
-class _Shown:
+class _Shown(ABC):
     """A file that grows, of which more is shown again and again."""
 
     def __init__(self, path: Path, stream: BinaryIO, prefix: str = "") -> None:
@@ -179,7 +180,7 @@ class _Shown:
         self._at = 0  # bytes that were read
 
     def new(self) -> bytes:
-        """What was written since; a file that has become shorter was begun anew."""
+        """What was written since; a file that has become shorter is read from its start."""
         if not self.path.exists():
             return b""
         with self.path.open("rb") as file:
@@ -190,9 +191,9 @@ class _Shown:
         self._at += len(data)
         return data
 
+    @abstractmethod
     def show(self, *, last: bool = False) -> None:
         """Show what is new; `last`: nothing more will come."""
-        raise NotImplementedError
 
 
 class _Bytes(_Shown):
