@@ -109,7 +109,7 @@ def test_one_number_of_no_dimension_is_the_steps() -> None:
 @pytest.mark.parametrize("shape", [(1,), (5, 3), (1, 8)])
 def test_a_draw_of_no_sample_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(
-        samestep.UserError, match=r" at .*test_draws.py:\d+, in which .*nobody knows which number is whose"
+        samestep.UserError, match=r" at .*test_draws.py:\d+, in which .*each number's sample is unknown"
     ):
         drawn(lambda x: torch.rand(shape), torch.arange(4))
 

@@ -65,7 +65,7 @@ def test_launchers_that_say_too_little_are_told_what_would_do() -> None:
 @pytest.mark.parametrize(
     ("addresses", "message"),
     [
-        ((), "rank 0's host is nobody to the launcher"),
+        ((), "rank 0's host is unnamed to the launcher"),
         (("no-such-host.invalid",), "rank 0's host is no-such-host.invalid to the launcher, and no address is known"),
         (("203.0.113.1",), "and the launcher names 203.0.113.1; tell all ranks where to meet"),
     ],

@@ -25,7 +25,7 @@ class UserError(Exception):
 class LayoutError(UserError):
     """A layout that can't be read, doesn't fit the processes, the model or the batch, or isn't there yet."""
 
-    alike = True  # every rank raises it; False: one rank may have raised it while the others wait for that rank
+    on_every_rank = True  # False: one rank may have raised it while the others wait for that rank
 
 
 class CheckpointError(UserError):

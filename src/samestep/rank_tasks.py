@@ -67,7 +67,7 @@ def _or_refusal(attempt: Callable[[], T]) -> T | str:
     try:
         return attempt()
     except UserError as error:
-        if isinstance(error, LayoutError) and not error.alike:
+        if isinstance(error, LayoutError) and not error.on_every_rank:
             raise
         return str(error)
 

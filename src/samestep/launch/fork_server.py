@@ -2,14 +2,18 @@
 
 import atexit
 import ctypes
+import importlib
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from multiprocessing import forkserver
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
+from typing import NoReturn
 
 from samestep import environment
 from samestep.errors import UserError
@@ -51,6 +55,8 @@ def end_with_starter() -> None:
 # Forking a process that has loaded the system's frameworks is not safe on macOS.
 METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
+_STDERR = 2  # the number of its open file
+
 # It holds off signals and garbage collection; the others are imported after it.
 _FIRST = "samestep.launch.fork_server_main"
 
@@ -84,14 +90,73 @@ def start_early(job: Job) -> None:
 
     It is ended with this process. Mistakes in the job are not told here.
     """
-    if METHOD != "forkserver" or imports_main_again():
+    if _wants_server(job):
+        preload(_modules_of(job))
+        _ensure_running()
+
+
+def fork_early(job: Job) -> None:
+    """The same by a fork of this process, which has imported `samestep.api`: nothing is imported a second time.
+
+    Only for a process that runs nothing but a command of samestep's, and as its first work: what threads and open
+    files of a user's program would be in the server is not known.
+    """
+    if not _wants_server(job):
         return
+    for module in (*_ALWAYS, *_modules_of(job)):
+        with suppress(ImportError):
+            importlib.import_module(module)
+    resource_tracker.ensure_running()  # a program of its own, which the server's start would start
+    with _forks_server():
+        _ensure_running()
+
+
+def _wants_server(job: Job) -> bool:
+    if METHOD != "forkserver" or imports_main_again():
+        return False
     with suppress(UserError):
-        if environment.ranks() is None and _has_ranks(job):
-            preload(_modules_of(job))
-            forkserver.ensure_running()
-            atexit.unregister(_end)
-            atexit.register(_end)
+        return environment.ranks() is None and _has_ranks(job)
+    return False
+
+
+def _ensure_running() -> None:
+    forkserver.ensure_running()
+    atexit.unregister(_end)
+    atexit.register(_end)
+
+
+@contextmanager
+def _forks_server() -> Iterator[None]:
+    """Let multiprocessing fork its server where it would start a new interpreter for it."""
+    spawn = util.spawnv_passfds
+
+    def fork(path: bytes, args: Sequence[str], passed: Sequence[int]) -> int:
+        del path, args
+        with warnings.catch_warnings():  # of the threads of libraries that were imported, which wait
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _serve(*passed)
+        return pid
+
+    util.spawnv_passfds = fork
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _serve(listener: int, alive: int) -> NoReturn:
+    """Be the server, in a process that was forked for it; `alive` ends when no process wants it any more."""
+    try:
+        for open_file in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+            if open_file > _STDERR and open_file not in (listener, alive):
+                with suppress(OSError):  # that of the listing
+                    os.close(open_file)
+        importlib.import_module(_FIRST)
+        forkserver.main(listener, alive, [])
+    finally:
+        os._exit(0)
 
 
 def imports_main_again() -> bool:

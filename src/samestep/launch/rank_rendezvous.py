@@ -168,7 +168,7 @@ def meet(ranks: Ranks, *, timeout: float = 300.0) -> Met:
     if address is not None:
         found = Meeting(job=found.job, addresses=(address,), other=found.other)
     if not any(_resolved(each) for each in found.addresses):
-        named = ", ".join(found.addresses) or "nobody"
+        named = ", ".join(found.addresses) or "unnamed"
         raise UserError(f"rank 0's host is {named} to the launcher, and no address is known for it; {TELL_US}")
     if ranks.rank == 0:
         address = _address_of_rank_0(found)

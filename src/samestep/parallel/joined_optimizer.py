@@ -31,6 +31,14 @@ def follow(inner: Optimizer, groups: Sequence[Mapping[str, Any]], numbers: Seque
         mine.update({name: value for name, value in groups[number].items() if name != "params"})
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure, which an optimizer's `step` may be called with; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """One of the optimizers."""
@@ -84,10 +92,7 @@ class Joined(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for member in self.members:
             if member.optimizer is not None and (self._turn is None or member.turn in (None, self._turn)):
                 member.optimizer.step()

@@ -63,7 +63,7 @@ class LayoutFailures:
             if not self._is_of_layout(error):
                 raise
             failure = LayoutError(self._sentence(error))
-            failure.alike = False  # it may have come on this rank alone
+            failure.on_every_rank = False  # it may have come on this rank alone
             raise failure from error
 
     def of_task(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ class LayoutFailures:
             "earlier pipeline stage has, on another rank, where no graph of the loss's reaches; use "
             f"dp{pipeline} or tp{pipeline} in place of pp{pipeline}"
         )
-        failure.alike = False  # the ranks of the last stage find it
+        failure.on_every_rank = False  # the ranks of the last stage find it
         return failure
 
     def _is_of_layout(self, error: Exception) -> bool:
@@ -116,8 +116,8 @@ class LayoutFailures:
         at = f", {line}" if line else ""
         if _WITHOUT_GRAPH in str(error):
             return (
-                f'layout "{self._layout}": {what} takes gradients in its forward, which also runs where nobody wants '
-                f"its backward, under torch.no_grad() ({type(error).__name__}: {first_line(error)}{at}); use "
+                f'layout "{self._layout}": {what} takes gradients in its forward, which also runs without a '
+                f"backward, under torch.no_grad() ({type(error).__name__}: {first_line(error)}{at}); use "
                 "torch.enable_grad() around what they are computed from"
             )
         return (

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from samestep.parallel.joined_optimizer import loss_of
 from samestep.parallel.optimizer_lots import Lot, lots
 from samestep.parallel.sharding import local
 
@@ -41,10 +42,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for lot in self._lots:
             for parameter, master in lot.stepped.items():
                 master.grad = None if parameter.grad is None else local(parameter.grad).to(master.dtype)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.parallel.exact.counter_rng import columns, draw, key_of, split
+from samestep.parallel.joined_optimizer import loss_of
 from samestep.parallel.optimizer_lots import Lot, lots
 from samestep.parallel.sharding import local
 
@@ -136,10 +137,7 @@ class RoundedState(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for lot in self._lots:
             inner = lot.optimizer.state
             for parameter in lot.stepped:
@@ -207,7 +205,7 @@ def _lot_of(
 def _chance(step: Tensor, average: str, values: Tensor) -> Tensor:
     """Uniform int32 numbers of a step and an average, one for each of the values: [values]."""
     key = split(step.reshape(1).to(torch.int64), key_of(average))
-    if key.device != values.device:  # the count lies on the CPU, where nobody waits for it
+    if key.device != values.device:  # the count is on the CPU, where reading it waits for no device
         key = torch.full([1], int(key.item()), dtype=torch.int64, device=values.device)
     row = values.shape[-1]
     rows = torch.arange(values.numel() // max(row, 1), device=values.device)

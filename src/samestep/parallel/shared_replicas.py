@@ -70,7 +70,7 @@ class SharedReplicas:
     def __init__(self, model: nn.Module, layout: Layout, parts: ShardTable, group: dist.ProcessGroup) -> None:
         """Move a model's parameters into a new region, with the values of rank 0. Every rank of the group asks.
 
-        Raises LayoutError on every rank alike where the ranks are on several hosts, or where one would have nothing
+        Raises LayoutError on every rank where the ranks are on several hosts, or where one would have nothing
         to step, and UserError where the memory can't be had.
         """
         self._group = group

@@ -198,7 +198,7 @@ class Dropout(TorchFunctionMode):
             raise UserError(
                 f"{self._name or 'the model'}: {what} of shape {list(shape)}{f' at {place}' if place else ''}, in "
                 f"which the {samples} samples of a "
-                "micro-batch are not the first dimension: nobody knows which number is whose; draw numbers of shape "
+                "micro-batch are not the first dimension, so each number's sample is unknown; draw numbers of shape "
                 "[samples, ...], or torch.rand(()) for one number that is the whole step's"
             )
         # A dimension of one element is broadcast over what another rank holds as well.
@@ -265,8 +265,8 @@ class Dropout(TorchFunctionMode):
     def _moment(self, what: str) -> Moment:
         if self.now.moment is None:
             raise UserError(
-                f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where nobody "
-                'knows its sample; use the layout option "recompute=full" in place of its own checkpointing'
+                f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where "
+                'its sample is unknown; use the layout option "recompute=full" in place of its own checkpointing'
             )
         return self.now.moment
 
@@ -313,7 +313,7 @@ class Dropout(TorchFunctionMode):
             return samples, shape[0] // samples, *shape[1:]
         raise UserError(
             f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
-            f"samples of a micro-batch are not the first dimension: nobody knows which element is whose; "
+            f"samples of a micro-batch are not the first dimension, so each element's sample is unknown; "
             f"{_SWITCH_OFF}"
         )
 

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.parallel.joined_optimizer import follow
+from samestep.parallel.joined_optimizer import loss_of
 from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.optimizer_lots import Lot
 from samestep.parallel.sharding import local
 
 # Optimizers that treat every number of a parameter by itself, so that a shard can be stepped like a whole.
@@ -61,16 +62,13 @@ class OffloadedOptimizer(Optimizer):
             lots = [{number: [copy]} for number, mine in enumerate(copies) for copy in mine]
         else:
             lots = [dict(enumerate(copies))]
-        self._lots = [_Lot(kind, settings, self.param_groups, lot) for lot in lots]
-        for lot in self._lots:
-            lot.complete(self.param_groups)
+        self._lots = [_OffloadedLot(kind, settings, self.param_groups, lot) for lot in lots]
+        for each in self._lots:
+            each.lot.complete(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for lot in self._lots:
             lot.step(self.param_groups)
             for copy in lot.copies:
@@ -172,7 +170,7 @@ class _Copy:
         self.host.grad = None
 
 
-class _Lot:
+class _OffloadedLot:
     """Copies that are stepped together."""
 
     def __init__(
@@ -183,26 +181,21 @@ class _Lot:
         copies: Mapping[int, Sequence[_Copy]],  # by the number of their group
     ) -> None:
         self.copies = [copy for mine in copies.values() for copy in mine]
-        self._numbers = list(copies)
-        self.optimizer = kind(
-            [{**groups[number], "params": [copy.host for copy in mine]} for number, mine in copies.items()],
-            **settings,
-        )
+        parameters = {number: [copy.parameter for copy in mine] for number, mine in copies.items()}
+        hosts = {copy.parameter: copy.host for copy in self.copies}
+        self.lot = Lot(kind, settings, groups, parameters, hosts)
 
-    def complete(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Write into the groups what was not said, so that their state dict is that of the kind of optimizer."""
-        for number, mine in zip(self._numbers, self.optimizer.param_groups, strict=True):
-            for name, value in mine.items():
-                groups[number].setdefault(name, value)
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.lot.optimizer
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        follow(self.optimizer, groups, self._numbers)
         for copy in self.copies:
             copy.fetch()
         device = self.copies[0].parameter.device
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()  # the CPU reads what was copied
-        self.optimizer.step()
+        self.lot.step(groups)
         for copy in self.copies:
             copy.put()
 
