@@ -99,13 +99,19 @@ def load(options: argparse.Namespace, file: Path | None = None) -> "LoadedJob":
     return jobfile.load(file or options.job, overrides)
 
 
-def prepare(job: "Job") -> None:
-    """Import what trains a job, which takes seconds, and fork the server that its ranks will be forked from."""
+def prepare(job: "Job", options: argparse.Namespace) -> None:
+    """Import what trains a job, which takes seconds, and start the server that its ranks will be forked from.
+
+    The server is a fork of this process, unless that runs a program of a user's: then it imports meanwhile.
+    """
     with _uncollected():
-        importlib.import_module("samestep.api")
         from samestep.launch import fork_server
 
-        fork_server.fork_early(job)
+        if not options.own_process:
+            fork_server.start_early(job)
+        importlib.import_module("samestep.api")
+        if options.own_process:
+            fork_server.fork_early(job)
 
 
 @contextmanager

@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = list(hyperparameters.without(given, environment.snapshot()))
         options = _parser().parse_args(words)
         options.command_line = words
+        options.own_process = arguments is None  # else a program of a user's has called
         return options.run(options)
     except UserError as error:
         # A launcher's ranks make the same mistake together, before they meet; one of them tells it.

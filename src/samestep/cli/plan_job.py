@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = job_options.load(options)
     if environment.ranks() is not None:
         raise UserError("plan starts its own processes; start it without a launcher")
-    job_options.prepare(loaded.job)
+    job_options.prepare(loaded.job, options)
     from samestep.job_plan.measure import measured_plan
     from samestep.job_plan.page import page
     from samestep.job_plan.plan import plan_job

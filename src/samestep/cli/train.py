@@ -79,11 +79,12 @@ def run(options: argparse.Namespace) -> int:
     if options.world is not None:
         return _rehearse(loaded.job, options.world, options.json)
     if options.dry_run:
+        job_options.prepare(loaded.job, options)
         return _dry_run(loaded.job, options.json)
 
     from samestep import environment
 
-    job_options.prepare(loaded.job)
+    job_options.prepare(loaded.job, options)
     from samestep.api import train_job
     from samestep.display.tables import print_profile, print_result
     from samestep.launch.environments.registry import idle_hosts
@@ -104,7 +105,7 @@ def _with_layout(options: argparse.Namespace, job: "Job") -> "Chosen":
     """The job with the layout that is found for it, which is told, and why."""
     if options.world is not None:
         raise UserError("layout auto is of the processes of this machine, and --world of others; name a layout")
-    job_options.prepare(job)
+    job_options.prepare(job, options)
     from samestep.job_plan.auto import with_layout
 
     chosen = with_layout(job)
@@ -159,7 +160,6 @@ def _on_hosts(options: argparse.Namespace, loaded: "LoadedJob") -> int:
 
 
 def _dry_run(job: "Job", file: Path | None) -> int:
-    job_options.prepare(job)
     from samestep.api import dry_run_job
     from samestep.display.tables import print_usage
 

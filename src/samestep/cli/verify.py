@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     if options.more:
         raise UserError(f"{options.more[0]} is a second job file; a list of layouts takes them: --layouts all")
 
-    job_options.prepare(loaded.job)
+    job_options.prepare(loaded.job, options)
     from samestep.api import verify_job
     from samestep.display.tables import print_proof
 
@@ -79,7 +79,7 @@ def _bits(options: argparse.Namespace, loaded: "LoadedJob") -> int:
         raise UserError("--precision: --bits compares steps in the recipe's own precision; leave it out")
     if options.dropout:
         raise UserError("--dropout: --bits compares steps with the recipe's dropout as it is; leave it out")
-    job_options.prepare(loaded.job)
+    job_options.prepare(loaded.job, options)
     from samestep.api import verify_bits
     from samestep.display.tables import print_bits
     from samestep.matrix import layouts_of
