@@ -46,7 +46,7 @@ test: $(VENV)/installed-dev
 quick: $(VENV)/installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	git diff --name-only --diff-filter=d HEAD -- "*.py" | xargs -r $(BIN)/pyright --pythonpath $(BIN)/python
+	{ git diff --name-only --diff-filter=d HEAD -- "*.py"; git ls-files --others --exclude-standard -- "*.py"; } | xargs -r $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest --numprocesses 2 -m "quick and not processes" $$(grep --files-with-matches mark.quick tests/test_*.py)
 
 # Everything: also what needs Horovod, which has to be built here.

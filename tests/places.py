@@ -64,6 +64,15 @@ BATCH = {
 }
 
 
+# From IBM's list of the variables that LSF sets for a job.
+LSF = {
+    "LSB_JOBID": "4711",
+    "LSB_HOSTS": "host-a host-a host-b",
+    "LSB_MCPU_HOSTS": "host-a 2 host-b 1",
+    "LSB_DJOB_NUMPROC": "3",
+}
+
+
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "3",

@@ -5,7 +5,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,10 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from nodes(child)
 
 
-def imported(module: str, text: str) -> Iterator[tuple[int, str]]:
+@cache
+def imported(module: str, text: str) -> tuple[tuple[int, str], ...]:
     """The line and the package of samestep of each import in a module, also of those inside functions."""
+    found: list[tuple[int, str]] = []
     inside = ["samestep", *module.split("/")[:-1]]
     for node in nodes(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -114,15 +117,16 @@ def imported(module: str, text: str) -> Iterator[tuple[int, str]]:
             root, _, rest = name.partition(".")
             if root == "samestep" and rest != "__version__":
                 public = samestep._HOME.get(rest, name)  # samestep.train is samestep.api
-                yield node.lineno, public.split(".")[1] if "." in public else "the whole of samestep"
+                found.append((node.lineno, public.split(".")[1] if "." in public else "the whole of samestep"))
+    return tuple(found)
 
 
-def wrong_imports(module: str, text: str) -> list[str]:
-    own = RANK[package_of(module)]
+def wrong_imports(module: str, text: str, rank: Mapping[str, int] = RANK) -> list[str]:
+    own = rank[package_of(module)]
     return [
         f"{module}:{line} imports {package}"
         for line, package in imported(module, text)
-        if package not in RANK or RANK[package] > own
+        if package not in rank or rank[package] > own
     ]
 
 
@@ -130,6 +134,17 @@ def wrong_imports(module: str, text: str) -> list[str]:
 def test_a_module_has_its_place_and_imports_only_from_below(module: str) -> None:
     assert package_of(module) in RANK, f"{module} has no place in HOUSE"
     assert wrong_imports(module, (SOURCE / module).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "ARCHITECTURE.zh-CN.md"])
+def test_the_map_has_every_package_once_and_rows_import_only_from_above(page: str) -> None:
+    text = (SOURCE.parent.parent / page).read_text(encoding="utf-8").partition("\n## ")[2].partition("\n## ")[0]
+    rows = [re.findall(r"`(\w+)/?`", cell) for cell in re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)]
+    assert sorted(name for row in rows for name in row) == sorted(RANK)
+    rank = {name: number for number, row in enumerate(rows) for name in row}
+    for module in MODULES:
+        if module not in EXEMPT:
+            assert wrong_imports(module, (SOURCE / module).read_text(encoding="utf-8"), rank) == []
 
 
 @pytest.mark.parametrize(

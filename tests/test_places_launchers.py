@@ -1,7 +1,7 @@
-"""Hosts in the variables of Slurm, Open MPI and torchrun; every wrong input."""
+"""Hosts in the variables of Slurm, LSF, Open MPI and torchrun; every wrong input."""
 
 import pytest
-from places import BATCH, OPEN_MPI, TORCHRUN, Here, at, read, refused, slots
+from places import BATCH, LSF, OPEN_MPI, TORCHRUN, Here, at, read, refused, slots
 
 from samestep.errors import UserError
 from samestep.launch.environments.slurm import host_names
@@ -109,6 +109,41 @@ def test_slurm_one_task_a_node_is_there_on_every_host() -> None:
 )
 def test_wrong_slurm_variables(change: dict[str, str], message: str) -> None:
     assert message in refused({**BATCH, **change})
+
+
+# LSF
+
+
+def test_lsf() -> None:
+    found = at(LSF, host=Here("host-a.cluster.example"))
+    assert (found.cluster.place, found.cluster.this, found.cluster.job) == ("lsf", 0, "4711")
+    assert slots(found) == {"host-a": 2, "host-b": 1}
+    assert (found.slots_from, found.on_every_host) == ("listed", False)
+    assert read(found) == {name: LSF[name] for name in ("LSB_JOBID", "LSB_MCPU_HOSTS")}
+    assert at({**LSF, "LSB_MCPU_HOSTS": "host-a 2 host-b 1 host-a 1"}).cluster.hosts[0].slots == 3
+
+
+def test_lsf_counts_the_accelerators_of_this_host() -> None:
+    host = Here("host-a", accelerators=4)
+    assert slots(at(LSF, host=host)) == {"host-a": 4, "host-b": 4}
+    assert slots(at(LSF, host=host, device="cpu")) == {"host-a": 2, "host-b": 1}
+    from_elsewhere = at(LSF, host=Here("login-1", accelerators=4))
+    assert (slots(from_elsewhere), from_elsewhere.cluster.this) == ({"host-a": 2, "host-b": 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"LSB_JOBID": ""}, "LSB_JOBID is empty; the job's number is wanted in it"),
+        ({"LSB_MCPU_HOSTS": ""}, "LSB_MCPU_HOSTS is empty; hosts and their slots, such as host-a 4"),
+        ({"LSB_MCPU_HOSTS": "host-a 2 host-b"}, "where host-b has no slots; hosts and their slots, such as"),
+        ({"LSB_MCPU_HOSTS": "host-a host-b"}, '"host-b" is no number of slots'),
+        ({"LSB_MCPU_HOSTS": "host-a 0"}, '"0" is no number of slots'),
+        ({"LSB_MCPU_HOSTS": "-oProxyCommand=x 1"}, '"-oProxyCommand=x" is no host'),
+    ],
+)
+def test_wrong_lsf_variables(change: dict[str, str], message: str) -> None:
+    assert message in refused({**LSF, **change})
 
 
 # Open MPI

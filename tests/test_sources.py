@@ -49,6 +49,12 @@ def csv(folder: Path, lines: Sequence[str]) -> Path:
     return path
 
 
+def tsv(folder: Path, lines: Sequence[str]) -> Path:
+    path = folder / "data.tsv"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
 def contents(samples: Any) -> list[tuple[tuple[int, ...], int]]:
     return [(tuple(map(int, ids)), label) for ids, label in (samples[index] for index in range(len(samples)))]
 
@@ -63,6 +69,14 @@ def test_json_lines_and_csv_give_the_same_samples(tmp_path: Path) -> None:
     assert one.class_names() == other.class_names() == ("bad", "good")
     assert contents(one.train_set()) == contents(other.train_set())
     assert contents(one.eval_set()) == contents(other.eval_set())
+
+
+def test_fields_between_tabs_are_read_as_those_between_commas(tmp_path: Path) -> None:
+    rows = [*ROWS, ("one, two", "good"), ('he said "no"', "bad")]
+    lines = [*(f"{label}\tx\t{text}" for text, label in rows), 'good\tx\t"a\ttab, ""quotes"" and\nlines"']
+    found = task(tsv(tmp_path, ["label\tother\ttext", *lines]), held_out=0)
+    wanted = task(jsonl(tmp_path, [*rows, ('a\ttab, "quotes" and\nlines', "good")]), held_out=0)
+    assert contents(found.train_set()) == contents(wanted.train_set())
 
 
 def test_quotes_empty_lines_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
@@ -127,7 +141,7 @@ def test_mistakes_in_json_lines_name_file_and_line(tmp_path: Path, content: str,
             ":4: 3 fields in a file of 2 columns; a text with a comma",
         ),
         (["text,label", "alone"], ":2: 1 fields in a file of 2 columns"),
-        (["text,label", "a,x", '"never closed,x', "b,y"], ":3: not CSV: unexpected end of data"),
+        (["text,label", "a,x", '"never closed,x', "b,y"], ":3: not CSV: unexpected end of data; a text that"),
         (["text,label", "a,x", ",y"], ":3: text is empty"),
         (["text,label", "a,x", "b,"], ":3: label is empty"),
         (["text,label"], " has no samples"),
@@ -136,6 +150,23 @@ def test_mistakes_in_json_lines_name_file_and_line(tmp_path: Path, content: str,
 )
 def test_mistakes_in_csv_name_file_and_line(tmp_path: Path, lines: list[str], said: str) -> None:
     path = csv(tmp_path, lines)
+    assert mistake(path).startswith(f"{path}{said}")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["text,label", "a,b"], ":1: no text and no label; there: text,label. Rename yours to text and label"),
+        (["text\tlabel", "one\ttwo\tx"], ":2: 3 fields in a file of 2 columns; a text with a tab must"),
+        (["text\tlabel", "a\tx", '"No," he said\tx'], ":3: not TSV: a tab expected after '\"'; a text that"),
+        (["text\tlabel", "a\tx", '"never closed\tx'], ":3: not TSV: unexpected end of data; a text that begins with"),
+        (["text\tlabel", "a\tx", "\ty"], ":3: text is empty"),
+        (["text\tlabel", "a\t0", "b\t-1"], ":3: label -1 is below 0"),
+        (["text\tlabel"], " has no samples"),
+    ],
+)
+def test_mistakes_in_tsv_name_file_and_line(tmp_path: Path, lines: list[str], said: str) -> None:
+    path = tsv(tmp_path, lines)
     assert mistake(path).startswith(f"{path}{said}")
 
 

@@ -1,4 +1,8 @@
-"""Every environment variable that samestep reads or writes: here, and nowhere else."""
+"""The process's environment variables: read and written here, and nowhere else.
+
+Modules that know variables of their own are given a mapping of them: `ranks` (launchers), `visible_devices`,
+`launch/environments` (places), `launch/script_env` (what scripts expect).
+"""
 
 import json
 import os

@@ -65,7 +65,15 @@ def read_csv(path: Path) -> LabelledTexts:
 
     Raises UserError with file and line for what is wrong in it.
     """
-    return integer_labels(collect_records(path, _csv_records(path)))
+    return integer_labels(collect_records(path, _separated_records(path, ",", "comma")))
+
+
+def read_tsv(path: Path) -> LabelledTexts:
+    """Read a file as `read_csv` does, with tabs between its fields, and quotes as spreadsheets and pandas write them.
+
+    Raises UserError with file and line for what is wrong in it.
+    """
+    return integer_labels(collect_records(path, _separated_records(path, "\t", "tab")))
 
 
 def read_utf8(path: Path) -> str:
@@ -99,9 +107,9 @@ def _json_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield number, record
 
 
-def _csv_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _separated_records(path: Path, separator: str, called: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     # strict: otherwise a quote that is never closed swallows the rest of the file.
-    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), strict=True)
+    rows = csv.reader(io.StringIO(read_utf8(path), newline=""), delimiter=separator, strict=True)
     header: list[str] | None = None
     number = 1
     try:
@@ -113,12 +121,16 @@ def _csv_records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 if len(row) != len(header):
                     raise UserError(
                         f"{path}:{number}: {len(row)} fields in a file of {len(header)} columns; "
-                        f"a text with a comma must stand in double quotes"
+                        f"a text with a {called} must stand in double quotes"
                     )
                 yield number, dict(zip(header, row, strict=True))
             number = rows.line_num + 1  # a quoted text may run over several lines
     except csv.Error as error:
-        raise UserError(f"{path}:{number}: not CSV: {error}") from None
+        why = str(error).replace(f"'{separator}'", f"a {called}")
+        raise UserError(
+            f"{path}:{number}: not {path.suffix[1:].upper()}: {why}; a text that begins with a double quote must "
+            "stand in double quotes, and its own be doubled"
+        ) from None
 
 
 def collect_records(path: Path, records: Iterable[tuple[int, Mapping[str, Any]]]) -> LabelledTexts:
@@ -206,6 +218,7 @@ SOURCES = {
 READERS = {
     ".jsonl": "samestep.data.text:read_jsonl",
     ".csv": "samestep.data.text:read_csv",
+    ".tsv": "samestep.data.text:read_tsv",
 }
 
 

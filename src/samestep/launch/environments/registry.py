@@ -7,6 +7,7 @@ from samestep.launch.environments.base import ClusterEnvironment, FoundCluster, 
 from samestep.launch.environments.hostfile import Hostfile
 from samestep.launch.environments.kubernetes import PyTorchJob
 from samestep.launch.environments.local import ThisMachine
+from samestep.launch.environments.lsf import Lsf
 from samestep.launch.environments.open_mpi import OpenMpi
 from samestep.launch.environments.ray import Ray
 from samestep.launch.environments.sagemaker import SageMaker
@@ -22,6 +23,7 @@ PLACES: Sequence[ClusterEnvironment] = (
     SageMaker(),
     PyTorchJob(),
     Slurm(),
+    Lsf(),
     Ray(),
     ThisMachine(),
 )

@@ -1,0 +1,60 @@
+"""An IBM LSF job: the hosts that bsub's script was given, seen from that script or from a shell of `bsub -Is`."""
+
+import re
+
+from samestep.errors import UserError
+from samestep.launch.environments.base import Cluster, FoundCluster, Host, PlaceInputs, Variables, which
+
+_HOST = re.compile(r"\w[\w.-]*", re.ASCII)  # none begins with a dash: to ssh that is an option, not a host
+_FORM = "hosts and their slots, such as host-a 4 host-b 4"
+
+
+class Lsf:
+    """The hosts of the job. LSF runs its command on the first of them alone."""
+
+    name = "lsf"
+    sign = "LSB_JOBID and LSB_MCPU_HOSTS"
+    everywhere = False
+    allocates = True
+
+    def named(self, given: PlaceInputs) -> bool:
+        return False
+
+    def there(self, given: PlaceInputs) -> bool:
+        return "LSB_JOBID" in given.environ and "LSB_MCPU_HOSTS" in given.environ
+
+    def find(self, given: PlaceInputs) -> FoundCluster:
+        read = Variables(given.environ)
+        job = read.wanted("LSB_JOBID", "the job's number")
+        listed = _listed(read.wanted("LSB_MCPU_HOSTS", _FORM))
+        slots, counted = given.slots
+        this = which(list(listed), given.host.name)
+        # LSF's slots are what was asked for; it doesn't say accelerators, which are taken to be those of this host.
+        by_accelerators = counted == "accelerators" and this is not None
+        return FoundCluster(
+            cluster=Cluster(
+                place=self.name,
+                hosts=tuple(
+                    Host(name=name, slots=slots if by_accelerators else count) for name, count in listed.items()
+                ),
+                this=this,
+                job=job,
+            ),
+            read=read.read(),
+            slots_from="accelerators" if by_accelerators else "listed",
+        )
+
+
+def _listed(text: str) -> dict[str, int]:
+    """The slots of each host, in order; those of a host that is named more than once add up."""
+    words = text.split()
+    slots: dict[str, int] = {}
+    if len(words) % 2:
+        raise UserError(f"LSB_MCPU_HOSTS is {text!r}, where {words[-1]} has no slots; {_FORM} are wanted")
+    for name, count in zip(words[::2], words[1::2], strict=True):
+        if _HOST.fullmatch(name) is None:
+            raise UserError(f'LSB_MCPU_HOSTS is {text!r}; "{name}" is no host; {_FORM} are wanted')
+        if not (count.isascii() and count.isdigit()) or int(count) == 0:
+            raise UserError(f'LSB_MCPU_HOSTS is {text!r}; "{count}" is no number of slots; {_FORM} are wanted')
+        slots[name] = slots.get(name, 0) + int(count)
+    return slots
