@@ -92,8 +92,8 @@ def _order_of_a_step(job: Job) -> tuple[list[str], list[bool]]:
     found: list[LateParameters] = []
     made, put = LateParameters.__init__, Message.put
 
-    def noted(self: LateParameters, *arguments: Any) -> None:
-        made(self, *arguments)
+    def noted(self: LateParameters, *arguments: Any, **keywords: Any) -> None:
+        made(self, *arguments, **keywords)
         found.append(self)
 
     def waited(self: Message) -> None:

@@ -270,11 +270,18 @@ class _Spreading:
             return None
         megabytes = self.details.bucket_mb
         message = BUCKET_BYTES if megabytes is None else int(megabytes * 2**20)
-        return LateParameters(units.modules, message * self.mesh.size("shard"))
+        lot_bytes = message * self.mesh.size("shard")  # one message from each owner
+        return LateParameters(units.modules, lot_bytes, compiled=self.details.compile)
 
     def _pipeline(self, stages: Cut, disk: MappedFile | None) -> Pipeline:
         return Pipeline(
-            cut=stages, layout=self.layout, mesh=self.mesh, device=self.device, disk=disk, **self._common()
+            cut=stages,
+            layout=self.layout,
+            mesh=self.mesh,
+            device=self.device,
+            disk=disk,
+            bucket_mb=self.details.bucket_mb,
+            **self._common(),
         )
 
     def _common(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ calls `settle` before. Meanwhile a rank holds the messages: at most the bytes of
 when it holds no activations yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,10 @@ class Message:
 class LateParameters:
     """The parameters of a model that are on their way, and which forward waits for them."""
 
-    def __init__(self, units: Sequence[nn.Module], lot_bytes: int) -> None:
+    def __init__(self, units: Sequence[nn.Module], lot_bytes: int, *, compiled: bool) -> None:
         """`units`: in the order in which they run, the same on every rank; nobody else uses what is in one.
 
-        `lot_bytes`: of the parameters that are waited for at once, at least.
+        `lot_bytes`: of the parameters that are waited for at once, at least. `compiled`: whether units are compiled.
         """
         self._lot_of: dict[nn.Parameter, int] = {}
         self._on_their_way: dict[int, list[Message]] = {}
@@ -67,7 +67,7 @@ class LateParameters:
         for unit in units:
             parameters = list(unit.parameters())
             self._lot_of.update(dict.fromkeys(parameters, lot))
-            unit.register_forward_pre_hook(_Waiting(self, lot))
+            unit.register_forward_pre_hook(self._waiting(lot, compiled))
             size += sum(parameter.numel() * parameter.element_size() for parameter in parameters)
             if size >= lot_bytes:
                 lot, size = lot + 1, 0
@@ -96,14 +96,11 @@ class LateParameters:
         for lot in sorted(self._on_their_way):
             self.wait(lot)
 
+    def _waiting(self, lot: int, compiled: bool) -> Callable[[nn.Module, Any], None]:
+        """A hook before a unit's forward. The compiler leaves it alone: the wait is no part of the forward."""
 
-class _Waiting:
-    """A hook before a unit's forward. The compiler leaves it alone: what it waits for is no part of the forward."""
+        def wait(module: nn.Module, arguments: Any) -> None:
+            self.wait(lot)
 
-    def __init__(self, late: LateParameters, lot: int) -> None:
-        self._late = late
-        self._lot = lot
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, arguments: Any) -> None:
-        self._late.wait(self._lot)
+        alone: Any = torch.compiler.disable(wait) if compiled else wait  # which imports the compiler
+        return alone

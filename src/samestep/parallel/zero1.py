@@ -26,7 +26,7 @@ from samestep.parallel.valueless import has_values
 BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
 
 
-def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(parameters: Iterable[nn.Parameter], most: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
     """The parameters that are trained, in lots of about as many bytes as make a good message."""
     bucket: list[nn.Parameter] = []
     size = 0
@@ -35,7 +35,7 @@ def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             continue
         bucket.append(parameter)
         size += parameter.numel() * parameter.element_size()
-        if size >= BUCKET_BYTES:
+        if size >= most:
             yield bucket
             bucket, size = [], 0
     if bucket:
