@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from proving import Case, prove, same
 from tiny_models import Tiny
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Idle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20)) for _ in range(4))
-        self.layers[1].register_parameter("idle", nn.Parameter(self.layers[0][0].weight.detach().clone()))
+        self.layers[1].register_parameter("idle", nn.Parameter(torch.ones(20)))
         self.out = nn.Linear(20, 1)
 
     def forward(self, points: Tensor) -> Tensor:

@@ -103,9 +103,9 @@ class Pipeline(ParallelModel):
         if early is not None:
             early.finish()
             summed = self._summed()
-            if self.parts.owners is not None:
+            if summed and self.parts.owners is not None:
                 self.parts.owners.average(summed)
-            else:
+            elif summed:
                 average_gradients(summed, self._mesh.data_group, self._mesh.grid.device_type)
         average_experts(self.model, self.parts)
 
