@@ -10,7 +10,7 @@ often (a model's own checkpoint with use_reentrant=True runs backwards in backwa
 does the whole first step.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,19 +37,19 @@ class EarlyGradients:
 
     def __init__(
         self,
+        parameters: Sequence[nn.Parameter],
         of_stages: Mapping[int, Sequence[nn.Parameter]],
         *,
-        apart: Collection[nn.Parameter],
         mesh: Mesh,
         owners: Owners | None,
         bucket_mb: float | None,
     ) -> None:
-        """`of_stages`: what each stage of this rank computes with. `apart`: parameters that are averaged elsewhere.
+        """`parameters`: whose gradients are averaged. `of_stages`: what each stage of this rank computes with.
 
         `owners`: under ZeRO-1, whose gradients end on one rank alone.
         """
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._of_stages = of_stages
-        self._apart = set(apart)
         self._mesh = mesh
         self._owners = owners
         self._bytes = BUCKET_BYTES if bucket_mb is None else int(bucket_mb * 2**20)
@@ -63,9 +63,8 @@ class EarlyGradients:
         self._late: set[nn.Parameter] | None = None  # those that it added to more often; None: not known yet
         self._unused: set[nn.Parameter] = set()  # on this rank, in this step
         self._sent: list[GradientMessage] = []
-        for parameter in dict.fromkeys(p for some in of_stages.values() for p in some):
-            if parameter.requires_grad and parameter not in self._apart:
-                parameter.register_post_accumulate_grad_hook(self._added)
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._added)
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Before a step with these actions on this rank."""
@@ -118,15 +117,15 @@ class EarlyGradients:
     def _plan(self, actions: Sequence[Action]) -> None:
         """Find when each stage's gradients are final, and what goes together."""
         self._ends = {action.stage: number for number, action in enumerate(actions) if action.kind != "F"}
-        stage_of: dict[nn.Parameter, int] = {}
-        for stage in sorted(self._ends, key=lambda stage: self._ends[stage]):  # the last one that uses it has it
-            stage_of.update(dict.fromkeys(self._of_stages[stage], stage))
+        stages = sorted(self._ends, key=lambda stage: self._ends[stage])
+        stage_of = dict.fromkeys(self._parameters, stages[-1])  # also what no stage was seen to use
+        for stage in stages:  # the last one that uses a parameter has it
+            stage_of.update((p, stage) for p in self._of_stages[stage] if p in stage_of)
         self._buckets = []
-        for stage in sorted(self._ends, key=lambda stage: self._ends[stage]):
-            own = [parameter for parameter in self._of_stages[stage] if stage_of[parameter] == stage]
-            trained = [parameter for parameter in own if parameter not in self._apart][::-1]
+        for stage in stages:
+            own = [parameter for parameter in reversed(self._parameters) if stage_of[parameter] == stage]
             self._buckets += [
-                _Bucket(parameters=some, stage=stage, missing=set()) for some in buckets(trained, self._bytes)
+                _Bucket(parameters=some, stage=stage, missing=set()) for some in buckets(own, self._bytes)
             ]
         self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
 

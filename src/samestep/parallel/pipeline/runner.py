@@ -50,6 +50,8 @@ class Pipeline(ParallelModel):
         self._chunk_orders = _forwards_alone(owners(layout), layout.pipeline)
         self._bucket_mb = bucket_mb
         self._early: EarlyGradients | None = None
+        # Parameters whose gradients are sums over other ranks before replicas average them.
+        self._summed: list[nn.Parameter] = []
 
     def forward_backward(
         self,
@@ -102,7 +104,7 @@ class Pipeline(ParallelModel):
             average_what_is_whole(self.model, self.parts)
         if early is not None:
             early.finish()
-            summed = self._summed()
+            summed = self._summed
             if summed and self.parts.owners is not None:
                 self.parts.owners.average(summed)
             elif summed:
@@ -114,21 +116,17 @@ class Pipeline(ParallelModel):
         if self._mesh.data_place.of == 1 or isinstance(self.cut, FSDPModule):
             return None
         if self._early is None:
-            shared = set(self.parts.not_of_experts(self.model))
-            apart = {p for p in self.model.parameters() if p not in shared} | set(self._summed())
+            named = self.model.named_parameters()
+            shared = {name: p for name, p in named if not self.parts.part(name).of_experts}
+            self._summed = [p for name, p in shared.items() if self.parts.part(name).sum_over]
             self._early = EarlyGradients(
+                [p for name, p in shared.items() if not self.parts.part(name).sum_over],
                 {stage: self.cut.weights_of(stage) for stage in self.cut.mine},
-                apart=apart,
                 mesh=self._mesh,
                 owners=self.parts.owners,
                 bucket_mb=self._bucket_mb,
             )
         return self._early
-
-    def _summed(self) -> list[nn.Parameter]:
-        """Parameters whose gradients are sums over other ranks before replicas average them."""
-        named = self.model.named_parameters()
-        return [p for name, p in named if self.parts.part(name).sum_over and not self.parts.part(name).of_experts]
 
     def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
         """What a stage computes and hands on, or of the last the model's output, with this rank's part of it.
