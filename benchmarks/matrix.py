@@ -5,7 +5,7 @@
 The jobs are the small ones of examples/proof, and five models of transformers that samestep was not made for, of
 tiny random configurations; and for a table of their own, with layouts of their own, mixtures of experts. `--docs`
 writes the tables whose jobs were all run, and the reasons of what is refused, into docs/matrix.md and
-docs/zh/matrix.md.
+docs/zh/matrix.md. With some of the layouts alone it writes their lines and leaves the others as they stand.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from page_parts import markdown_table, write_parts
+from page_parts import markdown_table, read_part, write_parts
 from rich.console import Console
 from rich.progress import Progress
 
@@ -26,7 +26,8 @@ from samestep import jobfile
 from samestep.api import verify_layouts
 from samestep.display.tables import print_matrix
 from samestep.job import Job, Run
-from samestep.matrix import Row, layouts_of
+from samestep.matrix import ALL as ALL_LAYOUTS
+from samestep.matrix import EXPERTS, Row, layouts_of
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("text", "language", "images", "regression")
@@ -35,6 +36,8 @@ MIXTURES = ("mixtral", "qwen2-moe", "olmoe", "deepseek-v3", "gpt-oss", "list", "
 REFUSED = {"en": "refused", "zh": "拒绝"}
 ALL = [*SHIPPED, *UNTUNED, *MIXTURES]
 PAGES = {"en": ROOT / "docs" / "matrix.md", "zh": ROOT / "docs" / "zh" / "matrix.md"}
+
+Cells = dict[str, dict[str, str]]  # by layout and job, a number, or why the layout was refused
 
 
 def jobs() -> list[Job]:
@@ -73,37 +76,56 @@ def main() -> None:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=2) + "\n", encoding="utf-8")
     if options.docs:
         for language, page in PAGES.items():
-            for first, names in ((1, (*SHIPPED, *UNTUNED)), (3, MIXTURES)):
+            for first, names, of_table in ((1, (*SHIPPED, *UNTUNED), ALL_LAYOUTS), (3, MIXTURES, EXPERTS)):
                 own = [row for row in rows if row.job in names]
                 if {row.job for row in own} == set(names):
-                    parts = (table(own, REFUSED[language]), reasons(own))
-                    write_parts(page, {f"part {number}": part for number, part in enumerate(parts, first)})
+                    cells = {**known(page, first, REFUSED[language]), **measured(own)}
+                    cells = {layout: cells[layout] for layout in of_table if layout in cells}
+                    lines, reasons = told(cells, REFUSED[language])
+                    write_parts(page, {f"part {first}": lines, f"part {first + 1}": reasons})
 
 
-def table(rows: Sequence[Row], refused: str) -> str:
-    """A line a layout, a column a job: the largest relative difference of all that is compared."""
-    names = list(dict.fromkeys(row.job for row in rows))
-    numbers = {reason: number for number, reason in enumerate(_reasons(rows), 1)}
-    lines: list[list[str]] = []
-    for layout in dict.fromkeys(row.layout for row in rows):
-        cells = {row.job: _cell(row, numbers, refused) for row in rows if row.layout == layout}
-        lines.append([f"`{layout}`", *(cells[name] for name in names)])
-    return markdown_table(["", *names], lines)
+def measured(rows: Sequence[Row]) -> Cells:
+    """The largest relative difference of all that is compared, or the reason of a refusal."""
+    found: Cells = {}
+    for row in rows:
+        found.setdefault(row.layout, {})[row.job] = _cell(row)
+    return found
 
 
-def _cell(row: Row, numbers: dict[str, int], refused: str) -> str:
+def known(page: Path, first: int, refused: str) -> Cells:
+    """What stands in a page: its table and, in the part behind it, the reasons."""
+    reasons = dict(line.split(". ", 1) for line in read_part(page, f"part {first + 1}").splitlines())
+    titles, _, *lines = ([each.strip() for each in line.split("|")[1:-1]] for line in _lines(page, first))
+    found: Cells = {}
+    for layout, *cells in lines:
+        told = [reasons.get(cell.removeprefix(f"{refused} "), cell) for cell in cells]
+        found[layout.strip("`")] = dict(zip(titles[1:], told, strict=True))
+    return found
+
+
+def _lines(page: Path, first: int) -> list[str]:
+    return read_part(page, f"part {first}").splitlines()
+
+
+def told(cells: Cells, refused: str) -> tuple[str, str]:
+    """The table, a line a layout and a column a job, with numbers of the reasons; and the list of these."""
+    titles = list(next(iter(cells.values())))
+    given = [of_layout[name] for name in titles for of_layout in cells.values()]
+    numbers = {reason: n for n, reason in enumerate(dict.fromkeys(each for each in given if " " in each), 1)}
+
+    def short(cell: str) -> str:
+        return f"{refused} {numbers[cell]}" if cell in numbers else cell
+
+    lines = [[f"`{layout}`", *(short(of_layout[name]) for name in titles)] for layout, of_layout in cells.items()]
+    return markdown_table(["", *titles], lines), "\n".join(f"{n}. {reason}" for reason, n in numbers.items())
+
+
+def _cell(row: Row) -> str:
     if row.proof is not None:
         largest = f"{max(row.proof.max_relative_difference.values()):.0e}"
         return largest if row.proof.same_step else f"**{largest}**"
-    return f"{refused} {numbers[_reason(row)]}" if row.reason else "**failed**"
-
-
-def reasons(rows: Sequence[Row]) -> str:
-    return "\n".join(f"{number}. {reason}" for number, reason in enumerate(_reasons(rows), 1))
-
-
-def _reasons(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(_reason(row) for row in rows if row.reason))
+    return _reason(row) if row.reason else "**failed**"
 
 
 def _reason(row: Row) -> str:

@@ -13,6 +13,7 @@ from samestep.launch import local
 from samestep.launch.world import World, join
 from samestep.layout import Layout
 from samestep.proof import Proof, Reference, hold_against, proof_job, reference
+from samestep.tasks.base import Task
 from samestep.tasks.registry import resolve
 from samestep.training.fit import Training
 
@@ -70,25 +71,28 @@ def _on_each_rank(jobs: Mapping[str, Job], known: Mapping[str, Reference]) -> di
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # each rank sees its own device alone
     pretended_device.install()
     found: dict[str, OnDevice] = {}
+    tasks: dict[int, Task] = {}  # by their recipe: some read texts for longer than a proof takes
     with join(threads=1) as world:
         group: Any = dist.group.WORLD
         group.bound_device_id = None  # gloo can't split a group as NCCL does where one is bound to its device
         for name, job in jobs.items():
             try:
-                found[name] = _one(job, world, known[name] if world.rank == 0 else None)
+                if id(job.recipe) not in tasks:
+                    tasks[id(job.recipe)] = resolve(job.recipe)
+                task = tasks[id(job.recipe)]
+                found[name] = _one(job, task, world, known[name] if world.rank == 0 else None)
             except samestep.UserError as error:  # on every rank alike; what broke in a forward is its cause
                 broke = error.__cause__ is not None
                 found[name] = OnDevice(failed=format_exc()) if broke else OnDevice(refused=str(error))
     return found
 
 
-def _one(job: Job, world: World, known: Reference | None) -> OnDevice:
+def _one(job: Job, task: Task, world: World, known: Reference | None) -> OnDevice:
     import torch.distributed as dist
     from pretended_device import NAME, WAITS
 
     assert world.device.type == NAME
     layout = Layout.parse(job.run.layout)
-    task = resolve(job.recipe)
     proof = hold_against(proof_job(job, dropout=True), task, world, layout, STEPS, known)
     training = Training(job, task, world, layout)
     steps = training.steps(stop=WARM + 2)

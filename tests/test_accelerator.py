@@ -21,7 +21,7 @@ JOBS = Path(__file__).parents[1] / "examples" / "proof"
 TASKS = ("text", "language", "images", "regression")
 
 # Beside those of the matrix.
-LAYOUTS = (*ALL, "pp2 cp2", "pp2 tp2 sequence=split", "cp2 attention=ring", "dp2 cp2 attention=ring")
+LAYOUTS = (*ALL, "pp2 cp2", "pp2 tp2 sequence=split")
 
 # Where a step may wait for the device once all is warm, and why. What reads a tensor's value on the host (.item(),
 # .tolist(), bool(), nonzero()), or copies from or to memory that is not pinned, anywhere else fails these tests.

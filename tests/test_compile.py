@@ -1,7 +1,7 @@
 """run.compile: compiled blocks take the same step, under whichever layout, and what can't be compiled is refused."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,13 +21,15 @@ from samestep.launch import local
 from samestep.proof import proof_job, reference
 from samestep.tasks.registry import resolve
 
-STEPS = 2
 LAYERS, PRODUCTS = 4, 7  # of the tiny Llama: layers, and products of matrices in each
-MICRO_BATCHES = 4  # of 3 samples at most
+BATCH, MICRO_BATCH = 10, 5
+
+# Makes a backend of the compiler's that tells how many products of matrices it computes.
+TracedBy = Callable[[Callable[[int], None]], Callable[..., Any]]
 
 
 def recipe(name: str, **values: object) -> samestep.Recipe:
-    settings = {"batch": 10, "steps": 3, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
+    settings = {"batch": BATCH, "steps": 3, "clip": 0.5, "optimizer": samestep.AdamW(lr=1e-2)}
     return samestep.Recipe(task=Tiny(name=name), **{**settings, **values})  # pyright: ignore[reportArgumentType]
 
 
@@ -53,55 +55,92 @@ def test_compiled_blocks_take_the_same_step(layout: str) -> None:
     assert proof.same_step, proof
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(120)
+def test_stages_and_parts_of_the_tokens_call_what_was_traced_of_their_blocks() -> None:
+    """The compiler's front end alone, whose graphs run as they are: kernels take minutes to be written."""
+    _assert_compiled(["pp2", "cp2"], steps=1, traced_by=as_it_is)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(300)
-def test_blocks_of_stages_and_of_parts_of_the_tokens_are_compiled() -> None:
-    """Traced, and cut into forward and backward, as for the compiler; what it would write is run as it is."""
-    layouts = ["pp2", "cp2", "cp2 attention=ring"]
-    run = Run(compile=True, threads=1, micro_batch=3, check=False)
+def test_blocks_of_stages_and_of_parts_of_the_tokens_are_cut_into_forward_and_backward() -> None:
+    """As for the compiler; what it would write is run as it is."""
+    _assert_compiled(["pp2", "cp2", "cp2 attention=ring"], steps=2, traced_by=in_forward_and_backward)
+
+
+def _assert_compiled(layouts: Sequence[str], *, steps: int, traced_by: TracedBy) -> None:
+    """The step is that of one process, and every block's products of matrices ran in what was traced of it."""
+    run = Run(compile=True, threads=1, micro_batch=MICRO_BATCH, check=False)
     jobs = {layout: proof_job(Job(recipe=recipe("llama"), run=replace(run, layout=layout))) for layout in layouts}
     with TemporaryDirectory() as folder:
-        known = reference(jobs["pp2"], resolve(jobs["pp2"].recipe), STEPS, Path(folder))
-        proofs, products = local.start(_traced, (jobs, dict.fromkeys(layouts, known), STEPS), 2)
+        known = reference(jobs["pp2"], resolve(jobs["pp2"].recipe), steps, Path(folder))
+        proofs, products = local.start(_traced, (jobs, dict.fromkeys(layouts, known), steps, traced_by), 2)
     assert same(proofs, layouts) == {}
     # A stage has half of the layers; ranks with half of the tokens have all of them.
-    least = STEPS * MICRO_BATCHES * LAYERS * PRODUCTS
+    least = steps * (BATCH // MICRO_BATCH) * LAYERS * PRODUCTS
     for layout in layouts:
         assert products[layout] >= least // (2 if layout == "pp2" else 1), products
 
 
-def _traced(jobs: Mapping[str, Job], known: Mapping[str, Any], steps: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """Each layout's proof, and how many products of matrices compiled forwards computed on this rank."""
+def as_it_is(count: Callable[[int], None]) -> Callable[..., Any]:
+    """A backend of the compiler's that runs what was traced as it is, and tells the products of matrices in it."""
+    import torch
+
+    product: Any = torch._C._nn.linear  # pyright: ignore[reportAttributeAccessIssue]
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        products = sum(node.target is product for node in graph.graph.nodes)
+
+        def run(*arguments: Any) -> Any:
+            count(products)
+            return graph(*arguments)
+
+        return run
+
+    return backend
+
+
+def in_forward_and_backward(count: Callable[[int], None]) -> Callable[..., Any]:
+    """The same, cut into forward and backward of which PyTorch's operators are left."""
     import torch
     from torch._dynamo.backends.common import aot_autograd
+
+    targets = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+    def forward(graph: Any, _: Any) -> Callable[..., Any]:
+        return boxed(graph, sum(node.target in targets for node in graph.graph.nodes))
+
+    def backward(graph: Any, _: Any) -> Callable[..., Any]:
+        return boxed(graph, 0)
+
+    def boxed(graph: Any, products: int) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> Any:
+            count(products)
+            given, arguments[:] = list(arguments), []
+            return graph(*given)
+
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+    return aot_autograd(fw_compiler=forward, bw_compiler=backward)
+
+
+def _traced(
+    jobs: Mapping[str, Job], known: Mapping[str, Any], steps: int, traced_by: TracedBy
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Each layout's proof, and how many products of matrices compiled forwards computed on this rank."""
+    import torch
 
     ran: Counter[str] = Counter()
     current = ""
 
-    def forward(graph: Any, _: Any) -> Callable[..., Any]:
-        targets = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-        products = sum(node.target in targets for node in graph.graph.nodes)
-
-        def run(arguments: list[Any]) -> Any:
-            ran[current] += products
-            given, arguments[:] = list(arguments), []
-            return graph(*given)
-
-        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-        return run
-
-    def backward(graph: Any, _: Any) -> Callable[..., Any]:
-        def run(arguments: list[Any]) -> Any:
-            given, arguments[:] = list(arguments), []
-            return graph(*given)
-
-        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-        return run
+    def count(products: int) -> None:
+        ran[current] += products
 
     def compile_it(self: nn.Module, **_: Any) -> None:
-        backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
-        self._compiled_call_impl = torch.compile(self._call_impl, backend=backend)
+        self._compiled_call_impl = torch.compile(self._call_impl, backend=traced_by(count))
 
     proofs: dict[str, Any] = {}
     with patch.object(nn.Module, "compile", compile_it):

@@ -26,7 +26,7 @@ class Layers(Points):
         return (output - batch.targets).square().sum(), len(output)
 
 
-def _of_third_step(layouts: Sequence[str]) -> dict[str, Mapping[str, int]]:
+def _of_third_step(layouts: Sequence[str], micro_batch: int | None = None) -> dict[str, Mapping[str, int]]:
     """By layout, how many collectives of each kind this rank's third step has."""
     from samestep.comm.traffic import Traffic
     from samestep.job import Job, Run
@@ -38,7 +38,9 @@ def _of_third_step(layouts: Sequence[str]) -> dict[str, Mapping[str, int]]:
     with join(device="cpu", threads=1) as world:
         for layout in layouts:
             task = Layers()
-            job = Job(recipe=samestep.Recipe(task=task, batch=16, steps=4), run=Run(layout=layout))
+            job = Job(
+                recipe=samestep.Recipe(task=task, batch=16, steps=4), run=Run(layout=layout, micro_batch=micro_batch)
+            )
             steps = Training(job, task, world, Layout.parse(layout)).steps(stop=3)
             next(steps)
             next(steps)
@@ -46,6 +48,14 @@ def _of_third_step(layouts: Sequence[str]) -> dict[str, Mapping[str, int]]:
                 next(steps)
             found[layout] = dict(traffic.calls)
     return found
+
+
+def test_stages_gather_their_shards_once_a_step_under_zero2_and_for_every_micro_batch_under_fsdp() -> None:
+    of_four = local.start(_of_third_step, (["zero2x2 pp2", "fsdp2 pp2"], 2), 4)
+    micro_batches, units = 4, LAYERS // 2  # of 16 samples on two ranks, two each; of a stage
+    assert of_four["zero2x2 pp2"]["all-gather"] == units
+    assert of_four["fsdp2 pp2"]["all-gather"] >= 2 * units * micro_batches - 2 * micro_batches  # forward and backward
+    assert of_four["zero2x2 pp2"]["reduce-scatter"] == of_four["fsdp2 pp2"]["reduce-scatter"] == units
 
 
 def test_optimizer_shards_and_replicas_of_stages_send_few_large_messages() -> None:

@@ -195,7 +195,7 @@ WRONG = {
     "buckets of nothing": ({"bucket_mb": 0}, [], "run.bucket_mb is 0; it should be greater than 0"),
     "buckets of one rank": ({"bucket_mb": 5}, [], 'layout "single": run.bucket_mb is 5, and only replicas'),
     "buckets of shards": ({"bucket_mb": 5, "layout": "fsdp2"}, [], 'layout "fsdp2": run.bucket_mb is 5, and only'),
-    "buckets of stages": ({"bucket_mb": 5, "layout": "pp2 dp2"}, [], "run.bucket_mb is 5, and only replicas"),
+    "buckets of stages": ({"bucket_mb": 5, "layout": "pp2"}, [], "run.bucket_mb is 5, and only replicas"),
     "buckets of another": (
         {"bucket_mb": 5, "layout": "dp2", "engine": "parameter-server"},
         [],

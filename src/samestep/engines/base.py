@@ -93,6 +93,10 @@ class Trainer(ABC):
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
         """Forward, backward, clip, update, advance the schedule: one step of the global batch."""
 
+    def settle(self) -> None:
+        """Wait until this rank has its parameters as the last step left them; what reads them here does by itself."""
+        return
+
     @abstractmethod
     def predict(self, inputs: Any) -> Any:
         """The model's output in evaluation mode, without gradients; None where other ranks have it."""

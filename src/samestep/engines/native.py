@@ -114,8 +114,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             parameter.grad = gradient  # as other steps leave them
         if self.schedule is not None:
             self.schedule.step()
-        if self._average is not None:
-            self._average.after(batch.step + 1)
+        self._after(batch.step)
         total = torch.stack(list(losses.values())).sum()
         return StepReport(loss=total, grad_norm=squares.sqrt(), lr=lr, terms=told)
 
@@ -161,9 +160,13 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             self.pass_over()
         else:
             self.update()
-        if self._average is not None:
-            self._average.after(batch.step + 1)
+        self._after(batch.step)
         return StepReport(loss=totals[0] / totals[1], grad_norm=grad_norm, lr=lr, terms=_terms(loss, totals))
+
+    def _after(self, step: int) -> None:
+        if self._average is not None:
+            self._spread.settle()
+            self._average.after(step + 1)
 
     def _is_finite(self, totals: Tensor, grad_norm: Tensor) -> bool:
         """Whether a step can be taken; the same on every rank, since the whole gradient's norm is."""
@@ -299,10 +302,15 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         with self._precision.throughout(), nullcontext() if failures is None else failures.told():
             return self._spread.predict(inputs)
 
+    def settle(self) -> None:
+        self._spread.settle()
+
     def averaged(self) -> AbstractContextManager[None]:
+        self._spread.settle()
         return nullcontext() if self._average is None else self._average.in_place()
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        self._spread.settle()
         return self._spread.parts.whole_parameters(self.model)
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
@@ -333,6 +341,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self._whole_state(kept=kept)
 
     def _whole_state(self, *, kept: bool) -> dict[str, Tensor]:
+        self._spread.settle()
         return self._spread.parts.whole_state(self.model, kept=kept)
 
     def entries(self) -> Mapping[str, Entry]:
@@ -345,6 +354,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self._spread.parts.tied
 
     def pieces(self) -> dict[str, Piece]:
+        self._spread.settle()
         return {
             **model_pieces(self.model, self._spread.parts),
             **optimizer_pieces(self.optimizer, *self._optimized()),
@@ -365,6 +375,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         read: Callable[[Mapping[str, Piece]], None],
         scaler: Mapping[str, float],
     ) -> None:
+        self._spread.settle()
         to_fill = OptimizerToFill(self.optimizer, *self._optimized(), saved)
         average = {} if self._average is None else self._average.to_fill(saved, self._spread.parts)
         read({**model_pieces(self.model, self._spread.parts), **to_fill.pieces, **average})

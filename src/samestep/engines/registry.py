@@ -125,7 +125,7 @@ def check_buckets(
         raise UserError(
             f"{said}, and recipe.communication is {communication.kind}, whose result it may change; use one"
         )
-    if layout.data_ranks == 1 or layout.zero >= 2 or layout.pipeline > 1:
+    if layout.data_ranks == 1 or layout.zero >= 2:
         raise LayoutError(
             f'layout "{layout}": {said}, and only replicas send gradients in such buckets; use dp2 or zero1x2, or no '
             "bucket_mb"

@@ -9,7 +9,7 @@ Read `apply` first: ten steps in one order. Then, by what it calls:
 - `recompute`, `compile`, `offload`: what happens to single blocks (`blocks`).
 - `chunked_logits`: the output layer and its cross-entropy, some tokens at a time.
 - `ddp`, `zero1`, `fsdp`, `shared_replicas`, `sparse_rows`, `ordered`: data ranks and their gradients;
-  `unused_parameters`: those that a step doesn't reach.
+  `late_parameters`: what a ZeRO-1 step has changed, on its way; `unused_parameters`: those that a step doesn't reach.
 - `sharding`: the table of who holds which part of which parameter; `state_shards`: the same for checkpoints;
   `holdings`: what a rank holds from step to step.
 - `joined_optimizer`, `spread_optimizer`, `whole_optimizer`, `optimizer_kinds`: optimizers of parts and of wholes;

@@ -35,6 +35,7 @@ from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.experts.find import Experts, find_experts
 from samestep.parallel.experts.share import SharedExperts, share_experts
 from samestep.parallel.fsdp import agreed_units, shard, without_messages
+from samestep.parallel.late_parameters import LateParameters
 from samestep.parallel.offload.activations import offload_activations
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.offload.parameters import empty_in, move_parameters
@@ -49,7 +50,7 @@ from samestep.parallel.tensor.apply import slice_tensors
 from samestep.parallel.tensor.vocab_parallel import Vocabulary
 from samestep.parallel.trace import follow, trace
 from samestep.parallel.unused_parameters import UsedAlone, UsedByReplicas, UsedByShards
-from samestep.parallel.zero1 import Owners
+from samestep.parallel.zero1 import BUCKET_BYTES, Owners
 
 
 def spread(
@@ -252,16 +253,35 @@ class _Spreading:
         group, owners = self.mesh.data_group, self.parts.owners
         tables = _tables(model, self.details.sparse_rows, self.device) if owners is None and exchange is None else []
         rows = RowExchange(tables, group) if tables else None
+        late = self._late() if owners is not None else None
         used = UsedByReplicas(model, group, self.parts.parameters)
         apart = {*(table.parameter for table in tables), *self.shared.parameters}
         if rows is not None and all(p in apart for p in model.parameters() if p.requires_grad):
             return whole(module=model, accumulating=nullcontext, used=used, rows=rows)
         replicated = replicate(model, group, self.device, owners, exchange, apart, self.details.bucket_mb)
-        return whole(module=replicated, accumulating=replicated.no_sync, used=used, rows=rows)
+        return whole(module=replicated, accumulating=replicated.no_sync, used=used, rows=rows, late=late)
+
+    def _late(self) -> LateParameters | None:
+        """ZeRO-1's parameters on their way; None: a step waits for them, as where the forward was not followed."""
+        if not self.details.late_parameters:
+            return None
+        units = agreed_units(self.model, self.blocks, self.seen, self.mesh.data_group)
+        if units.may_differ or not units.modules:
+            return None
+        megabytes = self.details.bucket_mb
+        message = BUCKET_BYTES if megabytes is None else int(megabytes * 2**20)
+        lot_bytes = message * self.mesh.size("shard")  # one message from each owner
+        return LateParameters(units.modules, lot_bytes, compiled=self.details.compile)
 
     def _pipeline(self, stages: Cut, disk: MappedFile | None) -> Pipeline:
         return Pipeline(
-            cut=stages, layout=self.layout, mesh=self.mesh, device=self.device, disk=disk, **self._common()
+            cut=stages,
+            layout=self.layout,
+            mesh=self.mesh,
+            device=self.device,
+            disk=disk,
+            bucket_mb=self.details.bucket_mb,
+            **self._common(),
         )
 
     def _common(self) -> dict[str, Any]:
@@ -311,7 +331,7 @@ def _no_example(layout: Layout) -> UserError:
 def _look(model: nn.Module, layout: Layout, example: Any) -> Trace | None:
     """What the model's forward does, where the layout wants to know."""
     if not layout.cuts_model:
-        return follow(model, example) if layout.zero >= 2 and example is not None else None
+        return follow(model, example) if layout.zero and example is not None else None
     if example is None:
         raise _no_example(layout)
     seen = trace(model, example)

@@ -20,6 +20,7 @@ from samestep.parallel.exact.batch_buffers import BatchBuffers
 from samestep.parallel.exact.buffers import RepeatedForwards, check_buffers, versions
 from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.fsdp import put_back
+from samestep.parallel.late_parameters import LateParameters
 from samestep.parallel.offload.memory import HostMemory, MappedFile
 from samestep.parallel.pipeline.timeline import Timeline
 from samestep.parallel.sharding import ShardTable
@@ -70,6 +71,9 @@ class Details:
     # Into how many pieces, each with its own forward and backward, the global batch is cut for a sum of gradients in
     # one order whatever the layout; None: into as many as there are ranks and micro-batches.
     virtual_ranks: int | None = None
+    # Whether parameters that a step has changed may still be on their way when it ends. Nobody but the trainer then
+    # looks at the model between two steps.
+    late_parameters: bool = False
     # Samples of one step over all ranks, and most samples of one forward on one rank, as the job says them.
     batch: int | None = None
     micro_batch: int | None = None
@@ -80,6 +84,7 @@ class ParallelModel(ABC):
 
     timeline: Timeline | None = None  # where a pipeline writes down what it did in one step
     clock: StepClock | None = None  # to which the phases of a step are reported, where steps are profiled
+    late: LateParameters | None = None  # where parameters that a step has changed come while the next one runs
 
     def __init__(
         self,
@@ -130,6 +135,11 @@ class ParallelModel(ABC):
         """The loss and the backward of a step, as what this spread gives for an output wants them."""
         return (loss, backward) if self._vocabulary is None else self._vocabulary.around(loss, backward)
 
+    def settle(self) -> None:
+        """Wait until this rank has its parameters as the last step left them; before they are read."""
+        if self.late is not None:
+            self.late.settle()
+
     def give_whole_outputs(self) -> None:
         """From here on, training forwards give no output in slices or rows."""
         if self._shared_logits is not None:
@@ -165,9 +175,10 @@ class WholeModel(ParallelModel):
         used: Used,
         rows: RowExchange | None = None,
         repeatable: bool = False,
+        late: LateParameters | None = None,
         **common: Any,
     ) -> None:
-        """`rows`: averages the gradients that `module` leaves alone.
+        """`rows`: averages the gradients that `module` leaves alone. `late`: see `ParallelModel`.
 
         `repeatable`: a forward may be run once more in place of the one before. It must send no messages, and
         backward must not run any of it again.
@@ -176,6 +187,7 @@ class WholeModel(ParallelModel):
         self._used = used
         self._rows = rows
         self._repeatable = repeatable
+        self.late = late
         self._watches_draws = True
         self._buffers_checked = False
         self.module = module  # what forward calls
@@ -227,8 +239,12 @@ class WholeModel(ParallelModel):
         self._watches_draws = not self._repeatable or self.now.drew or buffers_moved
 
     def forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
+        if self.late is not None:
+            self.late.begin()
         with self.now.at(micro_batch.moment), self.autocast():
-            return term(self._output(micro_batch.batch.inputs), micro_batch)
+            output = self._output(micro_batch.batch.inputs)
+            self.settle()  # the loss may look at parameters that this forward did not use
+            return term(output, micro_batch)
 
     def _output(self, inputs: Any) -> Any:
         """The model's output. Watching a forward for draws costs time, and few models draw that have never drawn."""
@@ -245,6 +261,7 @@ class WholeModel(ParallelModel):
         return call(self.module, inputs)
 
     def predict(self, inputs: Any) -> Any:
+        self.settle()
         with torch.no_grad(), self.autocast():
             output = call(self.model, inputs)
         put_back(self.model)

@@ -241,10 +241,10 @@ def sum_gradients_over(group: dist.ProcessGroup, parameters: Iterable[nn.Paramet
     if not trained:
         return
     used = largest([parameter.grad is not None for parameter in trained], group, device_type)
-    pending: _Message | None = None
+    pending: GradientMessage | None = None
     for bucket in buckets([parameter for parameter, by_any in zip(trained, used, strict=True) if by_any]):
         for dtype in dict.fromkeys(parameter.dtype for parameter in bucket):
-            sent = _Message.send([p for p in bucket if p.dtype == dtype], group, device_type)
+            sent = GradientMessage.send([p for p in bucket if p.dtype == dtype], group, device_type)
             if pending is not None:
                 pending.put_back()
             pending = sent
@@ -253,7 +253,7 @@ def sum_gradients_over(group: dist.ProcessGroup, parameters: Iterable[nn.Paramet
 
 
 @dataclass(frozen=True)
-class _Message:
+class GradientMessage:
     """Gradients that are being summed over a group."""
 
     work: dist.Work
@@ -261,7 +261,9 @@ class _Message:
     gradients: Sequence[Tensor]
 
     @classmethod
-    def send(cls, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device_type: str) -> "_Message":
+    def send(
+        cls, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device_type: str
+    ) -> "GradientMessage":
         gradients: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:

@@ -51,7 +51,7 @@ def spread_optimizer(
     if master_dtype is not None:
         kind = with_masters(kind, master_dtype)
     if layout.zero == 1:
-        sharded: Any = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind)
+        sharded: Any = shard_optimizer(optimizer, mesh.grid.get_group("shard"), kind, spread_model.late)
         spread_model.parts.find_owners(spread_model.model, lambda position: list(_of_shard(sharded, position)))
         return sharded
     if spread_model.disk is not None:
@@ -101,7 +101,7 @@ def _of_member(
         memory = HostMemory(device) if layout.offloads("optimizer") else MappedFile(folder)
         make = partial(_offloaded, member, memory)
     if layout.zero == 1:
-        return shard_joined(optimizer, mesh.grid.get_group("shard"), make)
+        return shard_joined(optimizer, mesh.grid.get_group("shard"), make, spread_model.late)
     if make is not member.make:
         groups = optimizer.param_groups
         made = make(groups)

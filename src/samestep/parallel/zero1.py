@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 from samestep.comm.agree import largest
 from samestep.comm.mesh import Mesh
 from samestep.parallel.joined_optimizer import rebuild
+from samestep.parallel.late_parameters import LateParameters, Message
 from samestep.parallel.optimizer_kinds import Make
 from samestep.parallel.valueless import has_values
 
-_BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
+BUCKET_BYTES = 25 * 2**20  # what DistributedDataParallel sends at once
 
 
-def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(parameters: Iterable[nn.Parameter], most: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
     """The parameters that are trained, in lots of about as many bytes as make a good message."""
     bucket: list[nn.Parameter] = []
     size = 0
@@ -34,7 +35,7 @@ def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             continue
         bucket.append(parameter)
         size += parameter.numel() * parameter.element_size()
-        if size >= _BUCKET_BYTES:
+        if size >= most:
             yield bucket
             bucket, size = [], 0
     if bucket:
@@ -180,27 +181,31 @@ def _put_back(message: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(values.view_as(tensor))
 
 
-def shard_optimizer(optimizer: Optimizer, group: ProcessGroup, kind: Callable[..., Optimizer]) -> Optimizer:
+def shard_optimizer(
+    optimizer: Optimizer, group: ProcessGroup, kind: Callable[..., Optimizer], late: LateParameters | None
+) -> Optimizer:
     """An optimizer that does what the given one would, each rank of `group` for its part of the parameters.
 
-    `kind` makes the optimizer of a part.
+    `kind` makes the optimizer of a part. `late`: waits for what a step has changed; None: the step does.
     """
-    sharded = rebuild(optimizer, partial(_class(), optimizer_class=kind, process_group=group))
+    sharded = rebuild(optimizer, partial(_class(late), optimizer_class=kind, process_group=group))
     # The same groups, so that a schedule of the given optimizer also sets the rates here.
     sharded.param_groups = optimizer.param_groups
     return sharded
 
 
-def shard_joined(optimizer: Optimizer, group: ProcessGroup, make: Make) -> Optimizer:
+def shard_joined(optimizer: Optimizer, group: ProcessGroup, make: Make, late: LateParameters | None) -> Optimizer:
     """The same of an optimizer that `make` makes of groups with their settings."""
     groups = optimizer.param_groups
     # PyTorch hands on the defaults that it was given, and settings of groups beside them.
-    sharded = _class()([{**each} for each in groups], optimizer_class=lambda part: make(part), process_group=group)
+    sharded = _class(late)(
+        [{**each} for each in groups], optimizer_class=lambda part: make(part), process_group=group
+    )
     sharded.param_groups = groups
     return sharded
 
 
-def _class() -> Any:
+def _class(late: LateParameters | None) -> Any:
     """PyTorch's sharded optimizer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, from what it imports along
@@ -219,7 +224,10 @@ def _class() -> Any:
         def _sync_params(self) -> None:
             partition: Callable[[], Any] = self._partition_parameters  # pyright: ignore[reportAttributeAccessIssue]
             of_ranks = [[p for each in groups for p in each["params"]] for groups in partition()]
-            hand_round(of_ranks, self.process_group)
+            if late is None:
+                hand_round(of_ranks, self.process_group)
+            else:
+                send_round(of_ranks, self.process_group, late)
 
     return Sharded
 
@@ -230,20 +238,21 @@ def hand_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup) 
     In messages of some 25 MiB, one from every owner at a time. Shares may be of very unlike sizes, as one with the
     embeddings is, so these are broadcasts: an all-gather would fill all up to the largest.
     """
-    me = dist.get_rank(group)
     for round_ in zip_longest(*(_of_one_dtype(owned) for owned in of_ranks), fillvalue=()):
-        sent: list[tuple[int, Sequence[Tensor], Tensor, dist.Work | None]] = []
-        for position, bucket in enumerate(round_):
-            if bucket:
-                values = [parameter.data for parameter in bucket]
-                message = _flat(values) if len(values) > 1 else values[0]
-                work = dist.broadcast(message, group_src=position, group=group, async_op=True)
-                sent.append((position, values, message, work))
-        for position, values, message, work in sent:
-            if work is not None:
-                work.wait()
-            if position != me and len(values) > 1:
-                _put_back(message, values)
+        sent = [Message.send(bucket, position, group) for position, bucket in enumerate(round_) if bucket]
+        for message in sent:
+            message.put()
+
+
+def send_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup, late: LateParameters) -> None:
+    """The same, all at once, lot by lot, and without waiting: `late` has what is on its way."""
+    by_lot = [late.lots(owned) for owned in of_ranks]
+    for lot in sorted({lot for lots in by_lot for lot in lots}):
+        of_lot = [_of_one_dtype(lots.get(lot, ())) for lots in by_lot]
+        for round_ in zip_longest(*of_lot, fillvalue=()):
+            for position, bucket in enumerate(round_):
+                if bucket:
+                    late.add(lot, Message.send(bucket, position, group))
 
 
 def _of_one_dtype(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -124,6 +124,7 @@ class Training:
                 sparse_rows=job.run.sparse_rows,
                 share_replicas=job.run.share_replicas,
                 virtual_ranks=recipe.virtual_ranks if job.run.reduction == "ordered" else None,
+                late_parameters=True,
                 batch=recipe.batch,
                 micro_batch=job.run.micro_batch,
             ),
@@ -184,6 +185,7 @@ class Training:
                 else:
                     report = take()
             yield batch, report
+        self.session.trainer.settle()
 
     def _take(self, batch: StepBatch, supervision: RankSupervision | None) -> Callable[[], StepReport]:
         """What takes a step."""

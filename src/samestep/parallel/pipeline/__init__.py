@@ -5,5 +5,6 @@ In the order of reading:
 - `units`: the modules between whose calls a model can be cut. `partition`: where it is cut, found from a trace.
 - `stage`: a rank's own part of the model; `blanks` stand for the rest; `stage_run`: one forward of one stage.
 - `schedule`: the order of a rank's actions (PyTorch's schedules). `p2p`: the messages between stages.
+- `early_gradients`: replicas average gradients while the last backwards run.
 - `runner`: the whole pipeline as a model that engines step. `timeline`: what each rank did when.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
@@ -16,6 +16,7 @@ from samestep.layout import Layout
 from samestep.parallel.ddp import average_experts, average_gradients, average_what_is_whole
 from samestep.parallel.fsdp import put_back
 from samestep.parallel.parallel_model import ParallelModel, Term
+from samestep.parallel.pipeline.early_gradients import EarlyGradients
 from samestep.parallel.pipeline.p2p import MessageId, Messages, has_gradient
 from samestep.parallel.pipeline.schedule import Action, Orders, backward_in_two, orders_of, owners
 from samestep.parallel.pipeline.stage import Cut
@@ -34,8 +35,10 @@ class Pipeline(ParallelModel):
         layout: Layout,
         mesh: Mesh,
         device: torch.device,
+        bucket_mb: float | None = None,
         **common: Any,
     ) -> None:
+        """`bucket_mb`: megabytes of gradients that replicas send together; None: 25."""
         super().__init__(**common)
         self.timeline = self.times = Timeline(layout, mesh.group("pipeline"), device)
         self.cut = cut
@@ -45,6 +48,10 @@ class Pipeline(ParallelModel):
         counts = [len(of_stage) for of_stage in cut.plan.handed_on]
         self._messages = Messages(mesh, owners(layout), counts, device)
         self._chunk_orders = _forwards_alone(owners(layout), layout.pipeline)
+        self._bucket_mb = bucket_mb
+        self._early: EarlyGradients | None = None
+        # Parameters whose gradients are sums over other ranks before replicas average them.
+        self._summed: list[nn.Parameter] = []
 
     def forward_backward(
         self,
@@ -66,8 +73,13 @@ class Pipeline(ParallelModel):
         last_backward = _last(mine, lambda action: action.kind == "B")
         keys = [_shapes(micro_batch.batch.inputs) for micro_batch in micro_batches]
         self._messages.begin(_sends(orders, self._last_stage), lambda letter: keys[letter.micro_batch])
+        early = self._early_gradients()
+        if early is not None:
+            early.begin(mine)
         with self.times.of_step(micro_batches[0].moment.step, orders):
             for number, action in enumerate(mine):
+                if early is not None:
+                    early.before(number, action)
                 if isinstance(self.cut, FSDPModule):
                     # Shards add gradients up on this rank, and exchange them once. With ZeRO-2, which holds all
                     # parameters from forward to backward anyway, they are gathered once as well.
@@ -78,6 +90,8 @@ class Pipeline(ParallelModel):
                 timed = nullcontext() if self.clock is None else self.clock.of(phase)
                 with self.repeated.watched() if action.micro_batch == 1 else nullcontext(), timed:
                     step.run(action)
+                if early is not None:
+                    early.after(number, action)
                 if number == last_term:
                     forwards_done()
         if last_term is None:
@@ -86,14 +100,33 @@ class Pipeline(ParallelModel):
         self.buffers.settle()
         self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")
         self.parts.sum_gradients(self.model)
-        if self.parts.owners is not None:
-            self.parts.owners.average(self.parts.not_of_experts(self.model))
-        elif isinstance(self.cut, FSDPModule):
+        if isinstance(self.cut, FSDPModule):
             average_what_is_whole(self.model, self.parts)
-        elif self._mesh.data_place.of > 1:
-            shared = self.parts.not_of_experts(self.model)
-            average_gradients(shared, self._mesh.data_group, self._mesh.grid.device_type)
+        if early is not None:
+            early.finish()
+            summed = self._summed
+            if summed and self.parts.owners is not None:
+                self.parts.owners.average(summed)
+            elif summed:
+                average_gradients(summed, self._mesh.data_group, self._mesh.grid.device_type)
         average_experts(self.model, self.parts)
+
+    def _early_gradients(self) -> EarlyGradients | None:
+        """What averages the gradients of replicas; made in the first step, when the optimizer's owners are known."""
+        if self._mesh.data_place.of == 1 or isinstance(self.cut, FSDPModule):
+            return None
+        if self._early is None:
+            named = self.model.named_parameters()
+            shared = {name: p for name, p in named if not self.parts.part(name).of_experts}
+            self._summed = [p for name, p in shared.items() if self.parts.part(name).sum_over]
+            self._early = EarlyGradients(
+                [p for name, p in shared.items() if not self.parts.part(name).sum_over],
+                {stage: self.cut.weights_of(stage) for stage in self.cut.mine},
+                mesh=self._mesh,
+                owners=self.parts.owners,
+                bucket_mb=self._bucket_mb,
+            )
+        return self._early
 
     def forward(self, stage: int, inputs: Any, received: Sequence[Tensor]) -> Any:
         """What a stage computes and hands on, or of the last the model's output, with this rank's part of it.

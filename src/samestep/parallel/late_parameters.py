@@ -1,0 +1,106 @@
+"""What a ZeRO-1 step has changed travels to the other ranks while the next forward runs.
+
+Parameters go in lots, in the order in which the next forward wants them: what the model has beside its units first,
+then its units. Each lot is waited for by the forward of the first of its units that is called; what lies beside the
+units, before the model's forward begins. Whoever reads parameters elsewhere (an evaluation, a checkpoint, a proof)
+calls `settle` before. Meanwhile a rank holds the messages: at most the bytes of its parameters once more, at a time
+when it holds no activations yet.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_BESIDE = 0  # the lot of what is in no unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Parameters that their owner sends to the other ranks of its group."""
+
+    parameters: Sequence[nn.Parameter]
+    flat: Tensor  # their numbers; of a parameter alone its own memory
+    work: dist.Work | None
+    own: bool  # whether this rank is the owner, which has them already
+
+    @classmethod
+    def send(cls, parameters: Sequence[nn.Parameter], owner: int, group: dist.ProcessGroup) -> "Message":
+        """Set out to give parameters of one dtype to every rank; `owner`: its position in the group."""
+        values = [parameter.data for parameter in parameters]
+        flat = torch.cat([value.reshape(-1) for value in values]) if len(values) > 1 else values[0]
+        work = dist.broadcast(flat, group_src=owner, group=group, async_op=True)
+        return cls(parameters=parameters, flat=flat, work=work, own=dist.get_rank(group) == owner)
+
+    def put(self) -> None:
+        """Wait for the numbers, and give them to the parameters.
+
+        Autograd is told of the change: a forward that has used a parameter before then fails in backward.
+        """
+        if self.work is not None:
+            self.work.wait()
+        if self.own:
+            return
+        if len(self.parameters) == 1:
+            torch.autograd.graph.increment_version(self.parameters[0])
+            return
+        parts = self.flat.split([parameter.numel() for parameter in self.parameters])
+        with torch.no_grad():
+            for parameter, part in zip(self.parameters, parts, strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+
+class LateParameters:
+    """The parameters of a model that are on their way, and which forward waits for them."""
+
+    def __init__(self, units: Sequence[nn.Module], lot_bytes: int, *, compiled: bool) -> None:
+        """`units`: in the order in which they run, the same on every rank; nobody else uses what is in one.
+
+        `lot_bytes`: of the parameters that are waited for at once, at least. `compiled`: whether units are compiled.
+        """
+        self._lot_of: dict[nn.Parameter, int] = {}
+        self._on_their_way: dict[int, list[Message]] = {}
+        lot, size = _BESIDE + 1, 0
+        for unit in units:
+            parameters = list(unit.parameters())
+            self._lot_of.update(dict.fromkeys(parameters, lot))
+            unit.register_forward_pre_hook(self._waiting(lot, compiled))
+            size += sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+            if size >= lot_bytes:
+                lot, size = lot + 1, 0
+
+    def lots(self, parameters: Sequence[nn.Parameter]) -> dict[int, list[nn.Parameter]]:
+        """Parameters by their lot."""
+        found: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            found.setdefault(self._lot_of.get(parameter, _BESIDE), []).append(parameter)
+        return found
+
+    def add(self, lot: int, message: Message) -> None:
+        self._on_their_way.setdefault(lot, []).append(message)
+
+    def begin(self) -> None:
+        """Wait for what the model has beside its units, before its forward."""
+        self.wait(_BESIDE)
+
+    def wait(self, lot: int) -> None:
+        """Wait for what is on its way of a lot."""
+        for message in self._on_their_way.pop(lot, ()):
+            message.put()
+
+    def settle(self) -> None:
+        """Wait for all that is on its way."""
+        for lot in sorted(self._on_their_way):
+            self.wait(lot)
+
+    def _waiting(self, lot: int, compiled: bool) -> Callable[[nn.Module, Any], None]:
+        """A hook before a unit's forward. The compiler leaves it alone: the wait is no part of the forward."""
+
+        def wait(module: nn.Module, arguments: Any) -> None:
+            self.wait(lot)
+
+        alone: Any = torch.compiler.disable(wait) if compiled else wait  # which imports the compiler
+        return alone

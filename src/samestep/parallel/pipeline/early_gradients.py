@@ -1,0 +1,176 @@
+"""Replicas of a pipeline: gradients are averaged over them while the last micro-batches' backwards run.
+
+A parameter's gradient is final when the last backward of the last stage that uses it has reached it. Parameters go
+in buckets, stage by stage in the order in which backward comes to them, and a bucket is sent as soon as it and all
+before it are final, so that every replica sends the same messages in one order. What is not final when its stage's
+last backward is over, since no sample used it, goes then.
+
+Within a backward a gradient is final when it was added to once. Parameters that the first step sees added to more
+often (a model's own checkpoint with use_reentrant=True runs backwards in backward) wait for the end of it, and so
+does the whole first step.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from samestep.comm.agree import largest
+from samestep.comm.mesh import Mesh
+from samestep.parallel.pipeline.schedule import Action
+from samestep.parallel.sharding import GradientMessage
+from samestep.parallel.zero1 import BUCKET_BYTES, Owners, buckets
+
+
+@dataclass(kw_only=True)
+class _Bucket:
+    """Parameters whose gradients go in one message a dtype, all final after the same backward."""
+
+    parameters: Sequence[nn.Parameter]
+    stage: int
+    missing: set[nn.Parameter]  # not final yet in this step
+
+
+class EarlyGradients:
+    """The averages of one rank's gradients over its replicas, as they go out in a step and come back."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        of_stages: Mapping[int, Sequence[nn.Parameter]],
+        *,
+        mesh: Mesh,
+        owners: Owners | None,
+        bucket_mb: float | None,
+    ) -> None:
+        """`parameters`: whose gradients are averaged. `of_stages`: what each stage of this rank computes with.
+
+        `owners`: under ZeRO-1, whose gradients end on one rank alone.
+        """
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._of_stages = of_stages
+        self._mesh = mesh
+        self._owners = owners
+        self._bytes = BUCKET_BYTES if bucket_mb is None else int(bucket_mb * 2**20)
+        self._ends: dict[int, int] = {}  # number of the last backward of each stage, in the order of actions
+        self._order: tuple[Action, ...] = ()
+        self._buckets: list[_Bucket] = []
+        self._next = 0  # the first bucket that was not sent
+        self._of: dict[nn.Parameter, _Bucket] = {}
+        self._running: int | None = None  # the stage whose last backward runs, which hooks report to
+        self._times: dict[nn.Parameter, int] = {}  # how often the first step's last backward added to a gradient
+        self._late: set[nn.Parameter] | None = None  # those that it added to more often; None: not known yet
+        self._unused: set[nn.Parameter] = set()  # on this rank, in this step
+        self._sent: list[GradientMessage] = []
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._added)
+
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Before a step with these actions on this rank."""
+        if self._order != tuple(actions):
+            self._order = tuple(actions)
+            self._plan(actions)
+        self._next, self._unused = 0, set()
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parameters)
+
+    def before(self, number: int, action: Action) -> None:
+        """Before the action of a number is run."""
+        whole = action.kind == "B"  # where weights have their own backward, it adds to gradients by itself
+        self._running = action.stage if whole and self._ends.get(action.stage) == number else None
+
+    def after(self, number: int, action: Action) -> None:
+        """When it has run: what its stage computes with is final, if it was the stage's last backward."""
+        self._running = None
+        if self._ends.get(action.stage) == number:
+            for bucket in self._buckets:
+                if bucket.stage == action.stage:
+                    bucket.missing = set()
+            self._send_what_is_ready()
+
+    def finish(self) -> None:
+        """Wait for the sums, and leave averages; a parameter that no rank used keeps no gradient."""
+        trained = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        told = [parameter not in self._unused for parameter in trained]
+        if self._late is None:
+            told += [self._times.get(parameter, 0) > 1 for parameter in trained]
+        told = largest(told, self._mesh.data_group, self._mesh.grid.device_type)
+        used, often = told[: len(trained)], told[len(trained) :]
+        for message in self._sent:
+            message.put_back()
+        self._sent = []
+        if self._owners is not None:
+            self._owners.settle()
+        for parameter, by_any in zip(trained, used, strict=True):
+            if not by_any:
+                parameter.grad = None
+        if self._owners is not None:
+            self._owners.sum_replicas(trained)
+        else:
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            if gradients:
+                torch._foreach_div_(gradients, self._mesh.data_place.of)
+        if self._late is None:
+            self._late = {parameter for parameter, more in zip(trained, often, strict=True) if more}
+
+    def _plan(self, actions: Sequence[Action]) -> None:
+        """Find when each stage's gradients are final, and what goes together."""
+        self._ends = {action.stage: number for number, action in enumerate(actions) if action.kind != "F"}
+        stages = sorted(self._ends, key=lambda stage: self._ends[stage])
+        stage_of = dict.fromkeys(self._parameters, stages[-1])  # also what no stage was seen to use
+        for stage in stages:  # the last one that uses a parameter has it
+            stage_of.update((p, stage) for p in self._of_stages[stage] if p in stage_of)
+        self._buckets = []
+        for stage in stages:
+            own = [parameter for parameter in reversed(self._parameters) if stage_of[parameter] == stage]
+            self._buckets += [
+                _Bucket(parameters=some, stage=stage, missing=set()) for some in buckets(own, self._bytes)
+            ]
+        self._of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+
+    def _added(self, parameter: nn.Parameter) -> None:
+        """A hook: backward has added to a gradient."""
+        if self._running is None:
+            return
+        bucket = self._of[parameter]
+        if bucket.stage != self._running:
+            return
+        if self._late is None:
+            self._times[parameter] = self._times.get(parameter, 0) + 1
+        elif parameter not in self._late:
+            if not bucket.missing:
+                raise RuntimeError(
+                    "a gradient was added to after it was sent: in the first step one backward added to it once, and "
+                    "now more often; use a layout without pp, or torch.utils.checkpoint with use_reentrant=False"
+                )
+            bucket.missing.discard(parameter)
+            self._send_what_is_ready()
+
+    def _send_what_is_ready(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._send(self._buckets[self._next].parameters)
+            self._next += 1
+        # What has come is put back, so that few messages are held at a time.
+        while self._sent and self._sent[0].work.is_completed():
+            self._sent.pop(0).put_back()
+
+    def _send(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._unused |= {parameter for parameter in parameters if parameter.grad is None}
+        if self._owners is None:
+            group, device_type = self._mesh.data_group, self._mesh.grid.device_type
+            self._sent += [GradientMessage.send(some, group, device_type) for some in _by_dtype(parameters)]
+            return
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad.div_(self._mesh.data_place.of))
+        self._owners.send(parameters, gradients)
+
+
+def _by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return list(found.values())
