@@ -3,7 +3,7 @@
 The reference of `samestep verify` is the engine in one process: a mistake in both would not be seen there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,10 @@ def test_a_shipped_task_takes_the_steps_of_a_plain_loop(tmp_path: Path, name: st
     micro_batch = None if "batch norm" in name else 3
     result = samestep.train(recipe, micro_batch=micro_batch, folder=tmp_path, device="cpu", bind="none")
     assert result.losses == pytest.approx(expected.losses, rel=shipped.relative)
-    weights = load_file(result.model_file)
-    for key, value in expected.weights.items():
-        torch.testing.assert_close(weights[key], value, rtol=100 * shipped.relative, atol=20 * shipped.relative)
+    # Of all weights together: Adam takes a full step by a gradient that is next to nothing, whichever way it points.
+    weights, wanted = flat(load_file(result.model_file)), flat(expected.weights)
+    assert (weights - wanted).norm() <= 100 * shipped.relative * wanted.norm()
+
+
+def flat(weights: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([weights[name].double().flatten() for name in sorted(weights)])
