@@ -249,6 +249,18 @@ def _last_words(folder: Path) -> str:
 _LAST_LINES = 5
 
 
+_LAST_OF_A_FAILURE = 40
+_WHERE_LOGS_ARE = "all that it wrote: "  # of `samestep launch`; the folder goes with the proof
+_OWN_FILE = str(Path(__file__).with_name("runner.py"))
+
+
 def _reason(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.strip() and "runpy" not in line]
-    return "\n".join(lines[-40:])
+    """The last lines of a run that failed, without what says nothing of the script: the runner's own frames."""
+    lines: list[str] = []
+    own = False
+    for line in output.splitlines():
+        frame = line.lstrip().startswith('File "')
+        own = _OWN_FILE in line or "runpy" in line if frame else own and line.startswith("    ")
+        if line.strip() and not own and not line.startswith(_WHERE_LOGS_ARE):
+            lines.append(line.removeprefix("samestep: "))  # that of `samestep launch`
+    return "\n".join(lines[-_LAST_OF_A_FAILURE:])
