@@ -119,8 +119,9 @@ def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_gro
     """Start runs one after the other, each by `samestep launch`."""
     outcomes = []
     for start in starts:
+        ranks = () if _names_hosts(start.further) else ("--num-procs", str(start.ranks))
         command = [
-            *(sys.executable, "-m", "samestep", "launch", "--num-procs", str(start.ranks), "--threads", "1"),
+            *(sys.executable, "-m", "samestep", "launch", *ranks, "--threads", "1"),
             *("--bind", "none", "--device", proof.device, "--engine", proof.engine),
             *("--logs", str(start.place / "logs"), "--output", "files", *start.further),
             *("--", "-m", "samestep.script_proof.runner", "--", str(start.settings_file), *start.command),
@@ -129,6 +130,14 @@ def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_gro
         if outcomes[-1].code != 0:
             break
     return outcomes
+
+
+_HOSTS = frozenset({"--hostfile", "--ray", "--place", "--nodes", "--num-nodes", "--num-procs"})
+
+
+def _names_hosts(options: Sequence[str]) -> bool:
+    """Whether options of `samestep launch` say where ranks are, and so how many: their hosts have slots."""
+    return any(option.partition("=")[0] in _HOSTS for option in options)
 
 
 def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> None:
@@ -148,6 +157,7 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     if proof.then is not None:
         _run(proof, starter, make_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes))
     _check_steps(folder)
+    _check_ranks(proof, folder)
     followed = following(folder / ALONE, folder / SPLIT) if proof.then is None else None
     if followed is None:
         _measure_rounding(proof, folder, starter, alone, proof.settings)
@@ -228,6 +238,18 @@ def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome]
         if outcome.code != 0:
             hint = _ALONE if start.ranks == 1 else ""
             raise UserError(f"{start.title} failed{hint}:\n{_reason(outcome.output)}")
+
+
+def _check_ranks(proof: ScriptProof, folder: Path) -> None:
+    """Raise UserError where the hosts of --launch have another number of slots."""
+    if not proof.launch:
+        return
+    ranks = len(Run.read(folder / SPLIT).ranks)
+    if ranks != proof.processes:
+        raise UserError(
+            f"--processes is {proof.processes}, and --launch {shlex.join(proof.launch)} has {ranks} ranks; "
+            f"use --processes {ranks}, or hosts with other slots"
+        )
 
 
 def _check_steps(folder: Path) -> None:
