@@ -122,7 +122,12 @@ def test_planted_mistakes_are_seen_under_other_engines(kind: Planted, layout: st
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="pip install 'samestep[tensorflow]'")
 @pytest.mark.parametrize(("kind", "layout"), [(PlantedMirrored, "single"), (PlantedMultiWorker, "dp2")])
 def test_planted_mistakes_are_seen_under_tensorflow(kind: Planted, layout: str) -> None:
-    check(found(of_engine(kind, layout, recipe=replace(POINTS, task="regression", args={"samples": 200}))))
+    recipe = replace(POINTS, task="regression", args={"samples": 200})  # eps shows beside the rule alone
+    for name, each in found(of_engine(kind, layout, recipe=recipe)).items():
+        assert each.optimizer_state is not None, name
+        assert each.update is not None, name
+        worst = max(each.parameters, each.optimizer_state, each.update)
+        assert worst < 0.5 if name.endswith(": ") else worst > 10, (name, each)
 
 
 def test_padded_lines_and_sgd_pass() -> None:
