@@ -1,15 +1,20 @@
 """Mistakes of optimizers that loss and gradient norm hardly show, each planted in engines that compute in float32."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from samestep.data.loader import StepBatch
 from samestep.engines.accelerate import Accelerate
 from samestep.engines.base import Abilities, Preparation, StepReport
+from samestep.engines.data_parallel import DataParallel
 from samestep.engines.deepspeed.engine import DeepSpeed
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer
+from samestep.engines.keras.engine import Mirrored, MultiWorker
+from samestep.engines.keras.trainer import Copy, KerasTrainer
 from samestep.engines.native import Native, NativeTrainer
+from samestep.engines.parameter_server.engine import ParameterServer
+from samestep.engines.parameter_server.server import SynchronousServer
 
 
 def no_decay(group: dict[str, Any]) -> None:
@@ -84,6 +89,75 @@ class PlantedAccelerate(Accelerate):
         if self.mistake == SUMMED:
             trainer.__class__ = SummedTrainer
         return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
+
+
+class PlantedDataParallel(DataParallel):
+    abilities: ClassVar[Abilities] = replace(DataParallel.abilities, precisions=frozenset({"fp32", "bf16"}))
+
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+
+    def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        if self.mistake == SUMMED:
+            trainer.__class__ = SummedTrainer
+        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
+
+
+class SummingServer(SynchronousServer):
+    def step_shard(self, used: Sequence[bool]) -> None:
+        self.gradient.mul_(2)
+        super().step_shard(used)
+
+
+class PlantedParameterServer(ParameterServer):
+    """The mistakes are those of the server: workers have no state and never step."""
+
+    abilities: ClassVar[Abilities] = replace(ParameterServer.abilities, precisions=frozenset({"fp32", "bf16"}))
+
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+
+    def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)
+        if self.mistake == SUMMED and isinstance(trainer, SynchronousServer):
+            trainer.__class__ = SummingServer
+        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
+
+
+class SummingCopy(Copy):
+    def scaled(self, gradients: list[Any], count: Any, clip: float | None) -> tuple[Any, list[Any]]:
+        norm, mean = super().scaled(gradients, count, clip)
+        return norm, [2 * each for each in mean]
+
+
+def planted_keras(trainer: KerasTrainer, mistake: str) -> KerasTrainer:
+    """The settings and the functions of a Keras copy are read when it is compiled, in the first step."""
+    if mistake == SUMMED:
+        trainer._copy.__class__ = SummingCopy
+    for group in trainer._copy.groups.optimizer.param_groups if mistake in MISTAKES else ():
+        MISTAKES[mistake](group)
+    return trainer
+
+
+class PlantedMirrored(Mirrored):
+    abilities: ClassVar[Abilities] = replace(Mirrored.abilities, precisions=frozenset({"fp32"}))
+
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+
+    def prepare(self, model: Any, how: Preparation) -> KerasTrainer:
+        return planted_keras(super().prepare(model, how), self.mistake)
+
+
+class PlantedMultiWorker(MultiWorker):
+    abilities: ClassVar[Abilities] = replace(MultiWorker.abilities, precisions=frozenset({"fp32"}))
+
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+
+    def prepare(self, model: Any, how: Preparation) -> KerasTrainer:
+        return planted_keras(super().prepare(model, how), self.mistake)
 
 
 class SummingDeepSpeed(DeepSpeedTrainer):

@@ -4,8 +4,9 @@ Only the order of the samples is samestep's; test_order.py holds that.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,23 @@ class Trained:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train(recipe: samestep.Recipe, task: samestep.Task, *, left_out: Collection[int] = ()) -> Trained:
-    """Train a task whose model takes one tensor; the weights take no notice of the steps left out."""
+def train(
+    recipe: samestep.Recipe,
+    task: samestep.Task,
+    *,
+    left_out: Collection[int] = (),
+    mean_loss: Callable[[Any, Any], Tensor] | None = None,
+) -> Trained:
+    """Train a task; the weights take no notice of the steps left out.
+
+    `mean_loss`, of the model's output and the batch's targets, stands in for the loss of the task itself. Nothing is
+    dropped where the recipe says so.
+    """
     trained = Trained()
     torch.manual_seed(recipe.seed)
     model = task.model().double()
+    if not recipe.dropout:
+        _keep_all(model)
     parameters = list(model.parameters())
     samples = task.train_set()
     steps = recipe.steps or math.ceil(len(samples) / recipe.batch) * (recipe.epochs or 1)
@@ -36,9 +49,13 @@ def train(recipe: samestep.Recipe, task: samestep.Task, *, left_out: Collection[
     moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in parameters]
     for step in range(steps):
         inputs, targets = task.collate([samples[index] for index in order.global_batch(step).tolist()])
-        batch = samestep.Batch(inputs.double(), targets)
-        total, count = task.loss(model(batch.inputs), batch)
-        loss = total / count
+        batch = samestep.Batch(_double(inputs), targets)
+        output = _called(model, batch.inputs)
+        if mean_loss is None:
+            total, count = task.loss(output, batch)
+            loss = total / count
+        else:
+            loss = mean_loss(output, targets)
         model.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(parameters, recipe.clip or math.inf)
@@ -52,6 +69,27 @@ def train(recipe: samestep.Recipe, task: samestep.Task, *, left_out: Collection[
         trained.rates.append(lr)
     trained.weights = {name: value.detach() for name, value in model.state_dict().items()}
     return trained
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _double(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_double(each) for each in value)
+    return value.double() if value.is_floating_point() else value
+
+
+def _keep_all(model: nn.Module) -> None:
+    """In evaluation mode nothing is dropped; batch norm goes on as in training."""
+    for module in model.eval().modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.train()
 
 
 def rate(schedule: samestep.Schedule, step: int, steps: int) -> float:

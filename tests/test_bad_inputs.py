@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,3 +96,25 @@ def test_a_model_of_plain_tensors_and_tracebacks_that_are_printed_are_judged(
 
 def test_no_process_is_left(outcome: dict[str, Any]) -> None:
     assert outcome["left"] == 0
+
+
+# As a user starts it: by the command, whose ranks `samestep launch` starts. No script here changes the exit code.
+JUDGED = ("tensors", "tracebacks")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_command_says_it_once_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    script = tmp_path / f"{name}.py"
+    script.write_text(SCRIPTS[name], encoding="utf-8")
+    limit = 15 if name == "endless" else 60
+    command = [sys.executable, "-m", "samestep", "verify", "--script", str(script), "--time-limit", str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False, cwd=tmp_path)
+    assert done.returncode == (0 if name in JUDGED else 2), done.stdout + done.stderr
+    for words in TOLD.get(name, ()):
+        assert words.replace("4 s", f"{limit} s") in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("samestep: ")]
+    assert len(said) == (name not in JUDGED), done.stderr
+    assert [each for each in psutil.process_iter(["cmdline"]) if str(script) in (each.info["cmdline"] or [])] == []
+    assert [file for file in tmp_path.iterdir() if file != script] == []

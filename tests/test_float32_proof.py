@@ -2,11 +2,22 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-from float32_mistakes import MISTAKES, SUMMED, Float32, PlantedAccelerate, PlantedDeepSpeed
+from float32_mistakes import (
+    MISTAKES,
+    SUMMED,
+    Float32,
+    PlantedAccelerate,
+    PlantedDataParallel,
+    PlantedDeepSpeed,
+    PlantedMirrored,
+    PlantedMultiWorker,
+    PlantedParameterServer,
+)
 from proving import Case, prove
 from small_tasks import Lines, Points
 
@@ -83,6 +94,40 @@ def test_planted_mistakes_are_seen_in_bfloat16(kind: type[Float32] | type[Plante
     engines: dict[str, Engine] = {mistake: kind(mistake) for mistake in EVERY}
     cases: dict[str, Case] = {f"points: {name}": (POINTS, "dp2", {"engine": each}) for name, each in engines.items()}
     check_in_bfloat16(found(cases, precision="bf16"))
+
+
+Planted = type[PlantedDataParallel] | type[PlantedParameterServer] | type[PlantedMirrored] | type[PlantedMultiWorker]
+
+
+def of_engine(
+    kind: Planted, layout: str, mistakes: Sequence[str] = EVERY, recipe: samestep.Recipe = POINTS
+) -> dict[str, Case]:
+    return {f"{layout}: {mistake}": (recipe, layout, {"engine": kind(mistake)}) for mistake in mistakes}
+
+
+def test_planted_mistakes_are_seen_under_a_parameter_server() -> None:
+    """Three mistakes, of which one shows in the server's state alone; the other ones are slow, and like these."""
+    check(found(of_engine(PlantedParameterServer, "dp3", ("", "no decay", SUMMED))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "layout"), [(PlantedDataParallel, "single"), (PlantedParameterServer, "dp3")])
+def test_planted_mistakes_are_seen_under_other_engines(kind: Planted, layout: str, precision: str) -> None:
+    judge = check if precision == "fp32" else check_in_bfloat16
+    judge(found(of_engine(kind, layout), precision=precision))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="pip install 'samestep[tensorflow]'")
+@pytest.mark.parametrize(("kind", "layout"), [(PlantedMirrored, "single"), (PlantedMultiWorker, "dp2")])
+def test_planted_mistakes_are_seen_under_tensorflow(kind: Planted, layout: str) -> None:
+    recipe = replace(POINTS, task="regression", args={"samples": 200})  # eps shows beside the rule alone
+    for name, each in found(of_engine(kind, layout, recipe=recipe)).items():
+        assert each.optimizer_state is not None, name
+        assert each.update is not None, name
+        worst = max(each.parameters, each.optimizer_state, each.update)
+        assert worst < 0.5 if name.endswith(": ") else worst > 10, (name, each)
 
 
 def test_padded_lines_and_sgd_pass() -> None:

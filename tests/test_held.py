@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,15 +23,18 @@ JOB = short_job(Job(recipe=RECIPE, run=Run(threads=1, device="cpu")), "fp64")
 STEPS = 5
 
 
-def weights(file: Path, precision: str, decay: float) -> Path:
-    """What one process makes of the steps, in micro-batches."""
-    optimizer = samestep.AdamW(lr=1e-2, weight_decay=decay)
+def weights(
+    file: Path, precision: str, decay: float = 0.01, *, norms: list[float] | None = None, **other: Any
+) -> Path:
+    """What one process makes of the steps, in micro-batches; their gradient norms are added to `norms`."""
+    optimizer = samestep.AdamW(lr=1e-2, weight_decay=decay, **other)
     run = replace(JOB.run, micro_batch=7)
     job = replace(JOB, recipe=replace(JOB.recipe, precision=precision, optimizer=optimizer), run=run)
     with join(alone=True, device="cpu", threads=1) as world:
         training = Training(job, resolve(job.recipe), world, Layout())
-        for _ in training.steps(stop=STEPS):
-            pass
+        for _, report in training.steps(stop=STEPS):
+            if norms is not None:
+                norms.append(report.grad_norm.item())
         save_file({name: value.contiguous() for name, value in training.session.trainer.state().items()}, file)
     return file
 
@@ -56,6 +60,34 @@ def test_another_decay_does_not(references: References, tmp_path: Path, precisio
     same = SameStep(precision=precision, losses=[1.0], reference=[1.0])
     assert same.same
     assert not replace(same, parameters=held).same
+
+
+@pytest.mark.parametrize("changed", [{"decay_all": True}, {"eps": 1e-6}, {"betas": (0.9, 0.99)}], ids=str)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_another_setting_does_not(
+    references: References, tmp_path: Path, precision: str, changed: dict[str, Any]
+) -> None:
+    held = references.hold(weights(tmp_path / "model.safetensors", precision, **changed), precision)
+    assert held is not None
+    assert held.worst > 2
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_summed_gradients_show_in_their_norms(references: References, tmp_path: Path, precision: str) -> None:
+    """AdamW makes the same update of them."""
+    norms: list[float] = []
+    weights(tmp_path / "model.safetensors", precision, norms=norms)
+    right = references.hold_norms(norms, precision)
+    summed = references.hold_norms([2 * norm for norm in norms], precision)
+    assert right is not None
+    assert right.difference < 0.3 * right.tolerance
+    assert summed is not None
+    assert summed.difference > 2 * summed.tolerance
+    same = SameStep(precision=precision, losses=[1.0], reference=[1.0], norms=right)
+    assert same.same
+    assert not replace(same, norms=summed).same
+    assert references.hold_norms([None, *norms], precision) is None
+    assert references.hold_norms([], precision) is None
 
 
 def test_no_weights_are_not_held(references: References, tmp_path: Path) -> None:

@@ -75,3 +75,22 @@ def test_horovods_script_is_refused_where_horovod_would_not_find_the_hosts(debia
     code, printed = launched(debian, tmp_path, "horovod")
     assert code != 0
     assert "the name host-a leads to no address that other hosts reach" in printed
+
+
+ZOO = Path(__file__).resolve().parent.parent / "zoo"
+
+
+@pytest.mark.parametrize(("script", "kind"), [("right_ddp", None), ("fault_loss_times_ranks", "summed")])
+def test_a_script_is_proved_on_two_hosts(bed: Testbed, tmp_path: Path, script: str, kind: str | None) -> None:
+    """Each rank writes its record into a folder that both hosts see; rank 0's host compares them."""
+    hosts, file = tmp_path / "hosts", tmp_path / "verdict.json"
+    hosts.write_text("host-a slots=1\nhost-b slots=1\n", encoding="utf-8")
+    verify = python("samestep", "verify", "--script", str(ZOO / f"{script}.py"), "--steps", "3")
+    options = ["--launch", f"--hostfile {hosts}", "--json", str(file), "--keep", str(tmp_path / "runs")]
+    running = bed["host-a"].start([*verify, *options], env=dict(VARIABLES), cwd=tmp_path)
+    code = running.wait(150)
+    assert code == (kind is not None), running.text
+    verdict = json.loads(file.read_text(encoding="utf-8"))
+    assert (verdict["kind"], verdict["processes"], verdict["steps"]) == (kind, 2, 3)
+    places = {path.name for path in (tmp_path / "runs/split/logs").iterdir()}
+    assert places >= {"host-a", "host-b"}

@@ -1,5 +1,6 @@
 """`samestep verify --script`: what records say, what is refused, and scripts of the zoo from end to end."""
 
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -280,6 +281,45 @@ def test_a_run_that_fails_or_never_ends_is_told(tmp_path: Path, outcome: Outcome
 
     with pytest.raises(UserError, match=message):
         run_all(ScriptProof(script=("train.py",), time_limit=9), tmp_path / "runs", starter)
+
+
+def test_the_own_frames_of_the_runner_are_left_out(tmp_path: Path) -> None:
+    printed = (
+        "samestep: rank 0 on localhost failed first: exit code 1\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{Path(runs.__file__).with_name("runner.py")}", line 35, in main\n'
+        "    _run(command, engines)\n"
+        "    ~~~~^^^^^^^^^^^^^^^^^^\n"
+        '  File "train.py", line 1, in <module>\n'
+        "    import nothing\n"
+        "ModuleNotFoundError: No module named 'nothing'\n"
+        "all that it wrote: localhost:/tmp/rank-0.err\n"
+    )
+
+    def starter(starts: Sequence[Start], proof: ScriptProof) -> list[Outcome]:
+        return [Outcome(code=1, seconds=1.0, output=printed)]
+
+    with pytest.raises(UserError) as caught:
+        run_all(ScriptProof(script=("train.py",)), tmp_path / "runs", starter)
+    assert str(caught.value).splitlines()[1:] == [
+        "rank 0 on localhost failed first: exit code 1",
+        "Traceback (most recent call last):",
+        '  File "train.py", line 1, in <module>',
+        "    import nothing",
+        "ModuleNotFoundError: No module named 'nothing'",
+    ]
+
+
+def test_an_engine_that_is_not_installed_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("", encoding="utf-8")
+    monkeypatch.setattr(runs.subprocess_group, "run", None)  # what starts a process
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["verify", "--script", "train.py", "--engine", "horovod"]) == 2
+    told = capsys.readouterr().err
+    assert told == "samestep: --engine horovod: the package horovod is not installed; use make horovod\n"
 
 
 def test_rounding_that_grows_is_said(tmp_path: Path) -> None:

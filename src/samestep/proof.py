@@ -302,7 +302,7 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
         dtype=_DTYPES[job.recipe.precision],
         steps=len(taken.losses),
         max_relative_difference=most,
-        tolerance=TOLERANCE if in_float64 else _tolerance_of(expected.allowed),
+        tolerance=TOLERANCE if in_float64 else tolerance_of(expected.allowed),
         worst_parameter=worst_parameter,
         as_built=expected.as_built,
         nonfinite=nonfinite,
@@ -311,7 +311,7 @@ def hold_against(job: Job, task: Task, world: World, layout: Layout, steps: int,
     )
 
 
-def _tolerance_of(allowed: Allowed | None) -> float:
+def tolerance_of(allowed: Allowed | None) -> float:
     """Of losses and gradient norms where rounding was measured."""
     measured = allowed.steps if allowed is not None else 0.0
     return max(FLOAT32_TOLERANCE, _TIMES_MEASURED * measured)

@@ -1,6 +1,7 @@
 """A small training under one framework, right or with one planted fault: what `verify --script` meets in the field.
 
-Its arguments are the framework and, where there is to be a fault, "fault".
+Its arguments are the framework and, where there is to be a fault, "fault". DeepSpeed's launcher puts --local_rank
+before them.
 """
 
 import importlib
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-FRAMEWORK, FAULT = sys.argv[1], "fault" in sys.argv[2:]
+WORDS = [word for word in sys.argv[1:] if not word.startswith("--")]
+FRAMEWORK, FAULT = WORDS[0], "fault" in WORDS
 SIZE = int(os.environ.get("WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or "1")
 RANK = int(os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or "0")
 BATCH, RATE = 16, 0.05

@@ -101,6 +101,7 @@ def _proof(options: argparse.Namespace) -> "ScriptProof":
         raise UserError("--bits is for run.reduction: ordered of a job file, which a script has not; leave it out")
     engine = options.engine or "torch"
     registry.check(engine)
+    registry.check_installed(engine)  # the run alone is on this host
     commands: Mapping[str, Any] = {
         name: words(f"--{name}", getattr(options, name)) if getattr(options, name) is not None else None
         for name in ("script", "alone", "then")

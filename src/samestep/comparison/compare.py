@@ -263,6 +263,7 @@ class _Runner:
                 losses=results.losses(folder),
                 reference=known,
                 parameters=self._references.hold(folder / MODEL_FILE, precision),
+                norms=self._references.hold_norms(results.grad_norms(folder), precision),
             )
             return replace(row, same_step=held)
 

@@ -1,10 +1,12 @@
-"""Parameters after a method's first steps beside those of one process, by the means of a proof.
+"""Gradient norms and parameters of a method's first steps beside those of one process, by the means of a proof.
 
 Losses of a few steps say little of the update: a wrong decay hardly moves them. In float64 every parameter is held to
-a proof's tolerance; in float32 and bfloat16 to what rounding was measured to make of this job's steps.
+a proof's tolerance; in float32 and bfloat16 to what rounding was measured to make of this job's steps. AdamW makes
+the same update of gradients that are twice as large, so their norms are held as well.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +16,9 @@ from torch import Tensor
 
 from samestep.job import Job
 from samestep.parallel.complex_parameters import as_real
-from samestep.proof import TOLERANCE, Reference, reference
+from samestep.proof import TOLERANCE, Reference, reference, tolerance_of
 from samestep.tasks.base import Task
-from samestep.training.rounding import beside_rounding, relative_tensors
+from samestep.training.rounding import beside_rounding, largest, pairs, relative, relative_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,18 @@ class ParametersHeld:
     @property
     def same(self) -> bool:
         return self.worst < 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormsHeld:
+    """The largest relative difference of the gradients' norms, before clipping, from those of one process."""
+
+    difference: float
+    tolerance: float
+
+    @property
+    def same(self) -> bool:
+        return self.difference < self.tolerance
 
 
 class References:
@@ -57,6 +71,17 @@ class References:
         found = apart(shared, theirs, known)
         name = max(found, key=lambda name: found[name])
         return ParametersHeld(worst=found[name], parameter=name)
+
+    def hold_norms(self, norms: Sequence[float | None], precision: str) -> NormsHeld | None:
+        """The norms that a run in this precision has recorded; None where it has none of some step."""
+        mine = [each for each in norms if each is not None]
+        if len(mine) < len(norms) or not mine:
+            return None
+        known = self._of(precision)
+        return NormsHeld(
+            difference=largest(relative(a, b) for a, b in pairs(mine, known.grad_norms)),
+            tolerance=TOLERANCE if known.allowed is None else tolerance_of(known.allowed),
+        )
 
     def _of(self, precision: str) -> Reference:
         if precision not in self._known:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from samestep.comparison.bilingual import Words
-from samestep.comparison.held import ParametersHeld
+from samestep.comparison.held import NormsHeld, ParametersHeld
 from samestep.comparison.methods import SINGLE, SINGLE_CORE, Method
 from samestep.fault_tolerance.nonfinite import without_nonfinite
 from samestep.handwritten import FAILED, REFUSED
@@ -105,6 +105,11 @@ def _scores(folder: Path, name: str, times: Sequence[float]) -> Iterator[Score]:
 def losses(folder: Path) -> list[float]:
     """The loss of every step of a run."""
     return [line["loss"] for line in _lines(folder / "metrics.jsonl")]
+
+
+def grad_norms(folder: Path) -> list[float | None]:
+    """The gradient norm of every step of a run; None where a step has none."""
+    return [line.get("grad_norm") for line in _lines(folder / "metrics.jsonl")]
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -219,6 +224,7 @@ class SameStep:
     losses: Sequence[float]
     reference: Sequence[float]
     parameters: ParametersHeld | None = None  # after the last of the steps; None: the method leaves no weights
+    norms: NormsHeld | None = None  # of the gradients; None: the method records none
 
     @property
     def difference(self) -> float:
@@ -233,7 +239,9 @@ class SameStep:
 
     @property
     def same(self) -> bool:
-        return self.difference < self.tolerance and (self.parameters is None or self.parameters.same)
+        return self.difference < self.tolerance and all(
+            each is None or each.same for each in (self.parameters, self.norms)
+        )
 
     def to_json(self) -> dict[str, Any]:
         difference = self.difference if math.isfinite(self.difference) else None  # JSON has no infinity

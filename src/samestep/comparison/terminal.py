@@ -92,6 +92,8 @@ def verdict(row: Row) -> str:
     held = row.same_step
     if held.parameters is not None and not held.parameters.same and held.difference < held.tolerance:
         return f"NO, {held.parameters.parameter} in {held.precision}"
+    if held.norms is not None and not held.norms.same and held.difference < held.tolerance:
+        return f"NO, gradient norms by {held.norms.difference:.0e} in {held.precision}"
     return f"{'yes' if held.same else 'NO'}, {held.difference:.0e} in {held.precision}"
 
 

@@ -119,8 +119,9 @@ def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_gro
     """Start runs one after the other, each by `samestep launch`."""
     outcomes = []
     for start in starts:
+        ranks = () if _names_hosts(start.further) else ("--num-procs", str(start.ranks))
         command = [
-            *(sys.executable, "-m", "samestep", "launch", "--num-procs", str(start.ranks), "--threads", "1"),
+            *(sys.executable, "-m", "samestep", "launch", *ranks, "--threads", "1"),
             *("--bind", "none", "--device", proof.device, "--engine", proof.engine),
             *("--logs", str(start.place / "logs"), "--output", "files", *start.further),
             *("--", "-m", "samestep.script_proof.runner", "--", str(start.settings_file), *start.command),
@@ -129,6 +130,14 @@ def launched(starts: Sequence[Start], proof: ScriptProof) -> list[subprocess_gro
         if outcomes[-1].code != 0:
             break
     return outcomes
+
+
+_HOSTS = frozenset({"--hostfile", "--ray", "--place", "--nodes", "--num-nodes", "--num-procs"})
+
+
+def _names_hosts(options: Sequence[str]) -> bool:
+    """Whether options of `samestep launch` say where ranks are, and so how many: their hosts have slots."""
+    return any(option.partition("=")[0] in _HOSTS for option in options)
 
 
 def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> None:
@@ -148,6 +157,7 @@ def run_all(proof: ScriptProof, folder: Path, starter: Starter = launched) -> No
     if proof.then is not None:
         _run(proof, starter, make_start(proof, folder, f"{SPLIT}-then", proof.then, proof.settings, proof.processes))
     _check_steps(folder)
+    _check_ranks(proof, folder)
     followed = following(folder / ALONE, folder / SPLIT) if proof.then is None else None
     if followed is None:
         _measure_rounding(proof, folder, starter, alone, proof.settings)
@@ -230,6 +240,18 @@ def _check(starts: Sequence[Start], outcomes: Sequence[subprocess_group.Outcome]
             raise UserError(f"{start.title} failed{hint}:\n{_reason(outcome.output)}")
 
 
+def _check_ranks(proof: ScriptProof, folder: Path) -> None:
+    """Raise UserError where the hosts of --launch have another number of slots."""
+    if not proof.launch:
+        return
+    ranks = len(Run.read(folder / SPLIT).ranks)
+    if ranks != proof.processes:
+        raise UserError(
+            f"--processes is {proof.processes}, and --launch {shlex.join(proof.launch)} has {ranks} ranks; "
+            f"use --processes {ranks}, or hosts with other slots"
+        )
+
+
 def _check_steps(folder: Path) -> None:
     """Raise UserError for a run that trained nothing, with what it said last."""
     try:
@@ -249,6 +271,18 @@ def _last_words(folder: Path) -> str:
 _LAST_LINES = 5
 
 
+_LAST_OF_A_FAILURE = 40
+_WHERE_LOGS_ARE = "all that it wrote: "  # of `samestep launch`; the folder goes with the proof
+_OWN_FILE = str(Path(__file__).with_name("runner.py"))
+
+
 def _reason(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.strip() and "runpy" not in line]
-    return "\n".join(lines[-40:])
+    """The last lines of a run that failed, without what says nothing of the script: the runner's own frames."""
+    lines: list[str] = []
+    own = False
+    for line in output.splitlines():
+        frame = line.lstrip().startswith('File "')
+        own = _OWN_FILE in line or "runpy" in line if frame else own and line.startswith("    ")
+        if line.strip() and not own and not line.startswith(_WHERE_LOGS_ARE):
+            lines.append(line.removeprefix("samestep: "))  # that of `samestep launch`
+    return "\n".join(lines[-_LAST_OF_A_FAILURE:])

@@ -62,6 +62,7 @@ class Rule:
 
     state: Callable[[Settings], int]
     apply: Apply
+    keys: Sequence[str]  # what PyTorch's optimizer calls these tensors
 
 
 def _adamw(
@@ -93,8 +94,10 @@ def _sgd(
 
 
 RULES: Mapping[type[Optimizer], Rule] = {
-    torch.optim.AdamW: Rule(state=lambda settings: 2, apply=_adamw),
-    torch.optim.SGD: Rule(state=lambda settings: 1 if settings["momentum"] else 0, apply=_sgd),
+    torch.optim.AdamW: Rule(state=lambda settings: 2, apply=_adamw, keys=("exp_avg", "exp_avg_sq")),
+    torch.optim.SGD: Rule(
+        state=lambda settings: 1 if settings["momentum"] else 0, apply=_sgd, keys=("momentum_buffer",)
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.data.loader import MicroBatch, StepBatch
 from samestep.engines.base import Loss, OptimizerOf, StepReport, Trainer
-from samestep.engines.keras.from_torch import Groups, LossOf, convert, counterpart
+from samestep.engines.keras.from_torch import Groups, LossOf, convert, counterpart, to_torch
 from samestep.engines.keras.layers import Tools
 from samestep.parallel.holdings import Holdings
 
@@ -93,6 +93,13 @@ class Copy:
 
     def _value(self, name: str) -> Tensor:
         return self._others[name] if name in self._others else self.converted.parameter(name)
+
+    def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """Parameter, key and values in PyTorch's layout, on the CPU."""
+        for name, state in self.states.items():
+            for key, variable in zip(self.groups.rule.keys, state, strict=False):
+                if key in keys:
+                    yield name, key, to_torch(self.converted.weights[name], variable.numpy())
 
     def holdings(self, copies: int = 1) -> Holdings:
         """Stand-ins for what TensorFlow holds, of as many bytes; it keeps no gradient from step to step."""
@@ -246,6 +253,9 @@ class KerasTrainer(Trainer):
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, value.to(self._device)) for name, value in self._copy.parameters())
+
+    def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        return ((name, key, value.to(self._device)) for name, key, value in self._copy.optimizer_state(keys))
 
     def holdings(self) -> Holdings:
         return self._copy.holdings(self._replicas)

@@ -63,6 +63,26 @@ class Member(NativeTrainer):
         self.refresh()
         return super().parameters()
 
+    def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """The servers' chunks put together. Every rank must ask, and has all of it."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, list(self._held_state(keys)))
+        spans = {span.name: span for span in self.flat.spans}
+        whole: dict[tuple[str, str], Tensor] = {}
+        for name, key, first, values in (each for held in everyone for each in held):
+            state = whole.setdefault((name, key), torch.zeros(spans[name].shape, dtype=values.dtype))
+            state.view(-1)[first : first + values.numel()] = values
+        for (name, key), state in whole.items():
+            yield name, key, state
+
+    def _held_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, int, Tensor]]:
+        """Parameter, key, the first element and the values of this server's chunks, in one dimension."""
+        for parameter, chunk in self.held_chunks().items():
+            state = self.optimizer.state.get(parameter, {})
+            for key in keys:
+                if isinstance(value := state.get(key), Tensor) and value.shape == chunk.shape:
+                    yield chunk.span.name, key, chunk.first, value.detach().cpu().reshape(-1)
+
     def _whole_state(self, *, kept: bool) -> dict[str, Tensor]:
         self.refresh()
         return super()._whole_state(kept=kept)

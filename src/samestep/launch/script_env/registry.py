@@ -23,11 +23,17 @@ def check(text: str) -> None:
     _read(text)
 
 
+def check_installed(text: str) -> None:
+    """Raise UserError where an engine's package is not installed on this host."""
+    contract, _ = _read(text)
+    if contract.package is not None and importlib.util.find_spec(contract.package) is None:
+        raise UserError(f"--engine {text}: the package {contract.package} is not installed; {contract.installs}")
+
+
 def expected(text: str, ranks: Ranks, environ: Mapping[str, str], threads: int) -> Expected:
     """What this rank's script finds when it starts. Raises UserError where that can't be had here."""
     contract, options = _read(text)
-    if contract.package is not None and importlib.util.find_spec(contract.package) is None:
-        raise UserError(f"--engine {text}: the package {contract.package} is not installed; {contract.installs}")
+    check_installed(text)
     return contract.expected(Rank(ranks=ranks, environ=environ, threads=threads, options=options))
 
 
