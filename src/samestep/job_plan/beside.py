@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PLAN_FILE = "plan.json"
 STEP = "step"
 _FIRST = 3  # steps that are not like the others: buffers and optimizer state are made, and bytes are counted
-_COMPUTE = ("products", "attention", "passes", "operators")
+_COMPUTE = ("products", "attention", "passes", "operators", "sharding")
 _MESSAGES = ("messages", "bytes sent")
 _HELD = ("parameters", "optimizer_state", "activations", "gathered_and_gradients")
 
