@@ -47,6 +47,19 @@ def test_slices_and_uneven_micro_batches_are_rehearsed_to_the_byte(layout: str) 
 
 
 @pytest.mark.timeout(300)
+def test_every_stage_of_sliced_stages_is_rehearsed_as_it_runs() -> None:
+    """The second stage, whose logits stay in slices, by the groups of its own rank."""
+    layout = "pp2 tp2"
+    recipe = samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4)
+    really = samestep.dry_run(recipe, layout, threads=1)
+    first, last = rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 4)
+    assert first.usage.to_json() == really[first.rank].to_json()
+    assert last.usage.activations == pytest.approx(really[last.rank].activations, rel=0.03)
+    assert last.usage.sent == pytest.approx(really[last.rank].sent)
+    assert last.usage.parameters == really[last.rank].parameters
+
+
+@pytest.mark.timeout(300)
 def test_many_layouts_are_counted_in_one_start() -> None:
     job = Job(recipe=samestep.Recipe(task=Points(), batch=16, steps=4), run=Run(threads=1))
     found = dry_run_layouts(job, ["dp2", "zero1x2", "cp2"])

@@ -266,7 +266,7 @@ def _pretended_group(rank: int, size: int) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Clear what DTensor remembers: by meshes that are equal for it, whose process groups are those of another rank."""
+    """Clear what DTensor remembers of a mesh, since another rank's is equal for it and has groups of its own."""
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
