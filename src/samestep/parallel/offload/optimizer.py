@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.joined_optimizer import follow
-from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.offload.memory import HostMemory, MappedFile, address
 from samestep.parallel.sharding import local
 
 # Optimizers that treat every number of a parameter by itself, so that a shard can be stepped like a whole.
@@ -150,12 +150,12 @@ class _Copy:
         if isinstance(memory, HostMemory):
             self.gradient = memory.empty(value.shape, value.dtype)
         self._asynchronous = isinstance(memory, HostMemory) and memory.pinned
-        self._seen: tuple[int, int] | None = None  # address and version of the device's value
+        self._seen: tuple[int, int, int] | None = None  # address, offset and version of the device's value
 
     def fetch(self) -> None:
         """Bring the gradient to the CPU, and the value where something else than `put` has written it."""
         value = local(self.parameter.detach())
-        if self._seen != (value.data_ptr(), value._version):
+        if self._seen != _state_of(value):
             self.host.copy_(value, non_blocking=self._asynchronous)
         if self.parameter.grad is None:
             self.host.grad = None
@@ -168,8 +168,12 @@ class _Copy:
         """Bring the stepped value to the device."""
         value = local(self.parameter.detach())
         value.copy_(self.host, non_blocking=self._asynchronous)
-        self._seen = (value.data_ptr(), value._version)
+        self._seen = _state_of(value)
         self.host.grad = None
+
+
+def _state_of(value: Tensor) -> tuple[int, int, int]:
+    return address(value), value.storage_offset(), value._version
 
 
 class _Lot:
