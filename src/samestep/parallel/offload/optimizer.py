@@ -173,7 +173,7 @@ class _Copy:
 
 
 def _state_of(value: Tensor) -> tuple[int, int, int]:
-    return address(value), value.storage_offset(), value._version
+    return address(value), int(value.storage_offset()), value._version
 
 
 class _Lot:
