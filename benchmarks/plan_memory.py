@@ -1,7 +1,10 @@
 """The memory that a plan counts beside what ranks really hold: every layout x task of the proof's matrix.
 
-    python benchmarks/plan_memory.py FILE [--jobs text gpt2 ...]    # counts, and keeps the numbers in FILE
+    python benchmarks/plan_memory.py FILE [--jobs text gpt2 ...] [--layouts "tp4,pp2"]    # counts, kept in FILE
+    python benchmarks/plan_memory.py FILE --recount [--jobs ...]    # plans alone once more, beside what ranks held
     python benchmarks/plan_memory.py FILE --docs                    # the table of docs/planning.md, in both languages
+
+Each call replaces the jobs and layouts that it is given, and leaves the others in FILE and in the table as they are.
 
 Predicted are the ranks that `samestep train --dry-run --world N` rehearses, in one process and without memory: one of
 each pipeline stage, three at most. Measured are the same ranks, which run and count every tensor in their third step;
@@ -29,13 +32,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"en": ROOT / "docs" / "planning.md", "zh": ROOT / "docs" / "zh" / "planning.md"}
 REFUSED = {"en": "refused", "zh": "拒绝"}
 UNLIKE = {"en": "not refused", "zh": "未拒绝"}  # by the plan, of what the ranks refuse
+# Of the ranks that were rehearsed, and of all.
 SUMMARY = {
-    "en": "{rows} rows; mean error {mean:.2%}, largest {largest:.1%}; {within} within 3 %, {exact} to the byte. "
-    "Of the fullest rank of all the mean error is {all_mean:.2%}, the largest {all_largest:.1%}; {all_within} within "
-    "3 %.",
-    "zh": "共 {rows} 行；平均误差 {mean:.2%}，最大 {largest:.1%}；{within} 行在 3% 以内，"
-    "{exact} 行一字节不差。与所有 rank 中最满的一个相比，平均误差 {all_mean:.2%}，"
-    "最大 {all_largest:.1%}；{all_within} 行在 3% 以内。",
+    "en": (
+        "{rows} rows; mean error {mean:.2%}, largest {largest:.1%}; {within} within 3 %, {exact} to the byte.",
+        " Of the fullest rank of all the mean error is {mean:.2%}, the largest {largest:.1%}; {within} within 3 %.",
+    ),
+    "zh": (
+        "共 {rows} 行；平均误差 {mean:.2%}，最大 {largest:.1%}；{within} 行在 3% 以内，{exact} 行一字节不差。",
+        "与所有 rank 中最满的一个相比，平均误差 {mean:.2%}，最大 {largest:.1%}；{within} 行在 3% 以内。",
+    ),
 }
 NAMES = (*SHIPPED, *UNTUNED)
 
@@ -47,6 +53,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--jobs", nargs="*", choices=NAMES, default=NAMES)
     parser.add_argument("--layouts", default="all")
+    parser.add_argument("--recount", action="store_true")
     parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     known: list[Row] = json.loads(options.file.read_text("utf-8")) if options.file.exists() else []
@@ -55,10 +62,25 @@ def main() -> None:
         return
     for job in jobs():
         if job.name in options.jobs or Path(str(job.name)).stem in options.jobs:
-            found = rows_of(job, layouts_of(options.layouts))
-            known = [row for row in known if row["job"] != job.name] + found
+            layouts = layouts_of(options.layouts)
+            if options.recount:
+                found = [
+                    {**row, "predicted": predicted(job, row["layout"])}
+                    for row in known
+                    if row["job"] == job.name and row["layout"] in layouts
+                ]
+            else:
+                found = rows_of(job, layouts)
+            known = merged(known, found)
             options.file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
             print(f"{job.name}: {summary(found, 'en')}", flush=True)
+
+
+def merged(known: Sequence[Row], found: Sequence[Row]) -> list[Row]:
+    """The rows, those of one job and layout replaced by what was found now, in the order of jobs and layouts."""
+    rows = {(row["job"], row["layout"]): row for row in (*known, *found)}
+    layouts = layouts_of("all")
+    return sorted(rows.values(), key=lambda row: (NAMES.index(row["job"]), layouts.index(row["layout"])))
 
 
 def rows_of(job: Job, layouts: Sequence[str]) -> list[Row]:
@@ -95,17 +117,17 @@ def error_of(row: Row, *, of_all: bool = False) -> float | None:
 
 def summary(rows: Sequence[Row], language: str) -> str:
     held = [row for row in rows if error_of(row) is not None]
-    errors, of_all = ([abs(error_of(row, of_all=every) or 0.0) for row in held] for every in (False, True))
-    return SUMMARY[language].format(
-        rows=len(errors),
-        mean=sum(errors) / max(len(errors), 1),
-        largest=max(errors, default=0.0),
-        within=sum(error <= 0.03 for error in errors),
-        exact=errors.count(0.0),
-        all_mean=sum(of_all) / max(len(of_all), 1),
-        all_largest=max(of_all, default=0.0),
-        all_within=sum(error <= 0.03 for error in of_all),
-    )
+    told = ""
+    for text, of_all in zip(SUMMARY[language], (False, True), strict=True):
+        errors = [abs(error_of(row, of_all=of_all) or 0.0) for row in held]
+        told += text.format(
+            rows=len(errors),
+            mean=sum(errors) / max(len(errors), 1),
+            largest=max(errors, default=0.0),
+            within=sum(error <= 0.03 for error in errors),
+            exact=errors.count(0.0),
+        )
+    return told
 
 
 def cell(row: Row, language: str) -> str:
@@ -118,23 +140,53 @@ def cell(row: Row, language: str) -> str:
     return f"**{REFUSED[language] if isinstance(row['predicted'], str) else UNLIKE[language]}**"
 
 
-def table(rows: Sequence[Row], language: str) -> str:
-    names = list(dict.fromkeys(row["job"] for row in rows))
+def table(rows: Sequence[Row], language: str, before: str) -> str:
+    """Cells of the rows, and of others those that the table had before."""
+    cells = cells_of(before) | {(row["job"], row["layout"]): cell(row, language) for row in rows}
+    names = [name for name in NAMES if any(job == name for job, _ in cells)]
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' --: |' * len(names)}"]
-    for layout in dict.fromkeys(row["layout"] for row in rows):
-        cells = {row["job"]: cell(row, language) for row in rows if row["layout"] == layout}
-        lines.append(f"| `{layout}` | {' | '.join(cells[name] for name in names)} |")
+    for layout in layouts_of("all"):
+        lines.append(f"| `{layout}` | {' | '.join(cells.get((name, layout), '') for name in names)} |")
     return "\n".join(lines)
+
+
+def cells_of(text: str) -> dict[tuple[str, str], str]:
+    """The cells of a table of a page, by job and layout."""
+    lines = [[each.strip() for each in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    if not lines:
+        return {}
+    names = lines[0][1:]
+    return {
+        (name, first.strip("`")): value
+        for first, *values in lines[2:]
+        for name, value in zip(names, values, strict=True)
+    }
+
+
+def summary_of_cells(text: str, language: str) -> str:
+    """What cells tell, to a tenth of a percent, of a table some of whose rows are in no file."""
+    values = [value.strip("*").rstrip("%") for value in cells_of(text).values()]
+    errors = [abs(float(value)) / 100 for value in values if value.lstrip("+-").replace(".", "").isdigit()]
+    return SUMMARY[language][0].format(
+        rows=len(errors),
+        mean=sum(errors) / max(len(errors), 1),
+        largest=max(errors, default=0.0),
+        within=sum(error <= 0.03 for error in errors),
+        exact=values.count("0"),
+    )
 
 
 def write(rows: Sequence[Row]) -> None:
     for language, page in PAGES.items():
         text = page.read_text(encoding="utf-8")
         before, begin, rest = text.partition("<!-- memory -->\n")
-        _, end, after = rest.partition("<!-- /memory -->")
+        rest, end, after = rest.partition("<!-- /memory -->")
         if not begin or not end:
             raise SystemExit(f"{page} has no line <!-- memory --> with <!-- /memory --> after it; write them there")
-        told = f"{table(rows, language)}\n\n{summary(rows, language)}\n"
+        drawn = table(rows, language, rest)
+        every = len(cells_of(drawn)) == len(rows)
+        said = summary(rows, language) if every else summary_of_cells(drawn, language)
+        told = f"{drawn}\n\n{said}\n"
         page.write_text(f"{before}{begin}{told}{end}{after}", encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
 """What `samestep plan JOB.yaml` predicts beside what steps then take: small Llamas on 2 and 4 ranks of this machine.
 
+    python benchmarks/planning.py all FILE            # the three below, one after the other
     python benchmarks/planning.py rehearse FILE       # rehearses every layout, and keeps what was counted in FILE
     python benchmarks/planning.py measure FILE        # takes their steps; wants a machine that does nothing else
     python benchmarks/planning.py write FILE          # the table of docs/planning.md, in both languages
@@ -21,6 +22,7 @@ from typing import Any
 
 from samestep import jobfile
 from samestep.api import rehearse_job, time_steps_job
+from samestep.comm.collectives import COLLECTIVES
 from samestep.comm_bench.request import CommRequest, parse_sizes
 from samestep.comm_bench.run import measured as comm_measured
 from samestep.errors import UserError
@@ -38,16 +40,19 @@ HEADS: Mapping[str, Sequence[str]] = {
     "zh": ("作业", "布局", "预测（秒）", "实测（秒）", "误差", "MB 预测", "MB 实测"),
 }
 # Of all rows, and of one job.
-SUMMARY: Mapping[str, tuple[str, str]] = {
+SUMMARY: Mapping[str, tuple[str, str, str]] = {
     "en": (
         "{rows} rows: mean error {mean:.1%}, median {median:.1%}, largest {largest:.0%}; {within} within 10 %. "
         "Largest error of memory {memory:.2%}.",
         "{name}: tau {tau:.2f}, and the best by plan takes {times:.2f} times the best measured.",
+        "The slowest of {turns} starts of a layout takes {median:.0%} longer than the fastest in the median, "
+        "{largest:.0%} at most.",
     ),
     "zh": (
         "共 {rows} 行：平均误差 {mean:.1%}，中位数 {median:.1%}，最大 {largest:.0%}；{within} 行在 10% 以内。"
         "内存的最大误差 {memory:.2%}。",
         "{name}：tau {tau:.2f}，规划的最佳布局是实测最快的 {times:.2f} 倍。",
+        "同一布局启动 {turns} 次，最慢的比最快的慢 {median:.0%}（中位数），最多 {largest:.0%}。",
     ),
 }
 TWO = ("single", "dp2", "zero1x2", "zero2x2", "fsdp2", "tp2", "tp2 sequence=split", "pp2", "cp2")
@@ -58,38 +63,41 @@ JOBS: Mapping[str, tuple[int, int, int, int, Sequence[str]]] = {
     "2 x 384": (2, 384, 64, 16, (*TWO, "fsdp4", "pp2 dp2")),
 }
 CALIBRATION = "3 x 192"
-STEPS, TURNS = 8, 3  # steps of a start, of which the median counts; starts of a layout, of which the fastest counts
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce", "all-to-all", "send/recv")
+STEPS, TURNS = 8, 4  # steps of a start, of which the median counts; starts of a layout, of which the fastest counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("rehearse", "measure", "write"))
+    parser.add_argument("what", choices=("all", "rehearse", "measure", "write"))
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
-    if options.what == "write":
-        write(pickle.loads(options.file.read_bytes()))
-        return
+    found: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         text = Path(folder) / "words.txt"
         text.write_text(words(), encoding="utf-8")
-        if options.what == "rehearse":
-            found: dict[str, Any] = {"rehearsed": {name: rehearsed(job_of(name, text), name) for name in JOBS}}
-        else:
-            found = pickle.loads(options.file.read_bytes())
-            found["machine"] = this_machine(None, "fp32", comm=all_reduces(Path(folder) / "comm.json"))
-            turns = [measured(found["rehearsed"], text) for _ in range(TURNS)]
-            found["measured"] = {
-                name: {layout: min(turn[name][layout] for turn in turns) for layout in layouts}
-                for name, layouts in found["rehearsed"].items()
-            }
-        options.file.write_bytes(pickle.dumps(found))
+        for what in ("rehearse", "measure", "write") if options.what == "all" else (options.what,):
+            if what == "rehearse":
+                found = {"rehearsed": {name: rehearsed(job_of(name, text), name) for name in JOBS}}
+            else:
+                found = pickle.loads(options.file.read_bytes())
+            if what == "measure":
+                found["machine"] = this_machine(None, "fp32", comm=messages(Path(folder) / "comm.json"))
+                turns = [measured(found["rehearsed"], text) for _ in range(TURNS)]
+                found["turns"] = turns
+                found["measured"] = {
+                    name: {layout: min(turn[name][layout] for turn in turns) for layout in layouts}
+                    for name, layouts in found["rehearsed"].items()
+                }
+            options.file.write_bytes(pickle.dumps(found))
+            if what == "write":
+                write(found)
 
 
-def all_reduces(file: Path) -> Path:
-    """What `samestep comm --processes 2 --collectives all-reduce --json FILE` measures."""
-    report = comm_measured(
-        CommRequest(sizes=parse_sizes("1KB,64KB,1MB,16MB"), device="cpu", collectives=("all-reduce",)), 2
-    )
+def messages(file: Path) -> Path:
+    """What `samestep comm --processes 2 --json FILE` measures of the collectives that trainings use."""
+    sizes, kinds = parse_sizes("1KB,64KB,1MB,16MB"), tuple(kind for kind in COLLECTIVES if kind in _KINDS)
+    report = comm_measured(CommRequest(sizes=sizes, device="cpu", collectives=kinds), 2)
     assert report is not None  # this process is no rank
     file.write_text(json.dumps(report.to_json()), encoding="utf-8")
     return file
@@ -169,7 +177,8 @@ def write(found: Mapping[str, Any]) -> None:
             )
         _, _, after = rest.partition("<!-- /measured -->")
         page.write_text(
-            f"{before}<!-- measured -->\n{table(rows, HEADS[language])}\n{summary(rows, language)}\n"
+            f"{before}<!-- measured -->\n{table(rows, HEADS[language])}\n{summary(rows, language)} "
+            f"{spread(found, others, language)}\n"
             f"<!-- /measured -->{after}",
             "utf-8",
         )
@@ -191,7 +200,7 @@ def table(rows: Sequence[tuple[str, Measured]], heads: Sequence[str]) -> str:
 def summary(rows: Sequence[tuple[str, Measured]], language: str) -> str:
     errors = [abs(row.error) for _, row in rows if row.error is not None]
     memory = max(abs(row.prediction.peak_bytes / row.peak_bytes - 1) for _, row in rows)
-    whole, each = SUMMARY[language]
+    whole, each, _ = SUMMARY[language]
     told = [
         whole.format(
             rows=len(rows),
@@ -209,6 +218,18 @@ def summary(rows: Sequence[tuple[str, Measured]], language: str) -> str:
         fastest = min(row.seconds or 0.0 for row in mine)
         told.append(each.format(name=name, tau=tau, times=best / fastest))
     return " ".join(told)
+
+
+def spread(found: Mapping[str, Any], names: Sequence[str], language: str) -> str:
+    """How far starts of one layout lie from each other: no plan errs less than that by more than chance."""
+    turns = found["turns"]
+    each = [
+        max(seconds) / min(seconds) - 1
+        for name in names
+        for layout in found["rehearsed"][name]
+        if (seconds := [turn[name][layout][0] for turn in turns])
+    ]
+    return SUMMARY[language][2].format(turns=len(turns), median=median(each), largest=max(each))
 
 
 if __name__ == "__main__":

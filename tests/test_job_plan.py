@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_tasks import Points
 
+from samestep.api import rehearse_job
 from samestep.cli.main import main
 from samestep.doctor.run import read
 from samestep.errors import UserError
@@ -17,7 +18,7 @@ from samestep.job import Job, Run
 from samestep.job_plan.auto import check_here
 from samestep.job_plan.beside import furthest, terms
 from samestep.job_plan.layouts import layouts_of
-from samestep.job_plan.machine import CAUSES, Machine, Rates, devices_of, message_rates
+from samestep.job_plan.machine import CAUSES, Machine, Rates, devices_of, measured_rates, message_rates
 from samestep.job_plan.measure import Measured, corrections, measured_plan
 from samestep.job_plan.page import page
 from samestep.job_plan.plan import JobPlan, plan_job
@@ -25,6 +26,7 @@ from samestep.job_plan.predict import Prediction
 from samestep.layout import Layout
 from samestep.planning.hardware import cluster_of
 from samestep.recipe import Recipe
+from samestep.training.rehearsal import Collectives
 from samestep.training.step_work import CountedWork
 
 RATES = Rates(flop=1e-10, byte=1e-10, operator=1e-5, message=1e-4, byte_sent=1e-9, speedup={1: 1.0, 2: 1.8})
@@ -134,6 +136,30 @@ def made(seconds: float | None, **parts: float) -> Measured:
     )
 
 
+@pytest.mark.timeout(120)
+def test_hooks_and_copies_of_shards_are_counted() -> None:
+    ranks = {layout: rehearse_job(job(layout=layout), 2)[0].work for layout in ("dp2", "zero2x2", "fsdp2")}
+    assert ranks["dp2"].shard_messages == 0
+    # Points is gathered at once, kept for the backward, and its gradients are scattered: six tensors either way.
+    assert ranks["fsdp2"].shard_messages >= ranks["zero2x2"].shard_messages >= 2
+    assert ranks["zero2x2"].shard_tensors >= 2 * 6
+    rates = replace(RATES, shard_message=1e-3, shard_tensor=1e-4)
+    work = ranks["zero2x2"]
+    assert rates.computing(work, 1)["sharding"] == pytest.approx(
+        work.shard_messages * 1e-3 + work.shard_tensors * 1e-4
+    )
+    assert rates.computing(work, 2)["sharding"] == rates.computing(work, 1)["sharding"]  # Python has one thread
+
+
+@pytest.mark.timeout(120)
+def test_rates_of_this_machine() -> None:
+    rates = measured_rates("fp32")
+    assert min(rates.flop, rates.byte, rates.operator, rates.shard_message + rates.shard_tensor) > 0
+    assert rates.shard_message < 0.1
+    assert set(rates.pass_speedup) == set(rates.speedup)
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.mark.quick
 def test_rates_are_corrected_by_what_steps_took() -> None:
     # All takes twice as long: every rate is half.
@@ -153,7 +179,20 @@ def test_messages_as_comm_measured_them(tmp_path: Path) -> None:
     file = tmp_path / "comm.json"
     fit = {"collective": "all-reduce", "ranks": 2, "latency_seconds": 5e-5, "bytes_per_second": 1e9}
     file.write_text(json.dumps({"fits": [fit, {**fit, "bytes_per_second": 5e8}]}), encoding="utf-8")
-    assert message_rates(file) == {"message": 5e-5, "byte_sent": 1e-9}
+    assert message_rates(file) == {"message": 5e-5, "byte_sent": 1e-9, "kinds": {}}
+    # Of an all-gather a rank sends half of the message, of one to the next rank all; the faster transport counts.
+    others = [
+        {**fit, "collective": "all-gather", "latency_seconds": 2e-5, "bytes_per_second": 4e9},
+        {**fit, "collective": "all-gather", "bytes_per_second": 1e9},
+        {**fit, "collective": "send/recv"},
+    ]
+    file.write_text(json.dumps({"fits": [fit, *others]}), encoding="utf-8")
+    rates = replace(RATES, **message_rates(file))
+    sent = [Collectives(kind=kind, axis="shard", ranks=2, count=3, sent=1e6) for kind in ("all-gather", "all-to-all")]
+    assert rates.sending(sent[:1]) == pytest.approx((3 * 2e-5, 1e6 / 2e9))
+    assert rates.sending(sent[1:]) == pytest.approx((3 * 5e-5, 1e6 / 1e9))  # not measured: as an all-reduce
+    assert rates.kinds["point-to-point"].byte_sent == pytest.approx(1e-9)
+    assert rates.corrected({"messages": 2.0}).sending(sent[:1]) == pytest.approx((6 * 2e-5, 1e6 / 2e9))
     file.write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="samestep comm --json FILE"):
         message_rates(file)

@@ -47,6 +47,34 @@ def test_slices_and_uneven_micro_batches_are_rehearsed_to_the_byte(layout: str) 
 
 
 @pytest.mark.timeout(300)
+def test_every_stage_of_sliced_stages_is_rehearsed_as_it_runs() -> None:
+    """The second stage, whose logits stay in slices, by the groups of its own rank."""
+    layout = "pp2 tp2"
+    recipe = samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4)
+    really = samestep.dry_run(recipe, layout, threads=1)
+    first, last = rehearse_job(Job(recipe=recipe, run=Run(layout=layout)), 4)
+    assert replace(first.usage, sent={}) == replace(really[first.rank], sent={})
+    assert last.usage.parameters == really[last.rank].parameters
+    assert last.usage.optimizer_state == really[last.rank].optimizer_state
+    assert last.usage.activations == pytest.approx(really[last.rank].activations, rel=0.03)
+    for kind, sent in really[last.rank].sent.items():  # messages of shapes are a few bytes longer or shorter
+        assert last.usage.sent[kind] == pytest.approx(sent, rel=0.02)
+
+
+@pytest.mark.timeout(300)
+def test_what_is_offloaded_is_rehearsed_to_the_byte() -> None:
+    layouts = ["dp2 offload=activations", "zero1x2 offload=optimizer", "fsdp2 offload=activations+parameters"]
+    job = Job(recipe=samestep.Recipe(task=Tiny(name="qwen2"), batch=8, steps=4), run=Run(threads=1))
+    really = dry_run_layouts(job, layouts)
+    for layout in layouts:
+        (found,) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
+        usage = really[layout][0]
+        assert replace(found.usage, host=0) == replace(usage, host=0)
+        # Buffers of the host stay for later micro-batches; those of lengths that only other steps had aren't rehearsed.
+        assert 0 < found.usage.host <= usage.host
+
+
+@pytest.mark.timeout(300)
 def test_many_layouts_are_counted_in_one_start() -> None:
     job = Job(recipe=samestep.Recipe(task=Points(), batch=16, steps=4), run=Run(threads=1))
     found = dry_run_layouts(job, ["dp2", "zero1x2", "cp2"])

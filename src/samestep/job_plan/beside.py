@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PLAN_FILE = "plan.json"
 STEP = "step"
 _FIRST = 3  # steps that are not like the others: buffers and optimizer state are made, and bytes are counted
-_COMPUTE = ("products", "attention", "passes", "operators")
+_COMPUTE = ("products", "attention", "passes", "operators", "sharding")
 _MESSAGES = ("messages", "bytes sent")
 _HELD = ("parameters", "optimizer_state", "activations", "gathered_and_gradients")
 
@@ -49,17 +49,15 @@ def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequ
     if late:
         step = median(late)
         parts = plan["seconds_by_cause"]
-        own = min(max(report.get("own_step_seconds") or [step]), step)
+        owns = report.get("own_step_seconds") or [step]
+        own = min(max(owns), step) if len(owns) > 1 else step  # one rank waits for nobody
         found = [
             Term(name=STEP, planned=plan["step_seconds"], measured=step, unit="s"),
             Term(name="computing", planned=sum(parts.get(cause, 0.0) for cause in _COMPUTE), measured=own, unit="s"),
-            Term(
-                name="messages and waiting",
-                planned=sum(parts.get(cause, 0.0) for cause in _MESSAGES),
-                measured=step - own,
-                unit="s",
-            ),
         ]
+        if len(owns) > 1:
+            sent = sum(parts.get(cause, 0.0) for cause in _MESSAGES)
+            found.append(Term(name="messages and waiting", planned=sent, measured=step - own, unit="s"))
     planned, held = plan["usage_bytes"], report.get("usage_bytes") or []
     if planned and held:
         for name in _HELD:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 _DATA = ("dp{}", "zero1x{}", "zero2x{}", "fsdp{}")
-_OTHERS = ("tp{}", "tp{} sequence=split", "pp{}", "cp{}")
+_OTHERS = ("tp{}", "tp{} sequence=split", "pp{}", "cp{}", "cp{} attention=ring")
 _PAIRS = (
     "dp{0} tp{1}", "zero1x{0} tp{1}", "fsdp{0} tp{1}", "fsdp{0} tp{1} sequence=split", "pp{0} dp{1}",
     "pp{0} zero1x{1}", "dp{0} fsdp{1}", "pp{0} tp{1}", "fsdp{0} cp{1}", "dp{0} cp{1}",

@@ -16,9 +16,11 @@ from samestep.errors import UserError
 from samestep.launch.affinity import cores
 from samestep.launch.memory import available_memory, give_back_freed_memory, keep_freed_memory
 from samestep.planning.hardware import Cluster
+from samestep.training.rehearsal import Collectives
 from samestep.training.step_work import CountedWork, StepWork
 
-COMPUTE: Sequence[str] = ("products", "attention", "passes", "operators")  # what a rank does by itself
+# What a rank does by itself. "sharding" is the hooks that gather and scatter a unit's shards, which are Python.
+COMPUTE: Sequence[str] = ("products", "attention", "passes", "operators", "sharding")
 CAUSES: Sequence[str] = (*COMPUTE, "messages", "bytes sent")
 
 # Without `samestep comm --json` or --measure: a message through shared memory between two ranks of this machine
@@ -28,8 +30,17 @@ _SECONDS = 0.2  # of each measurement
 _ROWS, _LAYERS = 2048, 6  # tokens, and linear layers one after the other, whose products are measured
 _WIDE, _NARROW = 512, 128  # columns of the layers: large products, and such as are bound by reading and writing
 _HEADS = (4, 4, 256, 64)  # samples, heads, tokens and columns of the attention that is measured
+_SHARDED = (2, 16)  # parameters of a unit that FSDP2 gathers
 _PASSES = (2048, 512)  # rows and columns of the tensors that passes go over: 4 MiB, as activations have
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageRate:
+    """Messages of one kind of collective, as Hockney's model has them."""
+
+    message: float  # seconds of one
+    byte_sent: float  # seconds of a byte that a rank sends, by the formulas of `samestep.comm.traffic`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,36 +52,62 @@ class Rates:
     attention_flop: float = 0.0  # in attention's kernels
     byte: float  # read or written by what is no product
     operator: float  # to issue one, with autograd's part of it
+    shard_message: float = 0.0  # FSDP2's hooks around one that gathers or scatters a unit, beside what it sends
+    shard_tensor: float = 0.0  # and of each parameter in it
     message: float
     byte_sent: float
-    speedup: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # of work, by threads
+    kinds: Mapping[str, "MessageRate"] = field(default_factory=dict)  # collectives whose messages were measured
+    speedup: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})  # of products, by threads
+    pass_speedup: Mapping[int, float] = field(default_factory=dict)  # of passes, where it is another one
     source: str = "measured"
 
     def corrected(self, factors: Mapping[str, float]) -> "Rates":
         """The rates, each multiplied by the factor of its cause."""
         changed = {name: getattr(self, name) * factors[cause] for cause in factors for name in _RATES[cause]}
-        return replace(self, **changed, source="corrected by measured steps")
+        kinds = {
+            kind: MessageRate(
+                message=rate.message * factors.get("messages", 1.0),
+                byte_sent=rate.byte_sent * factors.get("bytes sent", 1.0),
+            )
+            for kind, rate in self.kinds.items()
+        }
+        return replace(self, **changed, kinds=kinds, source="corrected by measured steps")
+
+    def sending(self, collectives: Sequence[Collectives]) -> tuple[float, float]:
+        """Seconds that messages take for being there, and seconds for their bytes."""
+        usual = MessageRate(message=self.message, byte_sent=self.byte_sent)
+        rates = [(each, self.kinds.get(each.kind, usual)) for each in collectives]
+        return sum(each.count * rate.message for each, rate in rates), sum(
+            each.sent * rate.byte_sent for each, rate in rates
+        )
 
     def computing(self, work: StepWork, threads: int) -> dict[str, float]:
         """Seconds that a rank computes by itself, by cause."""
-        speedup = self.speedup.get(threads) or max(
-            (each for number, each in self.speedup.items() if number <= threads), default=1.0
-        )
+        products = _of_threads(self.speedup, threads)
+        passes = _of_threads(self.pass_speedup or self.speedup, threads)
         seconds = (
-            (work.product_flops + work.other_flops) * self.flop + work.product_elements * self.product_element,
-            work.attention_flops * (self.attention_flop or self.flop),
-            work.bytes * self.byte,
-            work.operators * self.operator * speedup,  # issued by one thread
+            ((work.product_flops + work.other_flops) * self.flop + work.product_elements * self.product_element)
+            / products,
+            work.attention_flops * (self.attention_flop or self.flop) / products,
+            work.bytes * self.byte / passes,
+            work.operators * self.operator,  # issued by one thread
+            work.shard_messages * self.shard_message + work.shard_tensors * self.shard_tensor,
         )
-        return {cause: each / speedup for cause, each in zip(COMPUTE, seconds, strict=True)}
+        return dict(zip(COMPUTE, seconds, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
+def _of_threads(speedup: Mapping[int, float], threads: int) -> float:
+    """The speedup of so many threads, or of the most that was measured below."""
+    return speedup.get(threads) or max((each for number, each in speedup.items() if number <= threads), default=1.0)
+
+
 _RATES: Mapping[str, Sequence[str]] = {
     "products": ("flop", "product_element"), "attention": ("attention_flop",), "passes": ("byte",),
-    "operators": ("operator",), "messages": ("message",), "bytes sent": ("byte_sent",),
+    "operators": ("operator",), "sharding": ("shard_message", "shard_tensor"),
+    "messages": ("message",), "bytes sent": ("byte_sent",),
 }  # fmt: skip
 
 
@@ -136,28 +173,65 @@ def measured_rates(precision: str) -> Rates:
             byte_sent=_BYTE_SECONDS,
             speedup={threads: max(wide[0] / seconds, 1.0) for threads, (seconds, _) in by_threads.items()},
         )
-        rates = replace(rates, byte=_pass_seconds(rates))
-        return replace(rates, operator=_operator_seconds(rates))
+        rates = replace(rates, byte=_pass_seconds(rates), pass_speedup=_pass_speedup())
+        torch.set_num_threads(1)
+        rates = replace(rates, operator=_operator_seconds(rates))
+        message, tensor = _shard_seconds(rates)
+        return replace(rates, shard_message=message, shard_tensor=tensor)
     finally:
         torch.set_num_threads(before)
         if kept:
             give_back_freed_memory()
 
 
-def message_rates(file: Path) -> dict[str, float]:
-    """Latency and seconds a byte of an all-reduce, from what `samestep comm --json` wrote."""
+def message_rates(file: Path) -> dict[str, Any]:
+    """Latency and seconds a byte of an all-reduce and of each other collective that `samestep comm --json` measured.
+
+    A collective has the transport by which its bytes go fastest, which is the one that ranks of a host choose.
+    """
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
-        fits = [fit for fit in told["fits"] if fit["collective"] == "all-reduce" and fit["bytes_per_second"]]
-        best = min(fits, key=lambda fit: 1 / fit["bytes_per_second"])
-        ranks, rate = best["ranks"], best["bytes_per_second"]
-        # A ring sends 2 (n - 1) / n of the message.
-        return {"message": best["latency_seconds"], "byte_sent": ranks / (2 * (ranks - 1)) / rate}
+        kinds: dict[str, MessageRate] = {}
+        for fit in told["fits"]:
+            kind = _KINDS.get(fit["collective"])
+            if kind is None or not fit["bytes_per_second"]:
+                continue
+            found = MessageRate(
+                message=fit["latency_seconds"],
+                byte_sent=1 / (kind.sent_share(fit["ranks"]) * fit["bytes_per_second"]),
+            )
+            if kind.name not in kinds or found.byte_sent < kinds[kind.name].byte_sent:
+                kinds[kind.name] = found
+        usual = kinds.pop("all-reduce")
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise UserError(
             f"--comm {file}: no all-reduce measured at two sizes is told there ({type(error).__name__}); "
             "write it by samestep comm --json FILE"
         ) from None
+    return {"message": usual.message, "byte_sent": usual.byte_sent, "kinds": kinds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A collective of `samestep comm`: its name among messages, and which part of its bytes each rank sends."""
+
+    name: str
+    sent_share: Callable[[int], float]
+
+
+def _all_but_own(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "all-reduce": _Kind(name="all-reduce", sent_share=lambda ranks: 2 * _all_but_own(ranks)),
+    "all-gather": _Kind(name="all-gather", sent_share=_all_but_own),
+    "reduce-scatter": _Kind(name="reduce-scatter", sent_share=_all_but_own),
+    "all-to-all": _Kind(name="all-to-all", sent_share=_all_but_own),
+    "broadcast": _Kind(name="broadcast", sent_share=_all_but_own),
+    "reduce": _Kind(name="reduce", sent_share=_all_but_own),
+    "send/recv": _Kind(name="point-to-point", sent_share=lambda ranks: 1.0),
+}
 
 
 def _repeated(run: Callable[[], object]) -> float:
@@ -197,6 +271,20 @@ def _attention_seconds(dtype: torch.dtype) -> float:
 
 def _pass_seconds(rates: Rates) -> float:
     """Seconds of a byte that is no product's: norms, activations, sums and a softmax, forward and backward."""
+    seconds, work = _passes()
+    return max(seconds - sum(rates.computing(work, 1).values()), 0.0) / work.bytes
+
+
+def _pass_speedup() -> dict[int, float]:
+    """What more threads give to passes, which share the memory's bandwidth and wait for each other in each."""
+    seconds: dict[int, float] = {}
+    for threads in dict.fromkeys((1, cores())):
+        torch.set_num_threads(threads)
+        seconds[threads], _ = _passes()
+    return {threads: max(seconds[1] / each, 1.0) for threads, each in seconds.items()}
+
+
+def _passes() -> tuple[float, StepWork]:
     given, beside = (torch.randn(_PASSES).requires_grad_() for _ in range(2))
 
     def forward() -> Tensor:
@@ -204,8 +292,7 @@ def _pass_seconds(rates: Rates) -> float:
         gated = F.silu(normed) * beside + given
         return F.log_softmax(gated * 0.5, -1).square().mean()
 
-    seconds, work = _of_step(forward)
-    return max(seconds - sum(rates.computing(work, 1).values()), 0.0) / work.bytes
+    return _of_step(forward)
 
 
 def _operator_seconds(rates: Rates) -> float:
@@ -214,6 +301,40 @@ def _operator_seconds(rates: Rates) -> float:
     given = torch.randn(4, 8)
     seconds, work = _of_step(lambda: model(given).sum())
     return max(seconds - sum(rates.computing(work, 1).values()), 0.0) / work.operators
+
+
+def _shard_seconds(rates: Rates) -> tuple[float, float]:
+    """What FSDP2's hooks take for each message, and for each parameter in one.
+
+    Small units of few parameters and of many are sharded in a process group that sends nothing, as in a rehearsal.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():  # a rank has its own group, and no plan is made in one
+        return 0.0, 0.0
+    rows: list[list[float]] = []
+    seconds: list[float] = []
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for parameters in _SHARDED:
+            units = [nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(parameters))) for _ in range(4)]
+            for unit in units:
+                fully_shard(unit, mesh=mesh)
+            model = nn.Sequential(*units)
+            fully_shard(model, mesh=mesh)
+            given = torch.randn(4, 8)
+            measured, work = _of_step(lambda model=model, given=given: model(given).sum())
+            rows.append([work.shard_messages, work.shard_tensors])
+            seconds.append(max(measured - sum(rates.computing(work, 1).values()), 0.0))
+    finally:
+        dist.destroy_process_group()
+    found = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64))
+    message, tensor = (max(each, 0.0) for each in found.tolist())
+    return message, tensor
 
 
 def _of_step(forward: Callable[[], Tensor]) -> tuple[float, StepWork]:

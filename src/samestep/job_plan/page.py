@@ -10,7 +10,7 @@ from samestep.job_plan.plan import JobPlan
 
 # Okabe and Ito's colours, which people who see few colours tell apart.
 _CAUSES: Mapping[str, str] = dict(
-    zip(CAUSES, ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"), strict=True)
+    zip(CAUSES, ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#999999", "#d55e00", "#cc79a7"), strict=True)
 )
 _MEMORY = {
     "parameters": "#0072b2", "optimizer_state": "#009e73", "activations": "#e69f00",

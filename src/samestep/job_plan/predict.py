@@ -93,12 +93,11 @@ def _on_cores(job: Job, layout: Layout, machine: Machine, rates: Rates, rank: Re
     """Seconds of a rank alone on its threads, and of its messages."""
     threads = threads_of(layout.size, job.run.threads)
     waiting = max(1.0, layout.size / machine.cores)  # ranks that take turns on a core meet the later
-    sent = sum(each.sent for each in rank.collectives)
-    count = sum(each.count for each in rank.collectives)
+    messages, bytes_sent = rates.sending(rank.collectives)
     return {
         **rates.computing(rank.work, threads),
-        "messages": count * rates.message * waiting,
-        "bytes sent": sent * rates.byte_sent * waiting,
+        "messages": messages * waiting,
+        "bytes sent": bytes_sent * waiting,
     }
 
 
@@ -124,7 +123,7 @@ def _on_devices(job: Job, layout: Layout, cluster: Cluster, rank: Rehearsal) -> 
             exposed += seconds
     hidden = min(behind, (1 - _FORWARD) * (products + attention + passes))
     traffic = exposed + behind - hidden + CONTENTION * hidden
-    return dict(zip(CAUSES, (products, attention, passes, host, 0.0, traffic), strict=True))
+    return dict(zip(CAUSES, (products, attention, passes, host, 0.0, 0.0, traffic), strict=True))
 
 
 def _message_seconds(layout: Layout, cluster: Cluster, each: Collectives) -> float:

@@ -124,7 +124,7 @@ class _Spreading:
         # Also where the model is followed and compared.
         self.throughout = partial(in_float64, precision == "fp64")
         with self.throughout():
-            self.seen = _look(model, layout, details.example)
+            self.seen = _look(model, layout, details)
             self.experts = _experts(model, layout, details)
         self.blocks = find_blocks(model, apart=[model.get_submodule(each.name) for each in self.experts])
         self.initial = details.initial  # None: nothing of the model is on the meta device any more
@@ -166,6 +166,7 @@ class _Spreading:
                     self.now,
                     example=self.details.example,
                     given=self.details.tensor_plan,
+                    findings=self.details.findings,
                 )
 
     def cut_stages(self) -> None:
@@ -328,13 +329,16 @@ def _no_example(layout: Layout) -> UserError:
     )
 
 
-def _look(model: nn.Module, layout: Layout, example: Any) -> Trace | None:
+def _look(model: nn.Module, layout: Layout, details: Details) -> Trace | None:
     """What the model's forward does, where the layout wants to know."""
+    example, findings = details.example, details.findings
     if not layout.cuts_model:
         return follow(model, example) if layout.zero and example is not None else None
     if example is None:
         raise _no_example(layout)
-    seen = trace(model, example)
+    seen = findings.traces[0] if findings is not None and findings.traces else trace(model, example)
+    if findings is not None:
+        findings.traces[:] = [seen]
     check_asking(model, layout, seen)
     return seen
 

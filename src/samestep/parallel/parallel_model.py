@@ -19,6 +19,7 @@ from samestep.parallel.exact import generators
 from samestep.parallel.exact.batch_buffers import BatchBuffers
 from samestep.parallel.exact.buffers import RepeatedForwards, check_buffers, versions
 from samestep.parallel.exact.forward_context import ForwardContext
+from samestep.parallel.findings import Findings
 from samestep.parallel.fsdp import put_back
 from samestep.parallel.late_parameters import LateParameters
 from samestep.parallel.offload.memory import HostMemory, MappedFile
@@ -77,6 +78,8 @@ class Details:
     # Samples of one step over all ranks, and most samples of one forward on one rank, as the job says them.
     batch: int | None = None
     micro_batch: int | None = None
+    # What ranks that are rehearsed one after the other need not find out again; None: a rank that runs.
+    findings: Findings | None = None
 
 
 class ParallelModel(ABC):

@@ -125,7 +125,10 @@ class Valueless(FakeTensorMode):
         if type(tensor) is not Tensor:
             return tensor
         if tensor not in self._twins:
-            self._twins[tensor] = self.from_tensor(tensor, static_shapes=True)
+            alone = (
+                tensor if tensor.is_leaf else tensor.detach()
+            )  # PyTorch would ask for the gradient, with a warning
+            self._twins[tensor] = self.from_tensor(alone, static_shapes=True)
         return self._twins[tensor]
 
     def _collective(

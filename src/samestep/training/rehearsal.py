@@ -25,6 +25,7 @@ from samestep.job import Job
 from samestep.launch.world import World
 from samestep.layout import MESH_DIMENSIONS, Layout
 from samestep.parallel.deferred_init import InitialModel, forget_values
+from samestep.parallel.findings import Findings
 from samestep.parallel.parallel_model import Details
 from samestep.parallel.valueless import Mail, Valueless
 from samestep.tasks.base import Task
@@ -92,11 +93,11 @@ def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None =
     """
     check_rehearsed(job, layout)
     job = replace(job, run=replace(job.run, sparse_rows="off"))
-    mail = Mail()
+    mail, findings = Mail(), Findings()
     found = []
     for rank in ranks_of_stages(layout) if ranks is None else ranks:
         with _pretended_group(rank, layout.size), _asking_told():
-            found.append(_rehearse_rank(job, task, layout, rank, Valueless(mail)))
+            found.append(_rehearse_rank(job, task, layout, rank, Valueless(mail), findings))
     return found
 
 
@@ -110,8 +111,11 @@ def ranks_of_stages(layout: Layout) -> list[int]:
 class _RehearsedTraining(Training):
     """A training whose model has no values, and no memory."""
 
-    def __init__(self, job: Job, task: Task, world: World, layout: Layout, mode: Valueless) -> None:
+    def __init__(
+        self, job: Job, task: Task, world: World, layout: Layout, mode: Valueless, findings: Findings
+    ) -> None:
         self._mode = mode
+        self._findings = findings
         super().__init__(job, task, world, layout)
 
     def _build(self, *, recorded: bool) -> InitialModel:
@@ -127,7 +131,7 @@ class _RehearsedTraining(Training):
 
     def _prepare(self, built: InitialModel, details: Details) -> None:
         with self._mode:
-            super()._prepare(built, details)
+            super()._prepare(built, replace(details, findings=self._findings))
 
     def rehearse(self) -> tuple[Usage, Sequence[Collectives], StepWork]:
         """Take the first step, which makes the optimizer's state, and the one that a training measures."""
@@ -170,9 +174,9 @@ def _few_of(batch: StepBatch, layout: Layout) -> StepBatch:
     return replace(batch, micro_batches=batch.micro_batches[:few])
 
 
-def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valueless) -> Rehearsal:
+def _rehearse_rank(job: Job, task: Task, layout: Layout, rank: int, mode: Valueless, findings: Findings) -> Rehearsal:
     world = World(rank=rank, world_size=layout.size, device=torch.device("cpu"), threads=torch.get_num_threads())
-    training = _RehearsedTraining(job, task, world, layout, mode)
+    training = _RehearsedTraining(job, task, world, layout, mode, findings)
     usage, collectives, work = training.rehearse()
     stage = training.session.mesh.coordinate("pipeline")
     return Rehearsal(rank=rank, stage=stage, usage=usage, collectives=collectives, work=work)
@@ -252,8 +256,19 @@ def _pretended_group(rank: int, size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise UserError("this process is a rank already; start --dry-run --world without a launcher")
+    _forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers of a mesh, since another rank's is equal for it and has groups of its own."""
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()

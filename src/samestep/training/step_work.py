@@ -19,7 +19,11 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.comm.operands import operands
 
-_COUNTED = frozenset({"aten", "prims"})
+_COUNTED = frozenset({"aten", "prims", "fsdp"})
+# FSDP2's copies into a gathered buffer, out of it, and of gradients into what is scattered: one a message of a unit.
+# Which argument is the list of the unit's tensors. What is copied in is a part of the buffer that is given.
+_COPY_IN = "all_gather_copy_in"
+_SHARD_COPIES: Mapping[str, str] = {"split_with_sizes_copy": "out", "chunk_cat": "tensors"}
 # First and second factor among the arguments.
 _PRODUCTS: Mapping[str, tuple[int, int]] = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
@@ -35,6 +39,8 @@ class StepWork:
     other_flops: float  # of convolutions
     bytes: float  # read and written by what is not a product
     operators: int
+    shard_messages: int = 0  # gathered and scattered by FSDP2's hooks, which are Python
+    shard_tensors: int = 0  # parameters and gradients in these messages
 
     @property
     def flops(self) -> float:
@@ -61,6 +67,8 @@ class _Sums:
     other_flops: float = 0.0
     bytes: float = 0.0
     operators: int = 0
+    shard_messages: int = 0
+    shard_tensors: int = 0
 
 
 class CountedWork(TorchDispatchMode):
@@ -78,6 +86,8 @@ class CountedWork(TorchDispatchMode):
             other_flops=sums.other_flops,
             bytes=sums.bytes,
             operators=sums.operators,
+            shard_messages=sums.shard_messages,
+            shard_tensors=sums.shard_tensors,
         )
 
     def __torch_dispatch__(
@@ -102,8 +112,19 @@ class CountedWork(TorchDispatchMode):
             sums.attention_flops += _attention_flops(name, args)
         elif func.overloadpacket in flop_registry:
             sums.other_flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        elif name == _COPY_IN:
+            sums.bytes += 2 * sum(map(_nbytes, operands(args[0])))
         else:
             sums.bytes += sum(map(_nbytes, operands(args, kwargs, result)))
+            if func.namespace == "fsdp" and name in _SHARD_COPIES:
+                sums.shard_messages += 1
+                sums.shard_tensors += len(_argument(func, _SHARD_COPIES[name], args, kwargs))
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """An operator's argument by its name."""
+    given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}
+    return (given | dict(kwargs)).get(name) or ()
 
 
 def _attention_flops(name: str, args: Sequence[Any]) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from samestep.parallel.offload.memory import HostMemory
+from samestep.parallel.offload.memory import HostMemory, address
 from samestep.parallel.sharding import local
 
 _SMALLEST = 1024  # bytes; for less a copy isn't worth its start
@@ -27,10 +27,10 @@ def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None
 
 
 def _offloading(block: nn.Module, forward: Any, memory: HostMemory, *args: Any, **kwargs: Any) -> Any:
-    parameters = {_address(local(parameter.detach())) for parameter in block.parameters()}
+    parameters = {address(local(parameter.detach())) for parameter in block.parameters()}
 
     def pack(tensor: Tensor) -> Any:
-        if _stays(tensor) or _address(tensor) in parameters:
+        if _stays(tensor) or address(tensor) in parameters:
             return tensor
         return _Away(tensor, memory)
 
@@ -47,10 +47,6 @@ def _stays(tensor: Tensor) -> bool:
         or tensor.nbytes < _SMALLEST
         or tensor.untyped_storage().nbytes() < tensor.nbytes  # expanded: the copy would be larger
     )
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class _Away:

@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 
 from samestep.errors import UserError
+from samestep.parallel.valueless import has_values
+
+
+def address(tensor: Tensor) -> int:
+    """What tells a tensor's memory from another's: where it lies, or which it would be where there is none."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if has_values(tensor) else storage._cdata
 
 
 class HostMemory:

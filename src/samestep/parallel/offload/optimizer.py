@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.parallel.joined_optimizer import loss_of
-from samestep.parallel.offload.memory import HostMemory, MappedFile
+from samestep.parallel.offload.memory import HostMemory, MappedFile, address
 from samestep.parallel.optimizer_lots import Lot
 from samestep.parallel.sharding import local
 
@@ -148,12 +148,12 @@ class _Copy:
         if isinstance(memory, HostMemory):
             self.gradient = memory.empty(value.shape, value.dtype)
         self._asynchronous = isinstance(memory, HostMemory) and memory.pinned
-        self._seen: tuple[int, int] | None = None  # address and version of the device's value
+        self._seen: tuple[int, int, int] | None = None  # address, offset and version of the device's value
 
     def fetch(self) -> None:
         """Bring the gradient to the CPU, and the value where something else than `put` has written it."""
         value = local(self.parameter.detach())
-        if self._seen != (value.data_ptr(), value._version):
+        if self._seen != _state_of(value):
             self.host.copy_(value, non_blocking=self._asynchronous)
         if self.parameter.grad is None:
             self.host.grad = None
@@ -166,8 +166,12 @@ class _Copy:
         """Bring the stepped value to the device."""
         value = local(self.parameter.detach())
         value.copy_(self.host, non_blocking=self._asynchronous)
-        self._seen = (value.data_ptr(), value._version)
+        self._seen = _state_of(value)
         self.host.grad = None
+
+
+def _state_of(value: Tensor) -> tuple[int, int, int]:
+    return address(value), int(value.storage_offset()), value._version
 
 
 class _OffloadedLot:

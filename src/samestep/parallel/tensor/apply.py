@@ -18,6 +18,7 @@ from samestep.parallel.attributes import Attributes, WrappedForward
 from samestep.parallel.blocks import are_of_one_kind
 from samestep.parallel.calls import Seen, Trace, seen_in
 from samestep.parallel.exact.forward_context import ForwardContext, Portion
+from samestep.parallel.findings import Findings, Slices
 from samestep.parallel.sharding import Part, ShardTable, Slice
 from samestep.parallel.tensor import collectives, layers, sequence_parallel
 from samestep.parallel.tensor.compare import Comparison, Departure, Output, output_of, pattern_of
@@ -39,6 +40,7 @@ def slice_tensors(
     *,
     example: Any,
     given: Mapping[str, str] | None,
+    findings: Findings | None = None,
 ) -> Vocabulary:
     """Slice a model in place over the tensor dimension, and write down in `parts` how.
 
@@ -57,6 +59,7 @@ def slice_tensors(
         now=now,
         example=example,
         given=given,
+        known={} if findings is None else findings.slices,
     )
     if layout.sequence != "split":
         vocabulary, plan = slicing.apply([])
@@ -101,6 +104,7 @@ class _Slicing:
     now: ForwardContext
     example: Any
     given: Mapping[str, str] | None
+    known: dict[Sequence[Any], Slices]  # what another rank of a rehearsal has found, by the lists
 
     @cached_property
     def _expected(self) -> Output:
@@ -121,9 +125,13 @@ class _Slicing:
         """Slice what can be. Raises LayoutError, and leaves the model as it was, where nothing is left to slice."""
         model, layout, group = self.model, self.parts.layout, self.mesh.group("tensor")
         everyone = self.mesh.group("context", "tensor")
-        expected, before, table = self._expected, Attributes(self.model), dict(self.parts.table)
-        whole: dict[str, str] = {}
-        by_head: set[str] = set()  # columns that are tried head by head, once they were wrong piece by piece
+        before, table = Attributes(self.model), dict(self.parts.table)
+        key = tuple(map(tuple, lists))
+        known = self.known.get(key)
+        expected = self._expected if known is None else None
+        whole: dict[str, str] = {} if known is None else dict(known.whole)
+        # Columns that are tried head by head, once they were wrong piece by piece.
+        by_head: set[str] = set() if known is None else set(known.by_head)
         departure: Departure | None = None
         while True:
             try:
@@ -154,9 +162,13 @@ class _Slicing:
                     )
             vocabulary = Vocabulary(self.mesh.grid["tensor"])
             failed = self._slice(_Slicer(model, plan, self.seen, streams, group, self.now, vocabulary))
+            if known is not None or expected is None:
+                vocabulary.able = known is not None and known.able
+                return vocabulary, plan
             comparison = Comparison(model, layout, plan, self.seen, streams, group, everyone, self.given)
             departure = comparison.hold(self.example, expected, vocabulary, failed, rehearse=uneven)
             if departure is None:
+                self.known[key] = Slices(whole=whole, by_head=by_head, able=vocabulary.able)
                 return vocabulary, plan
             self._take_back(before, table)
             blamed = _leave_whole(departure, plan, everyone)
