@@ -56,10 +56,18 @@ def test_compiled_blocks_take_the_same_step(layout: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(120)
-def test_stages_and_parts_of_the_tokens_call_what_was_traced_of_their_blocks() -> None:
+@pytest.mark.timeout(170)
+def test_stages_call_what_was_traced_of_their_blocks() -> None:
     """The compiler's front end alone, whose graphs run as they are: kernels take minutes to be written."""
-    _assert_compiled(["pp2", "cp2"], steps=1, traced_by=as_it_is)
+    _assert_compiled(["pp2"], steps=1, traced_by=as_it_is)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(300)
+def test_parts_of_the_tokens_call_what_was_traced_of_their_blocks() -> None:
+    """Slow, since the compiler looks into what sends messages, and finds pieces of graphs between them."""
+    _assert_compiled(["cp2"], steps=1, traced_by=as_it_is)
 
 
 @pytest.mark.slow
