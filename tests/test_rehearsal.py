@@ -70,7 +70,7 @@ def test_what_is_offloaded_is_rehearsed_to_the_byte() -> None:
         (found,) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
         usage = really[layout][0]
         assert replace(found.usage, host=0) == replace(usage, host=0)
-        # Buffers of the host stay for later micro-batches; a rehearsal has none of lengths that other steps had.
+        # Buffers of the host stay; those of lengths that only other steps had are not rehearsed.
         assert 0 < found.usage.host <= usage.host
 
 
