@@ -24,6 +24,7 @@ from torch import Tensor
 
 import samestep
 from samestep.cli.main import main
+from samestep.training.metrics_log import Records
 
 TESTS = Path(__file__).parent
 
@@ -215,6 +216,20 @@ def test_waiting_for_data_and_computing_are_told_apart(tmp_path: Path, task: Slo
     assert min(line[slow] for line in lines) >= 0.2
     assert min(line[other] for line in lines) < 0.1
     assert math.isclose(result.seconds, sum(line[slow] + line[other] for line in lines))
+
+
+def test_lines_of_steps_before_stand_until_the_new_file_is_whole(tmp_path: Path) -> None:
+    """A process that is killed while it begins a file of records again loses none of them."""
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": step / 8}) for step in range(40)]
+    file.write_text("\n".join([*lines, '{"step": 40, "lo']), encoding="utf-8")
+    with file.open(encoding="utf-8") as before, Records(tmp_path, first_step=25, tensorboard=False) as records:
+        assert before.read().splitlines()[:40] == lines  # not written to in place
+        assert records.losses == [step / 8 for step in range(25)]
+        records.step({"step": 25, "loss": 1.0, "grad_norm": 0.0, "lr": 0.1})
+        assert file.read_text(encoding="utf-8").splitlines()[:25] == lines[:25]
+        assert json.loads(file.read_text(encoding="utf-8").splitlines()[25])["loss"] == 1.0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["evaluations.jsonl", "metrics.jsonl"]
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ REFUSED = {
     "exits": r"with 1 process failed",
 }
 JUDGED = ("no-module", "forks", "leaves", "traceback", "goes-on", "long")
-RUNS = (*REFUSED, *JUDGED, "places", "places:micro-batches", "module")
+RUNS = (*REFUSED, *JUDGED, "places", "places:micro-batches", "module", "rounds", "departs")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,16 @@ def test_a_model_that_can_not_be_called_with_halves_is_told(found: dict[str, Any
     places, halves = found["places"], found["places:micro-batches"]
     assert any(_WHOLE in note for note in halves["notes"])
     assert (halves["kind"], halves["noise"]) == (places["kind"], places["noise"])
+
+
+@pytest.mark.timeout(120)
+def test_a_small_departure_is_rounding_only_where_float64_has_none(found: dict[str, Any]) -> None:
+    rounds, departs = found["rounds"], found["departs"]
+    assert rounds["same_step"], rounds
+    assert rounds["noise"]["gradient"] < 1e-12
+    assert any("apart from step" in note and "that is rounding" in note for note in rounds["notes"])
+    assert departs["kind"] == "gradients-differ", departs
+    assert any("in float64 the runs differ too" in note for note in departs["notes"])
 
 
 _WHOLE = "can't be called with a half of its batch"

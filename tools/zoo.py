@@ -19,8 +19,8 @@ from zoo_runs import forked
 
 from samestep.errors import UserError
 from samestep.recording.record import Run
-from samestep.script_proof.compare import Verdict, compare_runs, losses_of
-from samestep.script_proof.runs import ScriptProof, Start, make_start, run_all
+from samestep.script_proof.compare import Verdict, losses_of, prove
+from samestep.script_proof.runs import ScriptProof, Start, make_start
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = ROOT / "zoo"
@@ -112,8 +112,7 @@ def look(animal: Animal, *, processes: int = 2, seed: int = 0, steps: int = 10) 
         began = time.monotonic()
         verdict, refused = None, None
         try:
-            run_all(proof, Path(folder) / "runs", forked)
-            verdict = compare_runs(Path(folder) / "runs", dropout=proof.dropout)
+            verdict = prove(proof, Path(folder) / "runs", forked)
         except UserError as error:
             refused = str(error)
         return Seen(animal=animal, seconds=time.monotonic() - began, verdict=verdict, refused=refused)

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from zoo_runs import forked
 
 from samestep.errors import UserError
-from samestep.script_proof.compare import compare_runs
-from samestep.script_proof.runs import ScriptProof, run_all
+from samestep.script_proof.compare import prove
+from samestep.script_proof.runs import ScriptProof
 
 SCRIPT = Path(__file__).with_name("odd_training.py")
 os.chdir(SCRIPT.parent)  # where Python finds the module
@@ -28,8 +28,7 @@ for kind in sys.argv[1:]:
         module = replace(asked, script=("-m", SCRIPT.stem, "long"), dtype="float64", noise="micro-batches")
         proof = module if name == "module" else asked
         try:
-            run_all(proof, Path(place) / "runs", forked)
-            found[kind] = compare_runs(Path(place) / "runs").to_json()
+            found[kind] = prove(proof, Path(place) / "runs", forked).to_json()
         except UserError as error:
             found[kind] = str(error)
 print(json.dumps(found))

@@ -68,16 +68,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--keep {options.keep}: it is there already; name a new folder")
 
     from samestep import environment, subprocess_group
-    from samestep.script_proof.compare import compare_runs
+    from samestep.script_proof.compare import prove
     from samestep.script_proof.report import print_verdict
-    from samestep.script_proof.runs import run_all
 
     if environment.ranks() is not None:
         raise UserError("verify --script starts its own processes; start it without a launcher")
     with TemporaryDirectory(prefix="samestep-script-") as scratch, subprocess_group.signals_raise():
         folder = options.keep if options.keep is not None else Path(scratch) / "runs"
-        run_all(proof, folder)
-        verdict = compare_runs(folder, dropout=proof.dropout)
+        verdict = prove(proof, folder)
     output_files.write_json(options.json, verdict.to_json())
     if options.report is not None:
         from samestep.script_proof.page import page

@@ -10,13 +10,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import NoReturn
 
 from samestep import environment
 from samestep.errors import UserError
+from samestep.fault_tolerance.scratch import scratch
 from samestep.job import Job
 from samestep.layout import Layout, unsized
 from samestep.tasks import TASKS
@@ -106,9 +107,18 @@ def fork_early(job: Job) -> None:
     for module in (*_ALWAYS, *_modules_of(job)):
         with suppress(ImportError):
             importlib.import_module(module)
+    _keep_sockets_in_scratch()
     resource_tracker.ensure_running()  # a program of its own, which the server's start would start
     with _forks_server():
         _ensure_running()
+
+
+def _keep_sockets_in_scratch() -> None:
+    """Have the server's socket in a folder that a later start removes where this process is killed."""
+    stack = ExitStack()
+    folder = stack.enter_context(scratch("samestep-sockets-"))
+    atexit.register(stack.close)
+    multiprocessing.current_process()._config.setdefault("tempdir", str(folder))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _wants_server(job: Job) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,17 @@ from samestep.recording.record import Run, with_names_of
 from samestep.script_proof.follow import order_finding
 from samestep.script_proof.gradients import StepPair, gradient_finding
 from samestep.script_proof.kinds import Finding
-from samestep.script_proof.runs import AGAIN, ALONE, OWN, SPLIT, gave_no_measure
+from samestep.script_proof.runs import (
+    AGAIN,
+    ALONE,
+    OWN,
+    SPLIT,
+    ScriptProof,
+    Starter,
+    gave_no_measure,
+    launched,
+    run_all,
+)
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
 from samestep.script_proof.updates import buffer_finding, follows_samples, initial_finding, update_finding
 
@@ -74,6 +84,60 @@ class Verdict:
                 for each in self.curve
             ],
         }
+
+
+# A departure that looks like none of the known faults, and is this small (relative), may be rounding that the run
+# alone again did not happen to meet, and that the training magnifies.
+_DOUBTFUL, _DOUBTFUL_BELOW = ("gradients-differ", "update-differs"), 0.05
+IN_FLOAT64 = "float64"  # the folder of the runs that decide then
+
+
+def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verdict:
+    """Take the runs of a proof into a new folder, and compare them; a doubtful verdict is checked in float64.
+
+    Raises UserError where a run fails or does not end, or where they can't be compared.
+    """
+    run_all(proof, folder, starter)
+    verdict = compare_runs(folder, dropout=proof.dropout)
+    found = verdict.finding
+    if found is None or proof.dtype is not None or Run.read(folder / ALONE).dtype() == torch.float64:
+        return verdict
+    if found.kind not in _DOUBTFUL or not found.relative < _DOUBTFUL_BELOW:
+        return verdict
+    return _checked(verdict, found, replace(proof, dtype="float64"), folder / IN_FLOAT64, starter)
+
+
+def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
+    """The verdict in float64 where it is the same step there; otherwise the given one, with what came of it."""
+    try:
+        run_all(proof, folder, starter)
+        exact = compare_runs(folder, dropout=proof.dropout)
+    except UserError as error:
+        return replace(verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error=str(error).partition("\n")[0])])
+    if Run.read(folder / ALONE).dtype() != torch.float64:
+        return replace(
+            verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error="--dtype float64 changes nothing")]
+        )
+    if not exact.same_step:
+        return replace(verdict, notes=[*verdict.notes, _ALSO_IN_FLOAT64])
+    facts = {"step": found.step, "what": found.what, "relative": found.relative}
+    return replace(exact, notes=[*exact.notes, _ROUNDING.format(**facts)])
+
+
+_NOT_IN_FLOAT64 = Words(
+    "the difference is small and looks like no known fault; float64 could not tell whether it is rounding: {error}",
+    "差异很小，也不像任何已知的错误；用 float64 没能查明它是不是舍入：{error}",
+)
+_ALSO_IN_FLOAT64 = Words(
+    "in float64 the runs differ too: the difference is not rounding",
+    "用 float64 时两次运行也不同：这不是舍入",
+)
+_ROUNDING = Words(
+    "these are runs in float64: in the script's own precision the runs are {relative:.2g} apart from step {step} on "
+    "({what}), more than the noise that was measured; that is rounding",
+    "这些运行使用 float64：以脚本自己的精度，两次运行从第 {step} 步起相差 {relative:.2g}（{what}），超过测得的噪声；"
+    "这是舍入",
+)
 
 
 def compare_runs(folder: Path, *, dropout: bool = False) -> Verdict:

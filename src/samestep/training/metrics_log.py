@@ -177,10 +177,10 @@ class Records:
         folder.mkdir(parents=True, exist_ok=True)
         metrics, evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
         kept = _lines_before(metrics, first_step)
-        if [values["step"] for values in kept] == list(range(first_step)):
-            self.losses = [math.nan if values["loss"] is None else values["loss"] for values in kept]
-        self._steps = _rewritten(metrics, kept)
-        self._evaluations = _rewritten(evaluations, _lines_before(evaluations, first_step + 1))
+        if [values["step"] for _, values in kept] == list(range(first_step)):
+            self.losses = [math.nan if values["loss"] is None else values["loss"] for _, values in kept]
+        self._steps = _rewritten(metrics, [line for line, _ in kept])
+        self._evaluations = _rewritten(evaluations, [line for line, _ in _lines_before(evaluations, first_step + 1)])
         if tensorboard:
             from samestep.training.board import Board
 
@@ -213,23 +213,27 @@ class Records:
             self._board.draw(step, {name: value for name, value in values.items() if math.isfinite(value)})
 
 
-def _lines_before(file: Path, step: int) -> list[dict[str, Any]]:
-    """What a file says of the steps before this one; a run that was ended may have left half a line."""
+def _lines_before(file: Path, step: int) -> list[tuple[str, dict[str, Any]]]:
+    """A file's lines on the steps before this one, and what they say; a run that was killed left half a line."""
     if not step or not file.is_file():
         return []
-    kept: list[dict[str, Any]] = []
+    kept: list[tuple[str, dict[str, Any]]] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
         except ValueError:
             continue
         if isinstance(values, dict) and values.get("step", step) < step:
-            kept.append(values)
+            kept.append((line, values))
     return kept
 
 
-def _rewritten(file: Path, lines: Sequence[Mapping[str, Any]]) -> TextIO:
-    """A file with these lines alone, open for more; written line by line, so that others can follow it."""
-    opened = file.open("w", encoding="utf-8", buffering=1)
-    opened.writelines(json.dumps(values) + "\n" for values in lines)
-    return opened
+def _rewritten(file: Path, lines: Sequence[str]) -> TextIO:
+    """A file with these lines alone, open for more; written line by line, so that others can follow it.
+
+    It takes the old one's place when it is whole: a process that is killed here leaves one or the other.
+    """
+    new = file.with_name(f"{file.name}.new")
+    new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    new.replace(file)
+    return file.open("a", encoding="utf-8", buffering=1)
