@@ -41,7 +41,8 @@ class Compared(samestep.Task):
         return self._held_out
 
     def loss(self, output: Tensor, batch: samestep.Batch) -> tuple[Tensor, int]:
-        by_hand = "samestep.handwritten.loop" in sys.modules and dist.is_initialized()
+        # The process of the tests has imported the loop, too, and takes the reference in a group of one.
+        by_hand = "samestep.handwritten.loop" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
         if torch.is_autocast_enabled("cpu"):
             raise ArithmeticError("planted in bf16")
         loss = nn.functional.mse_loss(output.to(batch.targets), batch.targets, reduction="sum")

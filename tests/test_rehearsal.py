@@ -18,6 +18,7 @@ from samestep.cli.main import main
 from samestep.job import Job, Run
 from samestep.recipe import Recipe
 from samestep.training.rehearsal import Rehearsal
+from samestep.training.usage import Usage
 
 PARAMETERS = 4 * 16 + 16 + 2 * 16 + 16 * 3 + 3  # of Points: a linear layer, a norm, a linear layer
 
@@ -69,6 +70,7 @@ def test_what_is_offloaded_is_rehearsed_to_the_byte() -> None:
     for layout in layouts:
         (found,) = rehearse_job(replace(job, run=replace(job.run, layout=layout)), 2)
         usage = really[layout][0]
+        assert isinstance(usage, Usage)
         assert replace(found.usage, host=0) == replace(usage, host=0)
         # Buffers of the host stay; those of lengths that only other steps had are not rehearsed.
         assert 0 < found.usage.host <= usage.host

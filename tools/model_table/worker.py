@@ -88,7 +88,7 @@ def hold(
                 try:
                     proof = hold_against(known.job, task, world, Layout.parse(layout), steps, mine)
                 except UserError as error:
-                    alike = not isinstance(error, LayoutError) or error.alike
+                    alike = not isinstance(error, LayoutError) or error.on_every_rank
                     to.send(Answer(kind="refused", text=str(error), alike=alike))
                     continue
                 most = proof.max_relative_difference
