@@ -78,30 +78,25 @@ class Float32(Native):
         return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
 
 
-class PlantedAccelerate(Accelerate):
+class Planted:
+    """Before an engine: the trainer that it prepares makes a mistake."""
+
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+
+    def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
+        trainer = super().prepare(model, how)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.mistake == SUMMED:
+            trainer.__class__ = SummedTrainer
+        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
+
+
+class PlantedAccelerate(Planted, Accelerate):
     abilities: ClassVar[Abilities] = replace(Accelerate.abilities, precisions=frozenset({"fp32", "bf16"}))
 
-    def __init__(self, mistake: str = "") -> None:
-        self.mistake = mistake
 
-    def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
-        trainer = super().prepare(model, how)
-        if self.mistake == SUMMED:
-            trainer.__class__ = SummedTrainer
-        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
-
-
-class PlantedDataParallel(DataParallel):
+class PlantedDataParallel(Planted, DataParallel):
     abilities: ClassVar[Abilities] = replace(DataParallel.abilities, precisions=frozenset({"fp32", "bf16"}))
-
-    def __init__(self, mistake: str = "") -> None:
-        self.mistake = mistake
-
-    def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
-        trainer = super().prepare(model, how)
-        if self.mistake == SUMMED:
-            trainer.__class__ = SummedTrainer
-        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
 
 
 class SummingServer(SynchronousServer):

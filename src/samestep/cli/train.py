@@ -78,13 +78,11 @@ def run(options: argparse.Namespace) -> int:
         loaded.job = chosen.job
     if options.world is not None:
         return _rehearse(loaded.job, options.world, options.json)
+    job_options.prepare(loaded.job, options)
     if options.dry_run:
-        job_options.prepare(loaded.job, options)
         return _dry_run(loaded.job, options.json)
 
     from samestep import environment
-
-    job_options.prepare(loaded.job, options)
     from samestep.api import train_job
     from samestep.display.tables import print_profile, print_result
     from samestep.launch.environments.registry import idle_hosts

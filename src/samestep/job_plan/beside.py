@@ -50,7 +50,7 @@ def terms(plan: Mapping[str, Any], report: Mapping[str, Any], step_seconds: Sequ
         step = median(late)
         parts = plan["seconds_by_cause"]
         owns = report.get("own_step_seconds") or [step]
-        own = min(max(owns), step) if len(owns) > 1 else step  # one rank waits for nobody
+        own = min(max(owns), step) if len(owns) > 1 else step  # one rank waits for no other
         found = [
             Term(name=STEP, planned=plan["step_seconds"], measured=step, unit="s"),
             Term(name="computing", planned=sum(parts.get(cause, 0.0) for cause in _COMPUTE), measured=own, unit="s"),
