@@ -2,7 +2,7 @@
 
 Parameters go in lots, in the order in which the next forward wants them: what the model has beside its units first,
 then its units. Each lot is waited for by the forward of the first of its units that is called; what lies beside the
-units, before the model's forward begins. Whoever reads parameters elsewhere (an evaluation, a checkpoint, a proof)
+units, before the model's forward begins. Code that reads parameters elsewhere (an evaluation, a checkpoint, a proof)
 calls `settle` before. Meanwhile a rank holds the messages: at most the bytes of its parameters once more, at a time
 when it holds no activations yet.
 """
@@ -57,7 +57,7 @@ class LateParameters:
     """The parameters of a model that are on their way, and which forward waits for them."""
 
     def __init__(self, units: Sequence[nn.Module], lot_bytes: int, *, compiled: bool) -> None:
-        """`units`: in the order in which they run, the same on every rank; nobody else uses what is in one.
+        """`units`: in the order in which they run, the same on every rank; no other module uses what is in one.
 
         `lot_bytes`: of the parameters that are waited for at once, at least. `compiled`: whether units are compiled.
         """

@@ -72,7 +72,7 @@ class Details:
     # Into how many pieces, each with its own forward and backward, the global batch is cut for a sum of gradients in
     # one order whatever the layout; None: into as many as there are ranks and micro-batches.
     virtual_ranks: int | None = None
-    # Whether parameters that a step has changed may still be on their way when it ends. Nobody but the trainer then
+    # Whether parameters that a step has changed may still be on their way when it ends. Only the trainer then
     # looks at the model between two steps.
     late_parameters: bool = False
     # Samples of one step over all ranks, and most samples of one forward on one rank, as the job says them.
