@@ -1,4 +1,4 @@
-"""ZeRO-1: what a step has changed comes while the next forward runs, and code that reads it elsewhere waits for it."""
+"""ZeRO-1: what a step has changed comes while the next forward runs; code that reads it elsewhere waits for it."""
 
 from collections.abc import Mapping
 from typing import Any
