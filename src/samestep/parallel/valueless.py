@@ -6,22 +6,21 @@ how long a sample is, whether a mask hides anything. A collective of tensors wit
 tensors with values gives what it would if every rank said what this one says.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.comm.operands import operands
-from samestep.errors import UserError
 
 _LARGEST = 1 << 22  # elements of a tensor that keeps its values
 _SEND, _RECEIVE = "send", "recv_"
@@ -40,37 +39,64 @@ def with_values() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
-def labelled(tensor: Tensor, label: Any) -> Tensor:
-    """A message's tensor, with what its content depends on, such as the shapes of a micro-batch."""
-    tensor.samestep_label = label  # pyright: ignore[reportAttributeAccessIssue]
+def labelled(tensor: Tensor, exact: Any, like: Any = None) -> Tensor:
+    """A message's tensor, with a name that is its own, and with what others that are like it have in common."""
+    tensor.samestep_label = (exact, like)  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
+
+
+def _label(tensor: Tensor) -> tuple[Any, Any]:
+    return getattr(tensor, "samestep_label", (None, None))
+
+
+class NotSentYet(BaseException):
+    """A rank waits for what its sender has not been rehearsed to send. No Exception, which a model may catch."""
+
+    def __init__(self, source: int, label: Any) -> None:
+        super().__init__(f"rank {source} has not sent {label}")
+        self.source = source
+        self.label = label
 
 
 class Mail:
     """What ranks that are rehearsed one after the other send each other with values: the shapes of what is to come.
 
-    A message of a rank that is rehearsed later, or not at all, is taken to be like the last one here of the same
-    label: what stages of a pipeline hand on has the same shapes in most models.
+    `guesses`: a message of a rank that is rehearsed later, or not at all, is taken to be like the last one here that
+    has as much in common; what stages of a pipeline hand on has the same shapes in most models. Where it turns out
+    otherwise, `wrong` is true.
     """
 
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)  # by sender and receiver
-        self._like: dict[Any, Tensor] = {}  # the last message of each label
+    def __init__(self, *, guesses: bool) -> None:
+        self.guesses = guesses
+        self._sent: dict[Any, Tensor] = {}
+        self._like: dict[Any, Tensor] = {}  # by what messages have in common
+        self._guessed: dict[Any, Tensor] = {}
+        self.wrong = False
 
-    def send(self, tensor: Tensor, target: int) -> None:
-        self._sent[dist.get_rank(), target].append(tensor.clone())
-        self._like[getattr(tensor, "samestep_label", None)] = tensor.clone()
+    def knows(self, label: Any) -> bool:
+        return label in self._sent
+
+    def send(self, tensor: Tensor) -> None:
+        exact, like = _label(tensor)
+        message = self._sent[exact] = self._like[like] = tensor.clone()
+        guess = self._guessed.get(exact)
+        self.wrong |= guess is not None and not torch.equal(guess, message)
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        waiting = self._sent[source, dist.get_rank()]
-        message = waiting.popleft() if waiting else self._like.get(getattr(tensor, "samestep_label", None))
+        """Raises NotSentYet where nothing is known of the message."""
+        exact, like = _label(tensor)
+        message = self._sent.get(exact)
+        if message is None and self.guesses:
+            message = self._like.get(like)
+            if message is not None:
+                self._guessed[exact] = message
         if message is None or message.shape != tensor.shape:
-            raise UserError(
-                "--world takes the steps of ranks one after the other, and an earlier stage of this pipeline is sent "
-                "tensors of shapes that a later one decides; use a schedule with one stage a rank, such as 1f1b, or "
-                "--dry-run without --world"
-            )
+            raise NotSentYet(source, exact)
         tensor.copy_(message)
+
+    @property
+    def guessed(self) -> bool:
+        return bool(self._guessed)
 
 
 class Valueless(FakeTensorMode):
@@ -78,7 +104,7 @@ class Valueless(FakeTensorMode):
 
     def __init__(self, mail: Mail | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._mail = mail or Mail()
+        self._mail = mail or Mail(guesses=True)
         self._replaced: list[Any] = []
         self._twins: Any = WeakTensorKeyDictionary()
 
@@ -108,6 +134,8 @@ class Valueless(FakeTensorMode):
         if func.namespace == "c10d":
             return self._collective(func, args, given, tensors, fake=fake)
         if fake:
+            if not all(map(_is_own, tensors)):
+                args, given = pytree.tree_map_only(Tensor, _as_plain, (args, given))
             if not func._schema.is_mutable:
                 args = [self._twin(each) if isinstance(each, Tensor) else each for each in args]
             return self.dispatch(_SAME.get(func, func), types, args, given)
@@ -136,12 +164,29 @@ class Valueless(FakeTensorMode):
     ) -> Any:
         name = func._schema.name.partition("::")[2]
         if not fake and name in (_SEND, _RECEIVE):
-            rank = dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2])
-            (self._mail.send if name == _SEND else self._mail.receive)(tensors[0], rank)
+            if name == _SEND:
+                self._mail.send(tensors[0])
+            else:
+                self._mail.receive(tensors[0], dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2]))
         elif tensors and not fake:
             return func(*args, **given)
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _is_own(tensor: Tensor) -> bool:
+    return isinstance(tensor, (FakeTensor, nn.Parameter)) or type(tensor) is Tensor
+
+
+def _as_plain(tensor: Tensor) -> Tensor:
+    """A tensor whose class has no operators of its own, such as a blank of a pipeline's stage, without that class.
+
+    PyTorch's tensors without values take no others beside them.
+    """
+    if _is_own(tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
 
 
 def _unseen(propagate: Callable[..., Any]) -> Callable[..., Any]:

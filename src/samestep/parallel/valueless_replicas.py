@@ -64,11 +64,12 @@ class ValuelessReplicas(nn.Module):
         def ready(parameter: Tensor) -> None:
             if not self._sends:
                 return
-            view = views[number]
-            if parameter.grad is None:
+            # PyTorch's engine holds what came in until DistributedDataParallel's hook has sent the bucket.
+            view, came_in = views[number], parameter.grad
+            if came_in is None:
                 view.zero_()
-            elif parameter.grad is not view:
-                view.copy_(parameter.grad)
+            elif came_in is not view:
+                view.copy_(came_in)
             parameter.grad = view
             waiting.discard(number)
             if waiting:

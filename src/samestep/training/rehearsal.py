@@ -27,7 +27,7 @@ from samestep.layout import MESH_DIMENSIONS, Layout
 from samestep.parallel.deferred_init import InitialModel, forget_values
 from samestep.parallel.findings import Findings
 from samestep.parallel.parallel_model import Details
-from samestep.parallel.valueless import Mail, Valueless
+from samestep.parallel.valueless import Mail, NotSentYet, Valueless
 from samestep.tasks.base import Task
 from samestep.training import usage as usages
 from samestep.training.fit import Training
@@ -93,12 +93,62 @@ def rehearse(job: Job, task: Task, layout: Layout, ranks: Sequence[int] | None =
     """
     check_rehearsed(job, layout)
     job = replace(job, run=replace(job.run, sparse_rows="off"))
-    mail, findings = Mail(), Findings()
-    found = []
-    for rank in ranks_of_stages(layout) if ranks is None else ranks:
-        with _pretended_group(rank, layout.size), _asking_told():
-            found.append(_rehearse_rank(job, task, layout, rank, Valueless(mail), findings))
-    return found
+    wanted = ranks_of_stages(layout) if ranks is None else list(ranks)
+    guessing = _Ranks(job, task, layout, Mail(guesses=True))
+    try:
+        found = [guessing.of(rank) for rank in wanted]
+    except NotSentYet:
+        pass
+    except UserError:
+        if not guessing.mail.guessed:
+            raise
+    else:
+        if not guessing.mail.wrong:
+            return found
+    exact = _Ranks(job, task, layout, Mail(guesses=False))
+    return [exact.of(rank) for rank in wanted]
+
+
+class _Ranks:
+    """Ranks of a layout, rehearsed one after the other, each as often as it takes to know what others send it."""
+
+    def __init__(self, job: Job, task: Task, layout: Layout, mail: Mail) -> None:
+        self._job = job
+        self._task = task
+        self._layout = layout
+        self.mail = mail
+        self._findings = Findings()
+        self._found: dict[int, Rehearsal] = {}
+
+    def of(self, rank: int) -> Rehearsal:
+        """Raises NotSentYet where messages are guessed, and one has nothing to be guessed by."""
+        while rank not in self._found:
+            try:
+                self._rehearse(rank)
+            except NotSentYet as missing:
+                if self.mail.guesses:
+                    raise
+                self._hear(missing)
+        return self._found[rank]
+
+    def _hear(self, missing: NotSentYet) -> None:
+        """Rehearse a rank until it has sent a message, which it may do before it has all that it waits for itself."""
+        while not self.mail.knows(missing.label):
+            if missing.source in self._found:
+                raise UserError(
+                    f"--world takes the steps of ranks one by one, and rank {missing.source} never sends what "
+                    "another waits for; use --dry-run without --world"
+                )
+            try:
+                self._rehearse(missing.source)
+            except NotSentYet as another:
+                if not self.mail.knows(missing.label):
+                    self._hear(another)
+
+    def _rehearse(self, rank: int) -> None:
+        with _pretended_group(rank, self._layout.size), _asking_told():
+            mode = Valueless(self.mail)
+            self._found[rank] = _rehearse_rank(self._job, self._task, self._layout, rank, mode, self._findings)
 
 
 def ranks_of_stages(layout: Layout) -> list[int]:

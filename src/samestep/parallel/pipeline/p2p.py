@@ -123,10 +123,14 @@ class Messages:
             self._here[letter] = sent
             return
         if letter.kind == "F" and sent and self._announced(letter, forms) is None:
-            self._post(target, [labelled(_header(forms), self._key(letter))])
-            self._forms[letter.to, self._key(letter)] = forms
+            key = self._key(letter)
+            self._post(target, [labelled(_header(forms), (letter.to, key), like=key)])
+            self._forms[letter.to, key] = forms
         if sent:
-            self._post(target, sent)
+            self._post(target, self._labelled(letter, sent))
+
+    def _labelled(self, letter: MessageId, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [labelled(tensor, (self._turn, letter, number)) for number, tensor in enumerate(tensors)]
 
     def _announced(self, letter: MessageId, forms: Forms) -> Forms | None:
         known = self._forms.get((letter.to, self._key(letter)))
@@ -173,12 +177,14 @@ class Messages:
         if forms is None:
             # On the CPU, so that no accelerator waits.
             header = torch.empty(self._counts[letter.to - 1], _MOST_DIMS + 2, dtype=torch.int64)
-            labelled(header, self._key(letter))
+            key = self._key(letter)
+            labelled(header, (letter.to, key), like=key)
             dist.recv(header, src=line.source, group=line.group)
-            forms = self._forms[letter.to, self._key(letter)] = _read(header)
+            forms = self._forms[letter.to, key] = _read(header)
         if letter.kind == "B":
             del self._gradient_forms[letter]
         tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
+        self._labelled(letter, tensors)
         asked = [dist.P2POp(dist.irecv, tensor, line.source, line.group) for tensor in tensors]
         line.posted[letter] = tensors, dist.batch_isend_irecv(asked) if asked else []
 
