@@ -393,8 +393,19 @@ class _Comparison:
             yield Words("no evaluation was seen", "没有看到评估")
 
     def _schedule_note(self, finding: Finding | None) -> Iterator[Words]:
-        """A schedule that is stepped for each rank may be meant to follow samples, as Accelerate's does."""
-        if finding is None or finding.kind != "schedule-steps" or self.own is None:
+        """A schedule that is stepped for each rank may be meant to follow samples, as Accelerate's does.
+
+        Others differ since one process, with its own smaller batches, would take more steps.
+        """
+        if finding is None or self.own is None:
+            return
+        if finding.kind == "learning-rate":
+            yield Words(
+                "a script may count its schedule's steps by its own batch size and the number of processes; where it "
+                "does, pass --alone with the batch size of all ranks together",
+                "脚本可能按自己的批大小和进程数计算调度的步数；如果是这样，请用 --alone 给出全部 rank 合起来的批大小",
+            )
+        if finding.kind != "schedule-steps":
             return
         if follows_samples(self.own, self.split, finding.facts["by"]):
             yield Words(
