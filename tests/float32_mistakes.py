@@ -114,7 +114,7 @@ class PlantedHorovod(Horovod):
     def __init__(self, mistake: str = "") -> None:
         self.mistake = mistake
 
-    def prepare(self, model: Any, how: Preparation) -> NativeTrainer:
+    def prepare(self, model: Any, how: Preparation) -> HorovodTrainer:
         trainer = super().prepare(model, how)
         if self.mistake == SUMMED:
             trainer.__class__ = SummingHorovod
