@@ -63,7 +63,8 @@ $(VENV)/horovod: tools/build-horovod tools/cxx17 $(VENV)/installed
 
 test-slow: $(VENV)/installed-dev
 	$(PIP) --editable ".[english]"
-	$(BIN)/python -m pytest -m slow
+	# The longest of these may take an hour, and no test may end the others by the limit of the fast ones.
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3700
 
 # Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
 # `tools/cluster-packages .venv/bin/python` does. What was seen goes into build/cluster.json, also by those of these
