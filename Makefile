@@ -61,9 +61,9 @@ $(VENV)/horovod: tools/build-horovod tools/cxx17 $(VENV)/installed
 	tools/build-horovod $(BIN)/python
 	touch $@
 
+# The longest of these may take an hour, more than pytest's last limit of the fast ones, which ends the whole run.
 test-slow: $(VENV)/installed-dev
 	$(PIP) --editable ".[english]"
-	# The longest of these may take an hour, and no test may end the others by the limit of the fast ones.
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3700
 
 # Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
