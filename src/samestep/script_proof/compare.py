@@ -109,7 +109,7 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
 
 
 def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
-    """The verdict in float64 where it is the same step there; otherwise the given one, with what came of it.
+    """The verdict in float64 where it is a clear one there; otherwise the given one, with what came of it.
 
     What computes in bfloat16 all the same is checked by the rounding of halves of a batch instead.
     """
@@ -121,17 +121,22 @@ def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path,
         return replace(verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error=str(error).partition("\n")[0])])
     facts = {"step": found.step, "what": found.what, "relative": found.relative}
     in_float64 = Run.read(place / ALONE).dtype() == torch.float64
-    if in_float64 and exact.same_step:
+    if in_float64 and _is_clear(exact):
         return replace(exact, notes=[*exact.notes, _ROUNDING.format(**facts)])
     if not in_float64 or _is_coarse(exact, found.step):
         if proof.noise == "order" and measure_in_halves(proof, folder, starter):
             halved = compare_runs(folder, dropout=proof.dropout)
-            if halved.same_step:
+            if _is_clear(halved):
                 return replace(halved, notes=[*halved.notes, _ROUNDING_OF_HALVES.format(**facts)])
         return replace(
             verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error="--dtype float64 changes nothing")]
         )
     return replace(verdict, notes=[*verdict.notes, _ALSO_IN_FLOAT64])
+
+
+def _is_clear(verdict: Verdict) -> bool:
+    """The same step, or another one for a reason that is known."""
+    return verdict.finding is None or verdict.finding.kind not in _DOUBTFUL
 
 
 _NO_FLOAT64 = 1e-7  # of a gradient; the rounding of float64 is a billionth of that
