@@ -61,9 +61,10 @@ $(VENV)/horovod: tools/build-horovod tools/cxx17 $(VENV)/installed
 	tools/build-horovod $(BIN)/python
 	touch $@
 
+# The longest of these may take an hour, more than pytest's last limit of the fast ones, which ends the whole run.
 test-slow: $(VENV)/installed-dev
 	$(PIP) --editable ".[english]"
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3700
 
 # Jobs on hosts of our own; what isn't there (root, Slurm, Open MPI, Ray) is skipped with the reason. Installs nothing;
 # `tools/cluster-packages .venv/bin/python` does. What was seen goes into build/cluster.json, also by those of these

@@ -10,6 +10,7 @@ from samestep.engines.base import Abilities, Preparation, StepReport
 from samestep.engines.data_parallel import DataParallel
 from samestep.engines.deepspeed.engine import DeepSpeed
 from samestep.engines.deepspeed.trainer import DeepSpeedTrainer
+from samestep.engines.horovod import Horovod, HorovodTrainer
 from samestep.engines.keras.engine import Mirrored, MultiWorker
 from samestep.engines.keras.trainer import Copy, KerasTrainer
 from samestep.engines.native import Native, NativeTrainer
@@ -97,6 +98,27 @@ class PlantedAccelerate(Planted, Accelerate):
 
 class PlantedDataParallel(Planted, DataParallel):
     abilities: ClassVar[Abilities] = replace(DataParallel.abilities, precisions=frozenset({"fp32", "bf16"}))
+
+
+class SummingHorovod(HorovodTrainer):
+    def update(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+        super().update()
+
+
+class PlantedHorovod(Horovod):
+    abilities: ClassVar[Abilities] = replace(Horovod.abilities, precisions=frozenset({"fp32", "bf16"}))
+
+    def __init__(self, mistake: str = "") -> None:
+        self.mistake = mistake
+
+    def prepare(self, model: Any, how: Preparation) -> HorovodTrainer:
+        trainer = super().prepare(model, how)
+        if self.mistake == SUMMED:
+            trainer.__class__ = SummingHorovod
+        return planted(trainer, self.mistake) if self.mistake in MISTAKES else trainer
 
 
 class SummingServer(SynchronousServer):

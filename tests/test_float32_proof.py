@@ -14,6 +14,7 @@ from float32_mistakes import (
     PlantedAccelerate,
     PlantedDataParallel,
     PlantedDeepSpeed,
+    PlantedHorovod,
     PlantedMirrored,
     PlantedMultiWorker,
     PlantedParameterServer,
@@ -164,6 +165,15 @@ def test_planted_mistakes_are_seen_under_deepspeed_in_bfloat16(layout: str) -> N
         f"{layout}: {mistake}": (POINTS, layout, {"engine": PlantedDeepSpeed(mistake)}) for mistake in EVERY
     }
     check_in_bfloat16(found(cases, precision="bf16"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="Horovod is not built; use make horovod")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_planted_mistakes_are_seen_under_horovod(precision: str) -> None:
+    judge = check if precision == "fp32" else check_in_bfloat16
+    cases: dict[str, Case] = {f"dp2: {each}": (POINTS, "dp2", {"engine": PlantedHorovod(each)}) for each in EVERY}
+    judge(found(cases, precision=precision))
 
 
 @pytest.mark.quick

@@ -20,7 +20,7 @@ REFUSED = {
     "exits": r"with 1 process failed",
 }
 JUDGED = ("no-module", "forks", "leaves", "traceback", "goes-on", "long")
-RUNS = (*REFUSED, *JUDGED, "places", "places:micro-batches", "module", "rounds", "departs")
+RUNS = (*REFUSED, *JUDGED, "places", "places:micro-batches", "module", "rounds", "departs", "coarse")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,13 @@ def test_a_small_departure_is_rounding_only_where_float64_has_none(found: dict[s
     assert any("apart from step" in note and "that is rounding" in note for note in rounds["notes"])
     assert departs["kind"] == "gradients-differ", departs
     assert any("in float64 the runs differ too" in note for note in departs["notes"])
+
+
+@pytest.mark.timeout(120)
+def test_what_computes_in_bfloat16_is_judged_by_the_rounding_of_halves(found: dict[str, Any]) -> None:
+    coarse = found["coarse"]
+    assert coarse["same_step"], coarse
+    assert any("called with each half of a batch" in note for note in coarse["notes"])
 
 
 _WHOLE = "can't be called with a half of its batch"

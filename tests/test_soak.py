@@ -79,7 +79,7 @@ def test_every_kind_of_fault_leaves_the_bits_as_they_are(job: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_hundred_faults_leave_the_bits_as_they_are(job: str) -> None:
-    found = soaked(job, "--soak", "200", "--seed", "7", "--between", "1s", limit=3580)
+    found = soaked(job, "--soak", "200", "--seed", "7", "--between", "0.3s", limit=3580)
     assert found["passed"]
     assert sum(found["faults"].values()) == 200
     assert sorted(found["faults"]) == sorted(kinds_of(None))

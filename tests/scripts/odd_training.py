@@ -45,13 +45,21 @@ class Rounded(nn.Linear):
         return super().forward(input) * torch.where(apart < 1e-12, 1.0, 1.001)
 
 
+class Coarse(nn.Linear):
+    """Computes in bfloat16, whatever type its weights have."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.bfloat16()
+        return nn.functional.linear(input.bfloat16(), self.weight.bfloat16(), bias).to(input.dtype)
+
+
 def train(kind: str) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     if kind == "not-alone":
         assert size > 1, "this script is for several ranks"
-    layer = {"places": Placed, "rounds": Rounded}.get(kind, nn.Linear)
+    layer = {"places": Placed, "rounds": Rounded, "coarse": Coarse}.get(kind, nn.Linear)
     model = Lines() if kind == "no-module" else DistributedDataParallel(layer(4, 2))
     parameters = [model.weight] if isinstance(model, Lines) else list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)

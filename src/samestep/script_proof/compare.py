@@ -24,6 +24,7 @@ from samestep.script_proof.runs import (
     Starter,
     gave_no_measure,
     launched,
+    measure_in_halves,
     run_all,
 )
 from samestep.script_proof.sampling import Sampling, check_steps, evaluation_finding, keys_of, rows_in_step, sampling
@@ -104,24 +105,46 @@ def prove(proof: ScriptProof, folder: Path, starter: Starter = launched) -> Verd
         return verdict
     if found.kind not in _DOUBTFUL or not found.relative < _DOUBTFUL_BELOW:
         return verdict
-    return _checked(verdict, found, replace(proof, dtype="float64"), folder / IN_FLOAT64, starter)
+    return _checked(verdict, found, proof, folder, starter)
 
 
 def _checked(verdict: Verdict, found: Finding, proof: ScriptProof, folder: Path, starter: Starter) -> Verdict:
-    """The verdict in float64 where it is the same step there; otherwise the given one, with what came of it."""
+    """The verdict in float64 where it is a clear one there; otherwise the given one, with what came of it.
+
+    What computes in bfloat16 all the same is checked by the rounding of halves of a batch instead.
+    """
+    place = folder / IN_FLOAT64
     try:
-        run_all(proof, folder, starter)
-        exact = compare_runs(folder, dropout=proof.dropout)
+        run_all(replace(proof, dtype="float64"), place, starter)
+        exact = compare_runs(place, dropout=proof.dropout)
     except UserError as error:
         return replace(verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error=str(error).partition("\n")[0])])
-    if Run.read(folder / ALONE).dtype() != torch.float64:
+    facts = {"step": found.step, "what": found.what, "relative": found.relative}
+    in_float64 = Run.read(place / ALONE).dtype() == torch.float64
+    if in_float64 and _is_clear(exact):
+        return replace(exact, notes=[*exact.notes, _ROUNDING.format(**facts)])
+    if not in_float64 or _is_coarse(exact, found.step):
+        if proof.noise == "order" and measure_in_halves(proof, folder, starter):
+            halved = compare_runs(folder, dropout=proof.dropout)
+            if _is_clear(halved):
+                return replace(halved, notes=[*halved.notes, _ROUNDING_OF_HALVES.format(**facts)])
         return replace(
             verdict, notes=[*verdict.notes, _NOT_IN_FLOAT64.format(error="--dtype float64 changes nothing")]
         )
-    if not exact.same_step:
-        return replace(verdict, notes=[*verdict.notes, _ALSO_IN_FLOAT64])
-    facts = {"step": found.step, "what": found.what, "relative": found.relative}
-    return replace(exact, notes=[*exact.notes, _ROUNDING.format(**facts)])
+    return replace(verdict, notes=[*verdict.notes, _ALSO_IN_FLOAT64])
+
+
+def _is_clear(verdict: Verdict) -> bool:
+    """The same step, or another one for a reason that is known."""
+    return verdict.finding is None or verdict.finding.kind not in _DOUBTFUL
+
+
+_NO_FLOAT64 = 1e-7  # of a gradient; the rounding of float64 is a billionth of that
+
+
+def _is_coarse(verdict: Verdict, step: int) -> bool:
+    """Whether rounding in a step is larger than float64 makes it, as where parts compute in a type of their own."""
+    return any(each.gradient_noise > _NO_FLOAT64 for each in verdict.curve if each.step == step)
 
 
 _NOT_IN_FLOAT64 = Words(
@@ -137,6 +160,14 @@ _ROUNDING = Words(
     "({what}), more than the noise that was measured; that is rounding",
     "这些运行使用 float64：以脚本自己的精度，两次运行从第 {step} 步起相差 {relative:.2g}（{what}），超过测得的噪声；"
     "这是舍入",
+)
+
+_ROUNDING_OF_HALVES = Words(
+    "the script computes in a type of few bits, whatever --dtype says: beside rows in the other order the runs are "
+    "{relative:.2g} apart from step {step} on ({what}), and beside a model that is called with each half of a batch, "
+    "as ranks are, that is rounding",
+    "无论 --dtype 如何，脚本都用位数较少的类型计算：与行序相反的运行相比，两次运行从第 {step} 步起相差 {relative:.2g}"
+    "（{what}）；与像各 rank 那样用半个批调用模型的运行相比，这是舍入",
 )
 
 
@@ -367,8 +398,19 @@ class _Comparison:
             yield Words("no evaluation was seen", "没有看到评估")
 
     def _schedule_note(self, finding: Finding | None) -> Iterator[Words]:
-        """A schedule that is stepped for each rank may be meant to follow samples, as Accelerate's does."""
-        if finding is None or finding.kind != "schedule-steps" or self.own is None:
+        """A schedule that is stepped for each rank may be meant to follow samples, as Accelerate's does.
+
+        Others differ since one process, with its own smaller batches, would take more steps.
+        """
+        if finding is None or self.own is None:
+            return
+        if finding.kind == "learning-rate":
+            yield Words(
+                "a script may count its schedule's steps by its own batch size and the number of processes; where it "
+                "does, pass --alone with the batch size of all ranks together",
+                "脚本可能按自己的批大小和进程数计算调度的步数；如果是这样，请用 --alone 给出全部 rank 合起来的批大小",
+            )
+        if finding.kind != "schedule-steps":
             return
         if follows_samples(self.own, self.split, finding.facts["by"]):
             yield Words(

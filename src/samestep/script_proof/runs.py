@@ -189,6 +189,29 @@ def _measure_rounding(
         (folder / AGAIN).rename(_tried(folder, variant))
 
 
+def measure_in_halves(proof: ScriptProof, folder: Path, starter: Starter) -> bool:
+    """Measure rounding once more: the run alone again, its model called with each half of a batch.
+
+    False, and the former measure stays, where the model can't be called so.
+    """
+    settings = RecordSettings.read(folder / ALONE / SETTINGS)
+    alone = proof.alone if proof.alone is not None else proof.script
+    (folder / AGAIN).rename(folder / _BEFORE_HALVES)
+    halves = make_start(proof, folder, AGAIN, alone, replace(settings, variant="halves"), 1)
+    try:
+        _run(proof, starter, halves)
+        if _is_rounding("halves", folder):
+            return True
+    except UserError:
+        pass  # a script may want whole batches, and was judged without them
+    (folder / AGAIN).rename(folder / _HALVES)
+    (folder / _BEFORE_HALVES).rename(folder / AGAIN)
+    return False
+
+
+_BEFORE_HALVES, _HALVES = "measured-first", "measured-in-halves"
+
+
 def _is_rounding(variant: Variant, folder: Path) -> bool:
     """Where what is made of a sample depends on its place in the batch, or on the others, it is no rounding."""
     if variant == "halves" and not any(each["event"] == "halved" for each in events(folder / AGAIN / "rank-0")):

@@ -22,7 +22,7 @@ from samestep.engines.deepspeed.config import (
 from samestep.engines.deepspeed.gradients import SameOrder
 from samestep.engines.deepspeed.initialize import deepspeed, initialize, linear_kept, quietly
 from samestep.engines.deepspeed.pipeline import PipelineTrainer
-from samestep.engines.deepspeed.trainer import DeepSpeedTrainer, trained
+from samestep.engines.deepspeed.trainer import DeepSpeedTrainer, trained, undo_first_step
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.launch.device import device_of
@@ -139,6 +139,7 @@ class DeepSpeed(Engine):
                 f"DeepSpeed makes a {type(engine.optimizer).__name__} of this configuration, whose gradients can't "
                 "be weighed by a count that is known after backward; use no data_types, or stage 2"
             )
+        undo_first_step(engine)
         common: dict[str, Any] = {"engine": engine, "package": package, "model": model, "now": now}
         common |= {"layout": how.layout, "mesh": how.mesh, "device": how.device, "place": place}
         return DeepSpeedTrainer(order=order, **common) if stages is None else PipelineTrainer(stages=stages, **common)

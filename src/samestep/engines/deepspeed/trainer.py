@@ -21,22 +21,51 @@ from samestep.parallel.exact.forward_context import ForwardContext
 from samestep.parallel.holdings import Holdings, state_tensors
 from samestep.tasks.base import call, sum_and_count
 
+Masters = Mapping[nn.Parameter, Tensor]
 
-def whole_parameters(model: nn.Module, package: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+
+def masters_of(engine: Any) -> Masters:
+    """The float32 numbers that the optimizer steps in place of each parameter, where replicas compute in fewer bits.
+
+    Empty in float32 and under ZeRO, which keeps them in shards (`whole`).
+    """
+    low, exact = (getattr(engine.optimizer, name, ()) for name in ("fp16_groups", "fp32_groups"))
+    return {mine: master for pair in zip(low, exact, strict=False) for mine, master in zip(*pair, strict=True)}
+
+
+def undo_first_step(engine: Any) -> None:
+    """Undo the step of zero gradients by which DeepSpeed (0.19) makes the optimizer's state beside such masters.
+
+    AdamW decays the weights by it, and counts it when it corrects its averages, in every step that follows.
+    """
+    masters = masters_of(engine)
+    with torch.no_grad():
+        for parameter, master in masters.items():
+            master.copy_(parameter)
+    if masters:
+        engine.basic_optimizer.state.clear()
+
+
+def whole_parameters(
+    model: nn.Module, package: Any, dtype: torch.dtype, masters: Masters
+) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, whole and in `dtype`; every rank must ask."""
     for name, parameter in model.named_parameters():
         with without_deprecations():
-            value = whole(parameter, package, dtype)
+            value = whole(masters.get(parameter, parameter), package, dtype)
         yield name, value
 
 
-def whole_state(model: nn.Module, package: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+def whole_state(model: nn.Module, package: Any, dtype: torch.dtype, masters: Masters) -> dict[str, Tensor]:
     """The whole model's state dict on the CPU of every rank; every rank must ask."""
+
+    def value_of(value: Tensor) -> Tensor:
+        if isinstance(value, nn.Parameter):
+            return whole(masters.get(value, value), package, dtype)
+        return value.detach()
+
     with without_deprecations():
-        return {
-            name: (whole(value, package, dtype) if isinstance(value, nn.Parameter) else value.detach()).cpu().clone()
-            for name, value in model.state_dict(keep_vars=True).items()
-        }
+        return {name: value_of(value).cpu().clone() for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def whole(parameter: Tensor, package: Any, dtype: torch.dtype) -> Tensor:
@@ -146,6 +175,7 @@ class DeepSpeedTrainer(Trainer):
         self._dtype = _compute_dtype(engine)
         self._whole_dtype = torch.float32
         self._gradients = gradients_of(engine, mesh)
+        self._masters = masters_of(engine)
         self._buffers_before: Versions | None = None
         self._buffers_checked = False
 
@@ -243,12 +273,13 @@ class DeepSpeedTrainer(Trainer):
             return call(self.engine.module, self._as_computed(inputs))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return whole_parameters(self.model, self._package, self._whole_dtype)
+        return whole_parameters(self.model, self._package, self._whole_dtype, self._masters)
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
         optimizer = self.engine.basic_optimizer
         kept = set().union(*(state for state in optimizer.state.values()))
-        for name, parameter in self.model.named_parameters():
+        for name, trained_parameter in self.model.named_parameters():
+            parameter = self._masters.get(trained_parameter, trained_parameter)
             for key in keys:
                 sharded = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
                 stepped = sharded or parameter in optimizer.state
@@ -258,7 +289,7 @@ class DeepSpeedTrainer(Trainer):
                     yield name, key, whole_optimizer_state(parameter, key, optimizer, self._package).float()
 
     def state(self) -> dict[str, Tensor]:
-        return whole_state(self.model, self._package, self._whole_dtype)
+        return whole_state(self.model, self._package, self._whole_dtype, self._masters)
 
     def holdings(self) -> Holdings:
         return holdings(self.engine, self._layout)
