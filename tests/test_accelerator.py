@@ -68,29 +68,31 @@ def test_shards_and_tokens_take_the_same_step_and_wait_nowhere() -> None:
     _assert_right(["language"], ["fsdp2", "cp2", "cp2 attention=ring"])
 
 
-def _asked(name: str, recipe: Mapping[str, Any], run: Mapping[str, Any], layouts: Sequence[str]) -> Any:
-    return pytest.param(recipe, run, layouts, id=name, marks=pytest.mark.slow)
+def _asked(
+    name: str, layouts: Sequence[str], recipe: Mapping[str, Any], *, task: str = "language", **run: Any
+) -> Any:
+    return pytest.param(task, layouts, recipe, run, id=name, marks=pytest.mark.slow)
 
 
 MUON = NamedOptimizer(name="torch.optim.Muon", lr=0.02, args={"momentum": 0.9})
+MATRICES = Group(parameters=("*layers*",), dims=2, optimizer=MUON)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "run", "layouts"),
+    ("task", "layouts", "recipe", "run"),
     [
-        _asked("ordered", {}, {"reduction": "ordered"}, ["dp2", "zero2x2", "fsdp2"]),
-        _asked(
-            "muon", {"groups": (Group(parameters=("*layers*",), dims=2, optimizer=MUON),)}, {}, ["zero1x2", "fsdp2"]
-        ),
-        _asked("8bit", {"optimizer": AdamW(state="8bit")}, {}, ["single", "zero1x2", "fsdp2"]),
-        _asked("average", {"average": Average(decay=0.9)}, {}, ["zero1x2", "fsdp2"]),
-        _asked("micro-batches", {}, {"micro_batch": 2}, ["dp2", "fsdp2", "tp2", "cp2"]),
+        _asked("batch-norm", ["dp2", "fsdp2"], {"model": {"norm": "batch"}}, task="images"),
+        _asked("ordered", ["dp2", "zero2x2"], {}, reduction="ordered"),
+        _asked("muon", ["zero1x2", "fsdp2"], {"groups": (MATRICES,)}),
+        _asked("8bit", ["zero1x2", "fsdp2"], {"optimizer": AdamW(state="8bit")}),
+        _asked("average", ["zero1x2", "fsdp2"], {"average": Average(decay=0.9)}),
+        _asked("micro-batches", ["fsdp2", "tp2", "cp2"], {}, micro_batch=2),
     ],
 )
 def test_what_a_job_may_ask_for_waits_nowhere(
-    recipe: Mapping[str, Any], run: Mapping[str, Any], layouts: Sequence[str]
+    task: str, layouts: Sequence[str], recipe: Mapping[str, Any], run: Mapping[str, Any]
 ) -> None:
-    _assert_right(["language"], layouts, recipe, **run)
+    _assert_right([task], layouts, recipe, **run)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from samestep import environment
 from samestep.comm import leave
@@ -40,7 +41,7 @@ def test_gloo_is_found_beside_another_back_end(tmp_path: Path) -> None:
         assert isinstance(leave._gloo_of(dist.group.WORLD), dist.ProcessGroupGloo)
     finally:
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         assert leave._gloo_of(dist.group.WORLD) is None
     finally:

@@ -120,8 +120,7 @@ MENDS = (
         file="parallel/exact/batch_norm.py",
         now="if own <= 1 and count <= 1:",
         before="if count <= 1:",
-        task="images",
-        layout="dp2",
+        test="test_accelerator.py::test_what_a_job_may_ask_for_waits_nowhere[batch-norm]",
         seen="waits for the device: parallel/exact/batch_norm.py:_statistics",
     ),
     Mend(
