@@ -74,6 +74,7 @@ def _on_each_rank(jobs: Mapping[str, Job], known: Mapping[str, Reference]) -> di
     tasks: dict[int, Task] = {}  # by their recipe: some read texts for longer than a proof takes
     with join(threads=1) as world:
         group: Any = dist.group.WORLD
+        assert group.bound_device_id == world.device
         group.bound_device_id = None  # gloo can't split a group as NCCL does where one is bound to its device
         for name, job in jobs.items():
             try:

@@ -1,6 +1,6 @@
 """Layouts on a pretended accelerator: the step of one process, no devices mixed, no wait that isn't meant."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from samestep.job import Job
 from samestep.launch import local
 from samestep.layout import Layout
 from samestep.matrix import ALL
+from samestep.recipe import AdamW, Average, Group, NamedOptimizer
 
 # Ranks compute in Python what an accelerator computes by itself.
 pytestmark = pytest.mark.timeout(1100)
@@ -35,15 +36,20 @@ MAY_WAIT = {
 }
 
 
-def _jobs(tasks: Sequence[str], layouts: Sequence[str], **run: Any) -> Iterator[tuple[str, Job]]:
+def _jobs(
+    tasks: Sequence[str], layouts: Sequence[str], recipe: Mapping[str, Any] | None = None, **run: Any
+) -> Iterator[tuple[str, Job]]:
     for task in tasks:
         job = jobfile.load(JOBS / f"{task}.yaml", []).job
+        job = replace(job, recipe=replace(job.recipe, **(recipe or {})))
         for layout in layouts:
             yield f"{task}: {layout}", replace(job, run=replace(job.run, layout=layout, threads=1, **run))
 
 
-def _assert_right(tasks: Sequence[str], layouts: Sequence[str], **run: Any) -> None:
-    done = on_device(dict(_jobs(tasks, layouts, **run)))
+def _assert_right(
+    tasks: Sequence[str], layouts: Sequence[str], recipe: Mapping[str, Any] | None = None, **run: Any
+) -> None:
+    done = on_device(dict(_jobs(tasks, layouts, recipe, **run)))
     problems = {name: each.problem(MAY_WAIT) for name, each in done.items()}
     assert {name: problem for name, problem in problems.items() if problem is not None} == {}
     assert any(each.refused is None for each in done.values())
@@ -60,6 +66,33 @@ def problem_of(task: str, layout: str) -> str | None:
 def test_shards_and_tokens_take_the_same_step_and_wait_nowhere() -> None:
     # Embeddings that are tied to the output, gradients that are summed after backward, parameters that are gathered.
     _assert_right(["language"], ["fsdp2", "cp2", "cp2 attention=ring"])
+
+
+def _asked(
+    name: str, layouts: Sequence[str], recipe: Mapping[str, Any], *, task: str = "language", **run: Any
+) -> Any:
+    return pytest.param(task, layouts, recipe, run, id=name, marks=pytest.mark.slow)
+
+
+MUON = NamedOptimizer(name="torch.optim.Muon", lr=0.02, args={"momentum": 0.9})
+MATRICES = Group(parameters=("*layers*",), dims=2, optimizer=MUON)
+
+
+@pytest.mark.parametrize(
+    ("task", "layouts", "recipe", "run"),
+    [
+        _asked("batch-norm", ["dp2", "fsdp2"], {"model": {"norm": "batch"}}, task="images"),
+        _asked("ordered", ["dp2", "zero2x2"], {}, reduction="ordered"),
+        _asked("muon", ["zero1x2", "fsdp2"], {"groups": (MATRICES,)}),
+        _asked("8bit", ["zero1x2", "fsdp2"], {"optimizer": AdamW(state="8bit")}),
+        _asked("average", ["zero1x2", "fsdp2"], {"average": Average(decay=0.9)}),
+        _asked("micro-batches", ["fsdp2", "tp2", "cp2"], {}, micro_batch=2),
+    ],
+)
+def test_what_a_job_may_ask_for_waits_nowhere(
+    task: str, layouts: Sequence[str], recipe: Mapping[str, Any], run: Mapping[str, Any]
+) -> None:
+    _assert_right([task], layouts, recipe, **run)
 
 
 @pytest.mark.slow

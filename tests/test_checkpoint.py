@@ -210,10 +210,12 @@ def test_what_a_killed_run_left_half_done_is_removed(saved: Path) -> None:
     (saved / "checkpoints" / "step-99.saving").mkdir()
     (saved / "checkpoints" / "step-99.saving" / "__0_0.distcp").write_bytes(b"half")
     (saved / "checkpoints" / "step-98.replaced").mkdir()
-    others = {"notes.saving", "step-7.replaced", "step-x.saving", "linked", "step-6.saving"}
+    others = {"notes.saving", "step-7.replaced", "step-x.saving", "linked", "step-6.saving", "step-5.saving"}
     (saved / "checkpoints" / "notes.saving").mkdir()
     (saved / "checkpoints" / "step-x.saving").mkdir()
     (saved / "checkpoints" / "step-7.replaced").write_text("a file of somebody's", encoding="utf-8")
+    (saved / "checkpoints" / "step-5.saving").mkdir()
+    (saved / "checkpoints" / "step-5.saving" / "notes.txt").write_text("somebody's", encoding="utf-8")
     (saved / "checkpoints" / "linked").mkdir()
     (saved / "checkpoints" / "step-6.saving").symlink_to("linked")
     assert train(saved, checkpoint={"resume": "auto"}).first_step == 10

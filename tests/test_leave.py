@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from samestep import environment
+from samestep.comm import leave
 from samestep.comm.leave import leave_process_group
 from samestep.launch import local
 
@@ -30,3 +32,17 @@ def meet_and_leave(folder: Path) -> int:
         leave_process_group()
         del model  # and with it the group
     return ENDS
+
+
+def test_gloo_is_found_beside_another_back_end(tmp_path: Path) -> None:
+    """As on accelerators, whose groups have NCCL as well; of it no message is asked for at the end."""
+    dist.init_process_group("cpu:gloo,cuda:fake", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert isinstance(leave._gloo_of(dist.group.WORLD), dist.ProcessGroupGloo)
+    finally:
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        assert leave._gloo_of(dist.group.WORLD) is None
+    finally:
+        dist.destroy_process_group()

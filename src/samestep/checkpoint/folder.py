@@ -120,6 +120,8 @@ def fault_of(
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"
 _LEFT = re.compile(rf"(step-\d{{1,15}})({re.escape(UNFINISHED)}|{re.escape(_REPLACED)})")
+# What PyTorch's writer and this package write into a checkpoint, also while they do.
+_WRITTEN = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(INFO_FILE)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,10 @@ def found_in(folder: Path) -> list[FoundCheckpoint]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a run that was ended in the middle of saving has left: folders named as checkpoints are."""
+    """Remove what a run that was ended in the middle of saving has left.
+
+    That is: folders that are named as checkpoints are and hold a checkpoint's files alone. Others are somebody's.
+    """
     for path in _left_in(folder):
         shutil.rmtree(path)
 
@@ -156,9 +161,13 @@ def unfinished_in(folder: Path) -> list[Path]:
 def _left_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return [
-        path for path in folder.iterdir() if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    ]
+    named = [path for path in folder.iterdir() if _LEFT.fullmatch(path.name)]
+    return [path for path in named if path.is_dir() and not path.is_symlink() and _is_of_a_checkpoint(path)]
+
+
+def _is_of_a_checkpoint(folder: Path) -> bool:
+    """Whether all that a folder holds is what is written into a checkpoint."""
+    return all(_WRITTEN.fullmatch(path.name) and path.is_file() for path in folder.iterdir())
 
 
 def make_complete(unfinished: Path) -> Path:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from samestep.comm.agree import largest
 from samestep.comm.mesh import Mesh
 from samestep.data.loader import MicroBatch
 from samestep.data.order import bounds
@@ -148,13 +149,9 @@ class OrderedSums:
 
         `facts`: [virtual ranks, numbers] float64, with zeros where other ranks know them; comes back from all ranks.
         """
-        used = torch.tensor(self._used, dtype=torch.float64, device=facts.device)
-        message = torch.cat([used, facts.reshape(-1)])
-        if len(self._peers) > 1:
-            dist.all_reduce(message, group=self._group)  # one rank's number and zeros: their sum has no rounding
-        any_used, told = message.split([len(used), facts.numel()])
+        any_used, told = self._told(facts)
         numbers = {parameter: number for number, parameter in enumerate(self._trained)}
-        wanted = [p for p, used_by in zip(self._trained, any_used.tolist(), strict=True) if used_by]
+        wanted = [p for p, used_by in zip(self._trained, any_used, strict=True) if used_by]
         for sharded in (False, True):
             for dtype in dict.fromkeys(parameter.dtype for parameter in wanted):
                 some = [p for p in wanted if p.dtype == dtype and isinstance(p, DTensor) is sharded]
@@ -163,6 +160,23 @@ class OrderedSums:
         self._stack = []
         self._used = [False] * len(self._trained)
         return told.view(facts.shape)
+
+    def _told(self, facts: Tensor) -> tuple[Sequence[float], Tensor]:
+        """Whether any rank used each parameter, and `facts` of all ranks.
+
+        Their sum is of one rank's number and zeros, so it has no rounding.
+        """
+        if len(self._peers) == 1:
+            return self._used, facts
+        if facts.device.type != "cpu":  # flags that came back from an accelerator would have to be waited for
+            facts = facts.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(facts, group=self._group)
+            return largest(self._used, self._group, facts.device.type), facts
+        used = torch.tensor(self._used, dtype=torch.float64)
+        message = torch.cat([used, facts.reshape(-1)])
+        dist.all_reduce(message, group=self._group)
+        any_used, told = message.split([len(used), facts.numel()])
+        return any_used.tolist(), told
 
     def _sum_bucket(self, numbers: Sequence[int], *, sharded: bool) -> None:
         parameters = [self._trained[number] for number in numbers]

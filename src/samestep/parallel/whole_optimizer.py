@@ -12,7 +12,7 @@ work is divided too (as in distributed Muon, Liu et al. 2025, arXiv 2502.16982, 
 gradients exist for the time of one message alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.comm.agree import largest
 from samestep.comm.mesh import Mesh
 from samestep.parallel.joined_optimizer import follow
 from samestep.parallel.optimizer_kinds import Make
@@ -85,8 +86,9 @@ class WholeOptimizer(Optimizer):
                 name = names[parameter]
                 places = places_of(parameter, parts.part(name), parts.parameters[name].shape)
                 self._mine[name] = _Mine(parameter=parameter, places=places, group=number)
-        wholes = self._told(parts, mesh)
-        self._rounds = [_Round(self, some, make) for some in _in_rounds(wholes, dist.get_world_size(self._group))]
+        self._wholes = self._told(parts, mesh)
+        size = dist.get_world_size(self._group)
+        self._rounds = [_Round(self, some, make) for some in _in_rounds(self._wholes, size)]
 
     def _told(self, parts: ShardTable, mesh: Mesh) -> list[_Whole]:
         """All parameters of the group's ranks, with their owners; the same on every rank."""
@@ -138,8 +140,15 @@ class WholeOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        used = self._used_by_any()
         for part in self._rounds:
-            part.step()
+            part.step(used)
+
+    def _used_by_any(self) -> set[str]:
+        """The parameters of which any rank has a gradient; the optimizer passes over the others."""
+        mine = {name: each.parameter.grad is not None for name, each in self._mine.items()}
+        used = largest([mine.get(whole.name, False) for whole in self._wholes], self._group, self._device.type)
+        return {whole.name for whole, by_any in zip(self._wholes, used, strict=True) if by_any}
 
 
 class _Round:
@@ -166,10 +175,11 @@ class _Round:
             self.inner = make([{**settings[number], "params": owned} for number, owned in groups.items()])
         self._forget()
 
-    def step(self) -> None:
+    def step(self, used: Collection[str]) -> None:
+        """`used`: the parameters that have a gradient on any rank."""
         dtypes = dict.fromkeys(whole.dtype for whole in self.wholes)
         for dtype in dtypes:
-            self._gather([whole for whole in self.wholes if whole.dtype == dtype], dtype)
+            self._gather([whole for whole in self.wholes if whole.dtype == dtype], dtype, used)
         if self.inner is not None:
             follow(self.inner, self._of.param_groups, self._numbers)
             self.inner.step()
@@ -182,8 +192,8 @@ class _Round:
             owned.grad = None
             owned.data = torch.empty(0, dtype=owned.dtype, device=owned.device)
 
-    def _gather(self, wholes: Sequence[_Whole], dtype: torch.dtype) -> None:
-        """For each parameter and sender [1 where there is a gradient, the gradient's boxes, the parameter's]."""
+    def _gather(self, wholes: Sequence[_Whole], dtype: torch.dtype, used: Collection[str]) -> None:
+        """For each parameter and sender [the gradient's boxes, the parameter's]."""
         optimizer = self._of
         given: list[list[Tensor]] = []
         for owner in self._ranks:
@@ -194,7 +204,7 @@ class _Round:
             given.append(parts)
         sizes = [
             sum(
-                1 + 2 * _numbers(whole.holders[rank], whole.senders[rank])
+                2 * _numbers(whole.holders[rank], whole.senders[rank])
                 for whole in wholes
                 if whole.owner == optimizer._rank and rank in whole.senders
             )
@@ -205,28 +215,26 @@ class _Round:
             for whole in wholes:
                 if whole.owner != optimizer._rank or rank not in whole.senders:
                     continue
-                start = self._put_whole(whole, rank, taken, start)
+                start = self._put_whole(whole, rank, taken, start, used=whole.name in used)
 
     def _sent(self, whole: _Whole, boxes: Sequence[int]) -> list[Tensor]:
         mine = self._of._mine[whole.name]
         parameter = local(mine.parameter.detach())
         gradient = None if mine.parameter.grad is None else local(mine.parameter.grad)
         values = [parameter[mine.places[number].memory] for number in boxes]
-        flag = parameter.new_full((1,), 0.0 if gradient is None else 1.0)
         if gradient is None:
             gradients = [torch.zeros_like(value) for value in values]
         else:
             gradients = [gradient[mine.places[number].memory].to(parameter.dtype) for number in boxes]
-        return [each.reshape(-1) for each in (flag, *gradients, *values)]
+        return [each.reshape(-1) for each in (*gradients, *values)]
 
-    def _put_whole(self, whole: _Whole, rank: int, taken: Tensor, start: int) -> int:
+    def _put_whole(self, whole: _Whole, rank: int, taken: Tensor, start: int, *, used: bool) -> int:
         """Put what a rank sent of a parameter into the whole one; returns where the next one begins."""
         owned = self._owned[whole.name]
         if owned.numel() != whole.shape.numel():
             owned.data = torch.zeros(whole.shape, dtype=whole.dtype, device=owned.device)
-        if owned.grad is None and bool(taken[start].real if taken.is_complex() else taken[start]):
+        if owned.grad is None and used:
             owned.grad = torch.zeros_like(owned)
-        start += 1
         # Without a gradient on any rank all of them send zeros, and the optimizer passes over the parameter.
         for target in (owned.grad, owned.data):
             for number in whole.senders[rank]:

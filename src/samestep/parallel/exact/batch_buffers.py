@@ -193,15 +193,16 @@ class BatchBuffers:
         if not held:
             return
         moved = [each.moved(buffer) for buffer, each in held]
-        samples = torch.tensor([each.samples for _, each in held], dtype=torch.float64, device=moved[0].device)
-        message = torch.cat([samples, *(part.flatten() for part in moved)])
+        # Numbers of samples stay on the device, so that no host waits for what all ranks have.
+        samples = [moved[0].new_full((1,), each.samples) for _, each in held]
+        message = torch.cat([*samples, *(part.flatten() for part in moved)])
         dist.all_reduce(message, group=self._group)
-        samples, *sums = message.split([len(held), *(part.numel() for part in moved)])
-        for (buffer, each), total, count in zip(held, sums, samples.tolist(), strict=True):
-            if count:
-                before = buffer if each.before is None else each.before
-                change = total.view_as(buffer) / (count if each.join == "mean" else 1)
-                buffer.copy_((before.double() + change).to(buffer.dtype))
+        counts, *sums = message.split([len(held), *(part.numel() for part in moved)])
+        for (buffer, each), total, count in zip(held, sums, counts.unbind(), strict=True):
+            before = buffer if each.before is None else each.before
+            change = total.view_as(buffer) / (count.clamp(min=1) if each.join == "mean" else 1)
+            # Where no rank called it, nothing moved, and it stays as it is.
+            buffer.copy_(torch.where(count > 0, before.double() + change, buffer.double()).to(buffer.dtype))
 
 
 def _buffer(module: nn.Module, key: str) -> Tensor:
