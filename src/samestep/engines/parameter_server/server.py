@@ -219,7 +219,7 @@ class AsynchronousServer(Server):
         self._attendance.misses(worker, int(told.samples), lost=lost)
         if self._attendance.lost == len(self._clock):
             raise RuntimeError(
-                f"all {len(self._clock)} workers are lost: worker_restarts is {self.settings.worker_restarts}, and "
+                f"every worker is lost: worker_restarts is {self.settings.worker_restarts}, and "
                 "what their processes died of stands above"
             )
         self._pass(worker)

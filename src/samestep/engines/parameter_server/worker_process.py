@@ -184,7 +184,7 @@ class WorkerProcess:
             message = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise UserError(
-                f"worker_restarts: a batch goes to a worker's process by pickle, which can't take this one ({error}); "
+                f"worker_restarts: a batch goes to a worker's process by pickle, which can't take this ({error}); "
                 "use batches of tensors, numbers and text, or leave worker_restarts out"
             ) from None
         if self._life is None or self._life.loss != loss:  # as where a fault is to spoil one step's
