@@ -372,6 +372,25 @@ def test_nobody_waits_for_a_worker_that_is_away() -> None:
         assert measured["updates_until_returns"] == 1
 
 
+def test_a_lost_worker_has_its_answer_before_ranks_meet_though_none_is_present() -> None:
+    present, lost = 1, 2
+
+    def pushes(chunks: Sequence[Chunk]) -> Sequence[tuple[int, Pushed]]:
+        gradient = _pushed(torch.ones(8, dtype=torch.float64), chunks)
+        leaves, is_lost, misses = (_told(kind, chunks) for kind in (Kind.AWAY, Kind.LOST, Kind.MISSED))
+        first = [(lost, leaves), (lost, is_lost), (present, gradient)]
+        return [*first, (lost, is_lost), (present, leaves), (present, misses)]
+
+    settings = Settings(staleness=1, worker_restarts=1)
+    with served(settings, nn.Linear(3, 2, dtype=torch.float64), pushes) as (server, wire):
+        # The second step has no loss of its own, and shows that of the first.
+        assert [_serve_step(server, step) for step in range(2)] == [1.0, 1.0]
+        assert [(worker, answer.slowest) for worker, answer, _ in wire.answered] == [
+            *((present, 1), (lost, 1)),
+            *((present, 2), (lost, 2)),  # none is waited for: each goes by its own steps
+        ]
+
+
 @pytest.mark.parametrize("servers", [1, 2, 3, 5])
 def test_shards_have_near_equal_bytes_and_rows_of_tables_stay_whole(servers: int) -> None:
     model = nn.ModuleDict(

@@ -17,6 +17,10 @@ class Attendance:
         """The steps of the slowest worker that is present; None where none is."""
         return min((clock[worker] for worker in self._present), default=None)
 
+    def slowest_rank(self, clock: Sequence[int]) -> int:
+        """The steps that the slowest worker which isn't lost has done or left out."""
+        return min(clock[worker] for worker in range(len(clock)) if worker not in self._lost)
+
     @property
     def lost(self) -> int:
         """Workers that don't come back."""

@@ -29,7 +29,7 @@ class Kind(IntEnum):
     GRADIENT = 0  # replied to with the parameters, when the bound lets the worker go on
     AWAY = 1  # the worker is not to be waited for from now on; no reply
     MISSED = 2  # it leaves its samples of this step out; the reply is a header, at once
-    LOST = 3  # the same of one that won't come back; the reply is a header, when the others have done the step
+    LOST = 3  # the same of one that won't come back; the reply is a header, when no other rank is behind it
     BACK = 4  # it computes again; replied to with the parameters, at once
 
 

@@ -168,7 +168,7 @@ class AsynchronousServer(Server):
         compensates = self.settings.delay_compensation is not None
         self._sent = [self.shard.clone() for _ in range(count)] if compensates else []  # what each computes with
         self._waiting: list[int] = []  # workers whose push was applied, and who have no answer yet
-        self._followers: list[int] = []  # lost workers, who have none before the others have done their step
+        self._followers: list[int] = []  # lost workers, who have none before the others are as far
         self._totals: dict[int, _Totals] = {}  # by step
         self._latest: _Totals | None = None  # of the newest step that all workers have done
         self._steps = 0  # that this rank has reported
@@ -206,21 +206,22 @@ class AsynchronousServer(Server):
         told, step, slowest = pushed.told, self._clock[worker], self._attendance.slowest(self._clock)
         assert slowest is not None  # the worker itself is present
         self._furthest = max(self._furthest, step - slowest)
-        if math.isfinite(told.loss) and math.isfinite(told.norm):
+        finite = math.isfinite(told.loss) and math.isfinite(told.norm)
+        if finite:
             self._totals.setdefault(step, _Totals()).add(told)
             if told.samples:
                 self._update(worker, pushed)
-        else:
-            self._leave_out(worker, step)
         self._pass(worker)
+        if not finite:
+            self._leave_out(worker, step)
         self._waiting.append(worker)
 
     def _take_missed(self, worker: int, told: Told, *, lost: bool) -> None:
         self._attendance.misses(worker, int(told.samples), lost=lost)
         if self._attendance.lost == len(self._clock):
             raise RuntimeError(
-                f"every worker is lost: worker_restarts is {self.settings.worker_restarts}, and "
-                "what their processes died of stands above"
+                f"every worker is lost: worker_restarts is {self.settings.worker_restarts}, and what their processes "
+                "died of stands above"
             )
         self._pass(worker)
         if lost:
@@ -283,15 +284,16 @@ class AsynchronousServer(Server):
     def _answer(self) -> None:
         """Answer those who need not wait any longer."""
         slowest = self._attendance.slowest(self._clock)
-        if slowest is None:
-            return
-        for worker in [each for each in self._waiting if self._clock[each] - slowest <= self.settings.bound]:
-            self._waiting.remove(worker)
-            self._hand_out(worker)
-            self._reply(worker, self.shard)
-        for worker in [each for each in self._followers if self._clock[each] <= slowest]:
-            self._followers.remove(worker)
-            self._reply(worker, None)
+        for worker in list(self._waiting):
+            if slowest is not None and self._clock[worker] - slowest <= self.settings.bound:
+                self._waiting.remove(worker)
+                self._hand_out(worker)
+                self._reply(worker, self.shard)
+        # Before a server ends a step, all have an answer to it: they may meet next.
+        for worker in list(self._followers):
+            if self._clock[worker] <= self._attendance.slowest_rank(self._clock):
+                self._followers.remove(worker)
+                self._reply(worker, None)
 
     def _reply(self, worker: int, parameters: Tensor | None) -> None:
         slowest = self._attendance.slowest(self._clock)
