@@ -1,9 +1,12 @@
 """Engine parameter-server: the processes of asynchronous workers die, the others go on, and they come back."""
 
 import os
+import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 from engine_recipes import Branched, recipe
 from safetensors.torch import load_file
-from small_tasks import Points
+from small_tasks import Points, Unscored
 from test_parameter_server import ENGINE, RUN, Tokens, measured_by, settings_file
 from torch import Tensor, nn
 
@@ -180,7 +183,7 @@ def test_a_job_whose_workers_are_all_lost_fails(tmp_path: Path) -> None:
     assert all_gone(task.processes())
 
 
-class Unpicklable(Points):
+class Unpicklable(Unscored):
     """Targets that no other process can be given."""
 
     def collate(self, samples: Sequence[Any]) -> samestep.Batch:
@@ -241,6 +244,53 @@ def test_a_process_computes_what_the_rank_would(task: samestep.Task, run: Mappin
         assert torch.equal(found["process"][1][name], value)
     if isinstance(task, Counting):
         assert found["process"][1]["0.seen"] == 14
+
+
+class Steady(Mortal):
+    """No process dies by itself, and a step takes some time."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(place, [], dies_in=1, workers=2)
+
+    def between(self, mine: int, ranks: int) -> None:
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, "infinite"])
+def test_processes_may_be_killed_at_any_moment(staleness: int | str, tmp_path: Path) -> None:
+    """Also while they wait for a batch, and soon after they were started."""
+    task, generator = Steady(tmp_path), random.Random(3)
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(generator.uniform(0.02, 0.3)) and len(killed) < 30:
+            alive = [number for number in task.processes() if number not in killed and psutil.pid_exists(number)]
+            if alive:
+                killed.append(generator.choice(alive))
+                with suppress(ProcessLookupError):
+                    os.kill(killed[-1], signal.SIGKILL)
+
+    config = settings_file(tmp_path, staleness=staleness, worker_restarts=1000)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        job = recipe(task, batch=50, epochs=100, evaluation={"every": 40})
+        found = samestep.train(
+            job, "dp3", engine_config=config, checkpoint={"every": 60}, folder=tmp_path / "run", **RUN
+        )
+    finally:
+        over.set()
+        killer.join()
+    measured = measured_by(tmp_path / "run")
+    assert len(killed) >= 10
+    assert len(killed) - 2 <= measured["deaths"] <= len(killed)  # one whose last step was done is not missed
+    assert measured["lost_workers"] == 0
+    assert measured["updates"] == 2 * 400 - measured["missed_steps"]
+    assert found.metrics["accuracy"] > 0.4
+    assert not (tmp_path / "run" / "faults.jsonl").exists()
+    assert all_gone(task.processes())
 
 
 @pytest.mark.slow

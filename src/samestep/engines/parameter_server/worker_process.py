@@ -190,6 +190,7 @@ class WorkerProcess:
         if self._life is None or self._life.loss != loss:  # as where a fault is to spoil one step's
             self.start(loss)
         assert self._life is not None
+        self._keep_buffers()  # the rank's own forwards may have replaced some, too
         self._life.send(message)
         answer: Computed | _Failed = pickle.loads(self._life.receive())
         if isinstance(answer, _Failed):
@@ -214,7 +215,7 @@ class WorkerProcess:
                 buffer.data = self._buffers[name] = shared_copy(buffer)
 
     def _keep_buffers(self) -> None:
-        """In the process: what a forward has put in a buffer's place goes into the memory that the rank reads."""
+        """What a forward has put in a buffer's place, in the process or in the rank, goes into the shared memory."""
         for name, buffer in self._model.named_buffers():
             shared = self._buffers.get(name)
             if shared is None or _same_memory(shared, buffer):
