@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from samestep.data.order import SampleOrder
 from samestep.engines.base import Preparation
 from samestep.engines.parameter_server.engine import ParameterServer
 from samestep.engines.parameter_server.member import ServerSetup
-from samestep.engines.parameter_server.messages import Answer, PointToPoint, Push, Pushed, Told
+from samestep.engines.parameter_server.messages import Answer, Kind, PointToPoint, Push, Pushed, Told
 from samestep.engines.parameter_server.server import AsynchronousServer
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import Chunk, FlatParameters, bounds_of, boxes, chunks_of, spans_of
@@ -135,9 +136,11 @@ def test_no_worker_runs_further_ahead_than_the_bound(staleness: int | str, serve
     assert found.metrics["accuracy"] > 0.4
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_loss_that_is_not_finite_stops_all_ranks(staleness: int, tmp_path: Path) -> None:
-    config = settings_file(tmp_path, staleness=staleness)
+@pytest.mark.parametrize(("staleness", "restarts"), [(0, {}), (1, {}), (1, {"worker_restarts": 0})])
+def test_a_loss_that_is_not_finite_stops_all_ranks(
+    staleness: int, restarts: Mapping[str, Any], tmp_path: Path
+) -> None:
+    config = settings_file(tmp_path, staleness=staleness, **restarts)
     fault = {"rank": 1, "step": 2, "fault": "nan"}
     with pytest.raises(samestep.NonFiniteError, match="loss nan") as raised:
         samestep.train(recipe(epochs=2), "dp3", engine_config=config, inject=fault, folder=tmp_path / "run", **RUN)
@@ -224,7 +227,7 @@ def test_touched_rows_are_fewer_bytes_and_the_same_bits(tmp_path: Path) -> None:
     (rows, fewer), (whole, more) = local.start(_both_ways_of_worker, (job, files), 3)
     assert all(torch.equal(rows[name], value) for name, value in whole.items())
     dense = 4 * sum(p.numel() for p in Tokens().model().parameters())
-    header = 8 * (6 + 3)
+    header = 8 * (7 + 3)
     assert more == dense + header
     table = 4 * 500 * 6
     assert fewer < dense - table + 8 * 6 + 20 * 4 * (6 * 4 + 8) + header < more
@@ -243,13 +246,13 @@ class Scripted(PointToPoint):
 
     def __init__(self, pushes: Sequence[tuple[int, Pushed]]) -> None:
         self.pushes = list(pushes)
-        self.answered: list[tuple[int, torch.Tensor]] = []
+        self.answered: list[tuple[int, Answer, torch.Tensor | None]] = []
 
     def receive_push(self, chunks: Sequence[Chunk], dtype: torch.dtype, worker: int | None) -> tuple[int, Pushed]:
         return self.pushes.pop(0)
 
-    def reply(self, worker: int, answer: Answer, parameters: torch.Tensor) -> None:
-        self.answered.append((worker, parameters.clone()))
+    def reply(self, worker: int, answer: Answer, parameters: torch.Tensor | None) -> None:
+        self.answered.append((worker, answer, None if parameters is None else parameters.clone()))
 
     def wait(self) -> None:
         pass
@@ -262,10 +265,11 @@ def _pushed(gradient: torch.Tensor, chunks: Sequence[Chunk]) -> Pushed:
     return Pushed(told, chunks, [int(kind) for kind in push.kinds.tolist()], torch.empty(0), push.values)
 
 
-def test_a_late_gradient_is_compensated_and_the_fast_worker_waits() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2, dtype=torch.float64)
-    settings = Settings(staleness=1, delay_compensation=0.7)
+@contextmanager
+def served(
+    settings: Settings, model: nn.Module, pushes: Callable[[Sequence[Chunk]], Sequence[tuple[int, Pushed]]]
+) -> Iterator[tuple[AsynchronousServer, Scripted]]:
+    """A server of SGD with a rate of 0.1 and workers 1 and 2, to whom comes what `pushes` makes of its chunks."""
     with join(alone=True, device="cpu", threads=1) as world:
         precision = Precision("fp64", world.device)
         mesh = build_mesh(Layout(), "cpu")
@@ -274,10 +278,7 @@ def test_a_late_gradient_is_compensated_and_the_fast_worker_waits() -> None:
         )
         flat = FlatParameters(model, 1)
         chunks = {nn.Parameter(flat.values[chunk.at].view(chunk.shape)): chunk for chunk in flat.chunks[0]}
-        a, b, c = (torch.randn(8, dtype=torch.float64) for _ in range(3))
-        in_order = list(chunks.values())
-        fast, slow = 1, 2
-        wire = Scripted([(fast, _pushed(a, in_order)), (fast, _pushed(b, in_order)), (slow, _pushed(c, in_order))])
+        wire = Scripted(pushes(list(chunks.values())))
         optimizer = torch.optim.SGD(chunks, lr=0.1)
         how = Preparation(
             layout=Layout(),
@@ -298,20 +299,96 @@ def test_a_late_gradient_is_compensated_and_the_fast_worker_waits() -> None:
             precision=precision,
         )
         shared = ServerSetup(flat=flat, roles=Roles.of(settings, 3), settings=settings, wire=wire)
-        server = AsynchronousServer(setup, shared, chunks, number=0)
-        before = flat.values.clone()
-        server.step(StepBatch(step=0, epoch=0, micro_batches=[], global_samples=2, data_seconds=0), Points().loss)
+        yield AsynchronousServer(setup, shared, chunks, number=0), wire
+
+
+def _serve_step(server: AsynchronousServer, step: int) -> float:
+    batch = StepBatch(step=step, epoch=0, micro_batches=[], global_samples=2, data_seconds=0)
+    return server.step(batch, Points().loss).loss.item()
+
+
+def test_a_late_gradient_is_compensated_and_the_fast_worker_waits() -> None:
+    torch.manual_seed(0)
+    a, b, c = (torch.randn(8, dtype=torch.float64) for _ in range(3))
+    fast, slow = 1, 2
+
+    def pushes(chunks: Sequence[Chunk]) -> Sequence[tuple[int, Pushed]]:
+        return [(fast, _pushed(a, chunks)), (fast, _pushed(b, chunks)), (slow, _pushed(c, chunks))]
+
+    settings = Settings(staleness=1, delay_compensation=0.7)
+    with served(settings, nn.Linear(3, 2, dtype=torch.float64), pushes) as (server, wire):
+        before = server.flat.values.clone()
+        _serve_step(server, 0)
         # Each gradient has half the batch, so half the rate. The slow worker's is two updates late.
         one = before - 0.05 * a
         two = one - 0.05 * b
         three = two - 0.05 * (c + 0.7 * c * c * (two - before))
-        torch.testing.assert_close(flat.values, three)
+        torch.testing.assert_close(server.flat.values, three)
         # After its second step the fast worker is two ahead: its answer waits for the slow one's push.
-        assert [worker for worker, _ in wire.answered] == [fast, fast, slow]
-        torch.testing.assert_close(wire.answered[0][1], one)
-        torch.testing.assert_close(wire.answered[1][1], three)
+        assert [worker for worker, _, _ in wire.answered] == [fast, fast, slow]
+        torch.testing.assert_close(wire.answered[0][2], one)
+        torch.testing.assert_close(wire.answered[1][2], three)
         measured = server.measured()
         assert (measured["updates"], measured["oldest_in_updates"], measured["most_steps_ahead"]) == (3, 2, 1)
+        assert "deaths" not in measured  # no worker may die
+
+
+def _told(kind: Kind, chunks: Sequence[Chunk]) -> Pushed:
+    told = Told(loss=0, count=0, samples=1, global_samples=2, norm=math.nan, stop_at=math.inf, kind=kind)
+    return Pushed(told, chunks, [], torch.empty(0), torch.empty(0))
+
+
+def test_nobody_waits_for_a_worker_that_is_away() -> None:
+    gradients = [torch.full((8,), 2.0**power, dtype=torch.float64) for power in range(6)]
+    here, away = 1, 2
+
+    def pushes(chunks: Sequence[Chunk]) -> Sequence[tuple[int, Pushed]]:
+        one, two, three, four, five, six = (_pushed(gradient, chunks) for gradient in gradients)
+        missed, lost = _told(Kind.MISSED, chunks), _told(Kind.LOST, chunks)
+        leaves, returns = _told(Kind.AWAY, chunks), _told(Kind.BACK, chunks)
+        return [
+            *((here, one), (here, two), (away, leaves), (here, three)),  # two steps ahead, which it may not be else
+            *((away, missed), (away, missed), (away, missed), (away, returns), (away, four)),  # in its fourth step
+            *((away, leaves), (away, lost), (here, five)),
+            (here, six),  # now it has done the step of the lost one too
+        ]
+
+    with served(Settings(staleness=1, worker_restarts=1), nn.Linear(3, 2, dtype=torch.float64), pushes) as (
+        server,
+        wire,
+    ):
+        before = server.flat.values.clone()
+        assert [_serve_step(server, step) for step in range(4)] == [1.0] * 4
+        torch.testing.assert_close(server.flat.values, before - 0.05 * sum(gradients[:5]))
+        told = [(worker, answer.slowest, shard is not None) for worker, answer, shard in wire.answered]
+        first = [(here, 0, True), (here, 2, True), (here, 3, True)]
+        catches_up, returns = [(away, 3, False)] * 3, [(away, 3, True)] * 2
+        assert told == [*first, *catches_up, *returns, (here, 4, True)]
+        _serve_step(server, 4)
+        assert [(worker, answer.slowest) for worker, answer, _ in wire.answered[-2:]] == [(here, 5), (away, 5)]
+        measured = server.measured()
+        assert (measured["deaths"], measured["returns"], measured["lost_workers"]) == (2, 1, 1)
+        assert (measured["missed_steps"], measured["missed_samples"]) == (4, 4)
+        assert measured["updates_until_returns"] == 1
+
+
+def test_a_lost_worker_has_its_answer_before_ranks_meet_though_none_is_present() -> None:
+    present, lost = 1, 2
+
+    def pushes(chunks: Sequence[Chunk]) -> Sequence[tuple[int, Pushed]]:
+        gradient = _pushed(torch.ones(8, dtype=torch.float64), chunks)
+        leaves, is_lost, misses = (_told(kind, chunks) for kind in (Kind.AWAY, Kind.LOST, Kind.MISSED))
+        first = [(lost, leaves), (lost, is_lost), (present, gradient)]
+        return [*first, (lost, is_lost), (present, leaves), (present, misses)]
+
+    settings = Settings(staleness=1, worker_restarts=1)
+    with served(settings, nn.Linear(3, 2, dtype=torch.float64), pushes) as (server, wire):
+        # The second step has no loss of its own, and shows that of the first.
+        assert [_serve_step(server, step) for step in range(2)] == [1.0, 1.0]
+        assert [(worker, answer.slowest) for worker, answer, _ in wire.answered] == [
+            *((present, 1), (lost, 1)),
+            *((present, 2), (lost, 2)),  # none is waited for: each goes by its own steps
+        ]
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 5])

@@ -39,7 +39,9 @@ _SHOULD = "; it should be "
 
 # Keys of other files, which people write into a job's.
 _OF_SERVERS = "it is a setting of the parameter server; use engine: parameter-server and a file of its settings"
-_ELSEWHERE: Mapping[str, str] = dict.fromkeys(("staleness", "servers", "delay_compensation"), _OF_SERVERS)
+_ELSEWHERE: Mapping[str, str] = dict.fromkeys(
+    ("staleness", "servers", "delay_compensation", "worker_restarts"), _OF_SERVERS
+)
 
 
 def explain(

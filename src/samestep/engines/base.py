@@ -128,6 +128,10 @@ class Trainer(ABC):
         """What the engine has measured of its own, for the report; rank 0's counts."""
         return {}
 
+    def elsewhere_seconds(self) -> float:
+        """The processor's time that other processes have computed in for this rank so far."""
+        return 0.0
+
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers, on the CPU."""

@@ -7,7 +7,7 @@ that is the host's part of the step alone.
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -23,16 +23,17 @@ class Pace:
         self._steps: list[float] = []
         self._ended: float | None = None
         self._outside = self._processor = 0.0
+        self.elsewhere: Callable[[], float] = lambda: 0.0  # seconds so far in which processes computed for this rank
 
     def begin(self) -> None:
         """The engine's step begins."""
         self._outside = 0.0 if self._ended is None else time.perf_counter() - self._ended
-        self._processor = time.thread_time()
+        self._processor = time.thread_time() + self.elsewhere()
 
     def end(self) -> None:
         """It is done."""
         if self._ended is not None:  # the round's first step prepares what later ones use
-            self._steps.append(self._outside + time.thread_time() - self._processor)
+            self._steps.append(self._outside + time.thread_time() + self.elsewhere() - self._processor)
         self._ended = time.perf_counter()
 
     def pause(self) -> None:

@@ -356,6 +356,7 @@ def _prepare(training: Training, job: Job, supervision: RankSupervision) -> None
         trainer.skips_nonfinite = job.run.on_nonfinite == "skip"
     if trainer.free_running:
         supervision.ask_seldom()
+    supervision.pace.elsewhere = trainer.elsewhere_seconds
     supervision.check(training.total_steps)
 
 

@@ -1,5 +1,6 @@
 """The engine: checks what a parameter server can't have, and makes of each rank a server or a worker."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -16,6 +17,7 @@ from samestep.engines.native import NativeTrainer
 from samestep.engines.parameter_server import settings as reading
 from samestep.engines.parameter_server.member import ServerSetup
 from samestep.engines.parameter_server.messages import PointToPoint
+from samestep.engines.parameter_server.restarting_worker import RestartingWorker
 from samestep.engines.parameter_server.server import AsynchronousServer, SynchronousServer
 from samestep.engines.parameter_server.settings import Roles, Settings
 from samestep.engines.parameter_server.shards import FlatParameters, bounds_of, spans_of
@@ -36,14 +38,16 @@ class ParameterServer(Engine):
         dimensions=frozenset({"replicate"}),
         precisions=frozenset({"fp64", "fp32", "bf16"}),
         recompute=frozenset({"none", "selective", "full"}),
-        config="a YAML file with servers, staleness, delay_compensation, sparse_rows",
+        config="a YAML file with servers, staleness, delay_compensation, sparse_rows, worker_restarts",
         checkpoints=True,
         batch_buffers=True,
         compiles=True,
     )
 
     def check(self, layout: Layout, precision: str, config: Path | None) -> None:
-        reading.check_ranks(reading.read(config), layout)
+        settings = reading.read(config)
+        reading.check_ranks(settings, layout)
+        reading.check_place(settings, sys.platform, "cpu")
 
     def check_task(self, task: Task, layout: Layout, config: Path | None) -> None:
         settings = reading.read(config)
@@ -67,6 +71,7 @@ class ParameterServer(Engine):
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
         settings = reading.read(how.details.engine_config)
         check_model(model, settings, batch_buffers=bool(how.details.batch_buffers))
+        reading.check_place(settings, sys.platform, how.device.type, torch.accelerator.device_count())
         rank, ranks = dist.get_rank(), how.layout.size
         roles = Roles.of(settings, ranks)
         wire = PointToPoint(new_group(range(ranks), backend="gloo"))
@@ -77,7 +82,8 @@ class ParameterServer(Engine):
         precision = Precision(how.precision, how.device)
         how = replace(how, mesh=mesh)
         spread_model = spread_as(model, replace(how, layout=replace(how.layout, replicate=1)), precision)
-        flat = FlatParameters(model, settings.servers)
+        restarts = rank in roles.workers and settings.worker_restarts is not None
+        flat = FlatParameters(model, settings.servers, shared=restarts)
         shared = ServerSetup(flat=flat, roles=roles, settings=settings, wire=wire)
 
         def setup(optimizer: Optimizer) -> TrainerSetup:
@@ -91,7 +97,8 @@ class ParameterServer(Engine):
             )
 
         if rank in roles.workers:
-            return Worker(setup(how.optimizer_of(model.named_parameters())), shared)
+            kind = RestartingWorker if restarts else Worker
+            return kind(setup(how.optimizer_of(model.named_parameters())), shared)
         shard = flat.shard(rank)
         chunks = {nn.Parameter(shard[chunk.at].view(chunk.shape)): chunk for chunk in flat.chunks[rank]}
         optimizer = how.optimizer_of((chunk.span.name, parameter) for parameter, chunk in chunks.items())

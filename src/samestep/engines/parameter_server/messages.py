@@ -1,11 +1,13 @@
 """Messages between workers and servers: a push with a worker's gradient of one shard, a reply with its parameters.
 
 Point-to-point over a gloo group of their own. A push is a header, the numbers of touched rows if there are any, and
-values; the header tells how many. A reply is a header and the shard's parameters.
+values; the header tells how many. A reply is a header and the shard's parameters. A worker whose process has died
+pushes headers alone (`Kind`).
 """
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -21,6 +23,16 @@ _UNUSED, _DENSE = -2, -1
 _INDEX_BYTES = 8
 
 
+class Kind(IntEnum):
+    """What a push is. Those without a gradient are of workers whose process has died."""
+
+    GRADIENT = 0  # replied to with the parameters, when the bound lets the worker go on
+    AWAY = 1  # the worker is not to be waited for from now on; no reply
+    MISSED = 2  # it leaves its samples of this step out; the reply is a header, at once
+    LOST = 3  # the same of one that won't come back; the reply is a header, when no other rank is behind it
+    BACK = 4  # it computes again; replied to with the parameters, at once
+
+
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """What a worker says of its part of a step."""
@@ -31,6 +43,7 @@ class Told:
     global_samples: float
     norm: float  # of its own mean gradient, before clipping; only where workers don't wait for each other
     stop_at: float  # the step from which on all ranks report a loss that is NaN; infinite: none
+    kind: float = Kind.GRADIENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,7 @@ class Answer:
     loss: float
     norm: float
     stop_at: float
+    slowest: float = 0.0  # steps of the slowest worker that is present; only where workers don't wait for each other
 
 
 _FIELDS = len(Told.__dataclass_fields__)
@@ -145,9 +159,17 @@ class PointToPoint:
             dist.recv(values, src=source, group=self._group, tag=_VALUES)
         return source, Pushed(told, chunks, kinds, rows, values)
 
-    def reply(self, worker: int, answer: Answer, parameters: Tensor) -> None:
+    def reply(self, worker: int, answer: Answer, parameters: Tensor | None) -> None:
         self._send(torch.tensor(astuple(answer), dtype=torch.float64), worker, _REPLY)
-        self._send(parameters, worker, _PARAMETERS)
+        if parameters is not None:
+            self._send(parameters, worker, _PARAMETERS)
+
+    def receive_headers(self, servers: Sequence[int]) -> list[Answer]:
+        """Every server's answer where no parameters come along."""
+        headers = [torch.empty(len(Answer.__dataclass_fields__), dtype=torch.float64) for _ in servers]
+        for server, header in zip(servers, headers, strict=True):
+            dist.recv(header, src=server, group=self._group, tag=_REPLY)
+        return [_answer(header) for header in headers]
 
     def receive_replies(self, servers: Sequence[int], shards: Sequence[Tensor]) -> list[Answer]:
         """Every server's answer, and its parameters into its shard."""
@@ -162,7 +184,7 @@ class PointToPoint:
         for shard, host in zip(shards, hosts, strict=True):
             if host is not shard:
                 shard.copy_(host)
-        return [Answer(**dict(zip(Answer.__dataclass_fields__, each.tolist(), strict=True))) for each in headers]
+        return [_answer(header) for header in headers]
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> None:
         host = tensor.detach().cpu()
@@ -173,6 +195,10 @@ class PointToPoint:
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
+
+
+def _answer(header: Tensor) -> Answer:
+    return Answer(**dict(zip(Answer.__dataclass_fields__, header.tolist(), strict=True)))
 
 
 def _elements(chunk: Chunk, kind: int) -> int:

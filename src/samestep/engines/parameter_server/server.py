@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
+from samestep.engines.parameter_server.attendance import Attendance
 from samestep.engines.parameter_server.member import Member, ServerSetup, piece_of_state
-from samestep.engines.parameter_server.messages import Answer, Pushed, Told
+from samestep.engines.parameter_server.messages import Answer, Kind, Pushed, Told
 from samestep.engines.parameter_server.shards import Chunk
 from samestep.engines.setup import TrainerSetup
 from samestep.parallel.holdings import Holdings, state_tensors
@@ -162,10 +163,12 @@ class AsynchronousServer(Server):
         super().__init__(setup, shared, chunks, number=number)
         count = len(self.roles.workers)
         self._clock = [0] * count  # steps that each worker has pushed
+        self._attendance = Attendance(count)
         self._seen = [0] * count  # updates that were made before each worker's parameters were sent
         compensates = self.settings.delay_compensation is not None
         self._sent = [self.shard.clone() for _ in range(count)] if compensates else []  # what each computes with
         self._waiting: list[int] = []  # workers whose push was applied, and who have no answer yet
+        self._followers: list[int] = []  # lost workers, who have none before the others are as far
         self._totals: dict[int, _Totals] = {}  # by step
         self._latest: _Totals | None = None  # of the newest step that all workers have done
         self._steps = 0  # that this rank has reported
@@ -180,26 +183,60 @@ class AsynchronousServer(Server):
             worker, pushed = self.receive(None)
             self._take(self.roles.workers.index(worker), pushed)
         totals = self._totals.pop(step)
-        return math.nan if step >= self._stop_at else totals.mean_loss, totals.mean_norm
+        known = totals if totals.pushes else self._known()
+        return math.nan if step >= self._stop_at else known.mean_loss, known.mean_norm
 
     def _take(self, worker: int, pushed: Pushed) -> None:
         """Apply a worker's gradient, and answer whom the bound then lets go on."""
-        told, step, before = pushed.told, self._clock[worker], min(self._clock)
-        totals = self._totals.setdefault(step, _Totals())
-        self._clock[worker] += 1
-        self._furthest = max(self._furthest, step - before)
-        self._stop_at = min(self._stop_at, told.stop_at)
-        if math.isfinite(told.loss) and math.isfinite(told.norm):
-            totals.add(told)
+        self._stop_at = min(self._stop_at, pushed.told.stop_at)
+        kind = Kind(int(pushed.told.kind))
+        if kind is Kind.GRADIENT:
+            self._take_gradient(worker, pushed)
+        elif kind is Kind.AWAY:
+            self._attendance.leaves(worker, self._updates)
+        elif kind is Kind.BACK:
+            self._attendance.returns(worker, self._updates)
+            self._hand_out(worker)
+            self._reply(worker, self.shard)
+        else:
+            self._take_missed(worker, pushed.told, lost=kind is Kind.LOST)
+        self._answer()
+
+    def _take_gradient(self, worker: int, pushed: Pushed) -> None:
+        told, step, slowest = pushed.told, self._clock[worker], self._attendance.slowest(self._clock)
+        assert slowest is not None  # the worker itself is present
+        self._furthest = max(self._furthest, step - slowest)
+        finite = math.isfinite(told.loss) and math.isfinite(told.norm)
+        if finite:
+            self._totals.setdefault(step, _Totals()).add(told)
             if told.samples:
                 self._update(worker, pushed)
-        else:
+        self._pass(worker)
+        if not finite:
             self._leave_out(worker, step)
-        if min(self._clock) > before:
+        self._waiting.append(worker)
+
+    def _take_missed(self, worker: int, told: Told, *, lost: bool) -> None:
+        self._attendance.misses(worker, int(told.samples), lost=lost)
+        if self._attendance.lost == len(self._clock):
+            raise RuntimeError(
+                f"every worker is lost: worker_restarts is {self.settings.worker_restarts}, and what their processes "
+                "died of stands above"
+            )
+        self._pass(worker)
+        if lost:
+            self._followers.append(worker)
+        else:
+            self._reply(worker, None)
+
+    def _pass(self, worker: int) -> None:
+        """A worker has done its step, or has left it out."""
+        step, before = self._clock[worker], min(self._clock)
+        self._totals.setdefault(step, _Totals())
+        self._clock[worker] += 1
+        if min(self._clock) > before and self._totals[before].pushes:
             self._latest = self._totals[before]
         self._advance(sum(self._clock) // len(self._clock))
-        self._waiting.append(worker)
-        self._answer()
 
     def _update(self, worker: int, pushed: Pushed) -> None:
         self.wire.wait()  # the shard may still be on its way to a worker
@@ -245,13 +282,35 @@ class AsynchronousServer(Server):
                 self.pass_over()
 
     def _answer(self) -> None:
-        slowest = min(self._clock)
-        for worker in [each for each in self._waiting if self._clock[each] - slowest <= self.settings.bound]:
-            self._waiting.remove(worker)
-            self._hand_out(worker)
-            known = self._latest or self._totals[slowest if slowest in self._totals else min(self._totals)]
-            answer = Answer(loss=known.mean_loss, norm=known.mean_norm, stop_at=self._stop_at)
-            self.wire.reply(self.roles.workers[worker], answer, self.shard)
+        """Answer those who need not wait any longer."""
+        slowest = self._attendance.slowest(self._clock)
+        for worker in list(self._waiting):
+            if slowest is not None and self._clock[worker] - slowest <= self.settings.bound:
+                self._waiting.remove(worker)
+                self._hand_out(worker)
+                self._reply(worker, self.shard)
+        # Before a server ends a step, all have an answer to it: they may meet next.
+        for worker in list(self._followers):
+            if self._clock[worker] <= self._attendance.slowest_rank(self._clock):
+                self._followers.remove(worker)
+                self._reply(worker, None)
+
+    def _reply(self, worker: int, parameters: Tensor | None) -> None:
+        slowest = self._attendance.slowest(self._clock)
+        known = self._known()
+        answer = Answer(
+            loss=known.mean_loss,
+            norm=known.mean_norm,
+            stop_at=self._stop_at,
+            slowest=self._clock[worker] if slowest is None else slowest,
+        )
+        self.wire.reply(self.roles.workers[worker], answer, parameters)
+
+    def _known(self) -> _Totals:
+        """Of the newest step that all workers have done; before there is one, of the first that any has."""
+        if self._latest is not None:
+            return self._latest
+        return next((each for _, each in sorted(self._totals.items()) if each.pushes), _Totals())
 
     def _hand_out(self, worker: int) -> None:
         self._seen[worker] = self._updates
@@ -286,4 +345,5 @@ class AsynchronousServer(Server):
             "oldest_in_updates": self._oldest,
             "most_steps_ahead": self._furthest,
             "left_out": self._left_out,
+            **(self._attendance.measured() if self.settings.worker_restarts is not None else {}),
         }

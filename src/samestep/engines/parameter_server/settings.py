@@ -9,7 +9,7 @@ from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from samestep.data.order import Place
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, UserError
 from samestep.layout import Layout
 from samestep.recipe import STRICT, Positive, Real, Whole, broken_rule
 from samestep.validation import checked_file
@@ -24,6 +24,9 @@ class Settings:
     staleness: Annotated[Whole, Ge(0)] | Literal["infinite"] = 0
     delay_compensation: Annotated[Real, Gt(0)] | None = None  # lambda of DC-ASGD; None: none
     sparse_rows: bool = True  # gradients of embedding tables as the rows that were touched, where that is less
+    # How often each worker may compute in a new process after the death of the one before, while the others go on;
+    # None: it computes in its rank, whose death ends the round.
+    worker_restarts: Annotated[Whole, Ge(0)] | None = None
 
     @model_validator(mode="after")
     def _compensates_a_delay(self) -> "Settings":
@@ -32,6 +35,17 @@ class Settings:
                 "delay_compensation",
                 f"delay_compensation is {self.delay_compensation}, and with staleness 0 no gradient is delayed; "
                 "use staleness: 1 or more, or infinite",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _restarts_alone(self) -> "Settings":
+        if self.worker_restarts is not None and self.synchronous:
+            raise broken_rule(
+                "worker_restarts",
+                f"worker_restarts is {self.worker_restarts}, and with staleness 0 all workers wait for one that is "
+                "away; use staleness: 1 or more, or infinite, or run.max_restarts, with which all ranks go on from "
+                "the last checkpoint",
             )
         return self
 
@@ -69,6 +83,28 @@ def read(path: Path | None) -> Settings:
     if path is None:
         return Settings()
     return checked_file(Settings, path, "a parameter server's settings")
+
+
+def check_place(settings: Settings, platform: str, device: str, accelerators: int = 0) -> None:
+    """Raise UserError where a worker's process can't be forked, or couldn't compute."""
+    if settings.worker_restarts is None:
+        return
+    given = f"worker_restarts is {settings.worker_restarts}"
+    if platform != "linux":
+        raise UserError(
+            f"{given}, and a process that computes is safely forked on Linux alone (this is {platform}); leave it out"
+        )
+    if device != "cpu":
+        raise UserError(
+            f"{given}, and the device is {device}, which a forked process can't use; use run.device: cpu, or leave "
+            "worker_restarts out"
+        )
+    if accelerators:
+        raise UserError(
+            f"{given}, and this process sees {accelerators} accelerator{'s' * (accelerators > 1)}, for which PyTorch "
+            "starts threads that a forked process lacks; hide them (CUDA_VISIBLE_DEVICES=), or leave worker_restarts "
+            "out"
+        )
 
 
 def check_ranks(settings: Settings, layout: Layout) -> None:

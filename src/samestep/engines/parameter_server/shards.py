@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from samestep.engines.parameter_server.shared_memory import shared_empty
 from samestep.errors import UserError
 from samestep.parallel.state_shards import Box, Piece
 
@@ -147,14 +148,19 @@ class FlatParameters:
     A worker receives parameters straight into it, and a server's optimizer steps its range in place.
     """
 
-    def __init__(self, model: nn.Module, servers: int) -> None:
-        """The model's parameters become views of this memory."""
+    def __init__(self, model: nn.Module, servers: int, *, shared: bool = False) -> None:
+        """The model's parameters become views of this memory. `shared`: with processes that this one forks."""
         self.spans = spans_of(model)
         self._bounds = bounds_of(self.spans, servers)
         parameters = dict(model.named_parameters())
         self.parameters: Mapping[str, nn.Parameter] = {span.name: parameters[span.name] for span in self.spans}
         like = next(iter(self.parameters.values()))
-        self.values = torch.empty(self._bounds[-1], dtype=like.dtype, device=like.device)
+        elements = self._bounds[-1]
+        self.values = (
+            shared_empty(elements, like.dtype)
+            if shared
+            else torch.empty(elements, dtype=like.dtype, device=like.device)
+        )
         for span in self.spans:
             place = self.values[span.start : span.stop].view(span.shape)
             place.copy_(self.parameters[span.name].detach())

@@ -1,7 +1,7 @@
 """Worker: computes its samples' gradient, pushes it to the servers and pulls the parameters of the next step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.data.loader import StepBatch
 from samestep.engines.base import Loss, StepReport
 from samestep.engines.parameter_server.member import Member
-from samestep.engines.parameter_server.messages import Push, Told
+from samestep.engines.parameter_server.messages import Answer, Push, Told
 
 
 class Worker(Member):
@@ -19,11 +19,20 @@ class Worker(Member):
     _stop_at = math.inf  # the step from which on every rank reports a loss that is NaN
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        totals = self._compute(batch, loss)
+        return self._push_and_pull(
+            batch, totals, {name: parameter.grad for name, parameter in self.flat.parameters.items()}
+        )
+
+    def _compute(self, batch: StepBatch, loss: Loss) -> Tensor:
+        """Leave the gradients of this worker's samples in the model; their loss's sum and count."""
         if not self.model.training:
             self.model.train()
-        self.model.zero_grad()
-        totals = self.backward(batch, loss)
-        gradients = {name: parameter.grad for name, parameter in self.flat.parameters.items()}
+        self._forget_gradients()
+        return self.backward(batch, loss)
+
+    def _push_and_pull(self, batch: StepBatch, totals: Tensor, gradients: Mapping[str, Tensor | None]) -> StepReport:
+        """End a step whose loss, count and gradients are known."""
         factor, norm = 1.0, math.nan
         if not self.settings.synchronous:
             factor, norm = self._mean_and_clip(batch, totals, gradients.values())
@@ -41,10 +50,18 @@ class Worker(Member):
             if factor != 1.0:
                 push.scale(factor)
             self.wire.push(server, told, push)
-        shards = [self.flat.shard(number) for number in range(len(self.roles.servers))]
-        answer = self.wire.receive_replies(self.roles.servers, shards)[0]
+        answers = self.wire.receive_replies(self.roles.servers, self._shards())
+        return self._report(answers)
+
+    def _shards(self) -> list[Tensor]:
+        """Of each server, in this rank's parameters."""
+        return [self.flat.shard(number) for number in range(len(self.roles.servers))]
+
+    def _report(self, answers: Sequence[Answer]) -> StepReport:
+        """What the servers have answered to a step."""
         self.wire.wait()
         self._changed = True
+        answer = answers[0]
         self._stop_at = min(self._stop_at, answer.stop_at)
         stopped, self._steps = self._steps >= self._stop_at, self._steps + 1
         values = torch.tensor([math.nan if stopped else answer.loss, answer.norm], dtype=torch.float64)

@@ -1,0 +1,139 @@
+"""RestartingWorker: a worker that computes in a process of its own, whose death does not stop the other workers.
+
+    computes --(its process dies)--> away --(a new process is ready)--> catches up --(no step behind)--> computes
+                                      |
+                                      +--(no restart is left)--> lost, to the end of the round
+
+The rank itself stays in all process groups, goes through every step, and meets the others where all ranks meet. While
+it is away it pushes headers without a gradient: its samples of these steps are left out, and are counted.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from samestep.data.loader import StepBatch
+from samestep.engines.base import Loss, StepReport
+from samestep.engines.parameter_server.member import ServerSetup
+from samestep.engines.parameter_server.messages import Answer, Kind, Push, Told
+from samestep.engines.parameter_server.worker import Worker
+from samestep.engines.parameter_server.worker_process import ProcessDiedError, WorkerProcess
+from samestep.engines.setup import TrainerSetup
+from samestep.parallel.holdings import Holdings
+from samestep.parallel.sharding import Entry
+from samestep.parallel.state_shards import Piece
+
+
+class RestartingWorker(Worker):
+    """One worker's steps, computed in a process that may die `worker_restarts` times."""
+
+    def __init__(self, setup: TrainerSetup, shared: ServerSetup) -> None:
+        super().__init__(setup, shared)
+        self._process = WorkerProcess(self.model, self.flat, self._compute)
+        self._deaths = 0
+        self._away = self._lost = False
+        self._slowest = 0.0  # steps that the slowest worker which is present had done at the last answer
+
+    def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        # In the first step all ranks check the model together, and a step is measured by the operators that its own
+        # thread sees: the rank takes these itself.
+        if not self._away and (self._steps == 0 or _get_current_dispatch_mode() is not None):
+            return super()._step(batch, loss)
+        if self._away and (self._lost or self._steps < self._slowest):
+            return self._miss(batch)
+        if self._away:
+            self._return()
+        self._forget_gradients()
+        try:
+            totals, gradients = self._process.compute(batch, loss)
+        except ProcessDiedError as death:
+            self._leave(death, batch, loss)
+            return self._miss(batch)
+        return self._push_and_pull(batch, totals, gradients)
+
+    def _leave(self, death: ProcessDiedError, batch: StepBatch, loss: Loss) -> None:
+        """Tell the servers, who then wait for this worker no more, and start another process."""
+        self._away = True
+        self._tell(Kind.AWAY, batch)
+        self.wire.wait()
+        limit = self.settings.worker_restarts or 0
+        while True:
+            self._deaths += 1
+            self._lost = self._deaths > limit
+            after = "the others go on without it" if self._lost else f"it comes back, time {self._deaths} of {limit}"
+            print(
+                f"samestep: the process of worker {self._worker} (rank {self.roles.workers[self._worker]}) died in "
+                f"step {batch.step}: {death}; {after}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if self._lost:
+                self._process.close()
+                return
+            try:
+                self._process.start(loss)
+            except ProcessDiedError as again:
+                death = again
+            else:
+                return
+
+    def _miss(self, batch: StepBatch) -> StepReport:
+        """Leave a step out, and hear how far the others are."""
+        self._tell(Kind.LOST if self._lost else Kind.MISSED, batch)
+        return self._report(self._heard(self.wire.receive_headers(self.roles.servers)))
+
+    def _return(self) -> None:
+        """Get the servers' parameters of now."""
+        self._tell(Kind.BACK, None)
+        self._heard(self.wire.receive_replies(self.roles.servers, self._shards()))
+        self.wire.wait()
+        self._changed, self._away = True, False
+
+    def _tell(self, kind: Kind, batch: StepBatch | None) -> None:
+        """Push a header alone to every server."""
+        told = Told(
+            loss=0.0,
+            count=0.0,
+            samples=batch.local_samples if batch is not None else 0,
+            global_samples=batch.global_samples if batch is not None else 0,
+            norm=math.nan,
+            stop_at=self._stop_at,
+            kind=kind,
+        )
+        for number, server in enumerate(self.roles.servers):
+            chunks = self.flat.chunks[number]
+            self.wire.push(server, told, Push(chunks, [None] * len(chunks), sparse=False))
+
+    def _heard(self, answers: list[Answer]) -> list[Answer]:
+        self._slowest = max(answer.slowest for answer in answers)
+        return answers
+
+    @property
+    def _worker(self) -> int:
+        """This worker's number."""
+        return self._mesh.data_place.index
+
+    def settle(self) -> None:
+        """No step comes next, as far as is known; one that does starts a process again."""
+        super().settle()
+        self._process.close()
+
+    def restore(
+        self,
+        step: int,
+        saved: Mapping[str, Entry],
+        read: Callable[[Mapping[str, Piece]], None],
+        scaler: Mapping[str, float],
+    ) -> None:
+        super().restore(step, saved, read, scaler)
+        self._process.close()  # it has buffers and frozen parameters as they were
+
+    def holdings(self) -> Holdings:
+        held = super().holdings()
+        return replace(held, gradients=[*held.gradients, self._process.memory])
+
+    def elsewhere_seconds(self) -> float:
+        return self._process.seconds

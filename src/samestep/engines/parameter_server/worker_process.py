@@ -1,0 +1,284 @@
+"""WorkerProcess: a process that computes a worker's gradients, so that its death is not the rank's.
+
+The rank forks it, hands it batches, and stays in all process groups itself. Parameters and gradients lie in memory
+that both share. A fork has the model, the loss and the data at once, where a new interpreter would take seconds.
+
+GNU's OpenMP keeps a pool of threads for each thread that has computed, and a fork has none of them: it would wait for
+threads that aren't there. So a thread that has computed nothing forks, and then waits for the process's end.
+"""
+
+import contextvars
+import gc
+import os
+import pickle
+import signal
+import stat
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.loader import StepBatch
+from samestep.engines.base import Loss
+from samestep.engines.parameter_server.shards import FlatParameters
+from samestep.engines.parameter_server.shared_memory import shared_copy, shared_empty
+from samestep.errors import UserError
+from samestep.fault_tolerance.watchdog import Handle
+from samestep.launch.fork_server import end_with_parent
+
+_STDERR = 2  # the number of its open file
+_READY = b"ready"
+_START_LIMIT = 60.0  # seconds; a fork is ready within a few hundredths
+_APART = 0.2  # seconds between looks whether a process that does not answer is still there
+_LAST_LOOK = 5.0  # seconds that the system has to tell how a process ended
+# Between -1000 and 1000; where memory runs out, Linux ends the process with most memory and the highest value.
+_OUT_OF_MEMORY_FIRST = 500
+
+
+class ProcessDiedError(Exception):
+    """The process of a worker has ended, or its step has raised what is no mistake of the user's: how, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What a process has computed of a step; its gradients are in the shared memory."""
+
+    totals: Sequence[float]  # the loss's sum and its count, as `NativeTrainer.backward` returns them
+    used: frozenset[str]  # parameters that have a gradient
+    seconds: float  # of the processor's time
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failed:
+    reason: str  # a traceback
+    mistake: str | None = None  # the user's, in words
+
+
+class _Life:
+    """One process, from its fork to its end."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss  # that the process has
+        self.connection, self.other_end = Pipe()
+        self.forked = threading.Event()
+        self.over = threading.Event()
+        self.handle: Handle | None = None
+        self._exit_code: int | None = None
+        self._error: str | None = None
+
+    def run(self, serve: Callable[["_Life"], None]) -> None:
+        """In a thread of its own: fork, and wait for the end. The system ends the process with this thread."""
+        try:
+            with warnings.catch_warnings():  # of the rank's other threads, whose work the process leaves alone
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+        except OSError as error:
+            self._error = f"it can't be forked: {error.strerror}"
+            self.other_end.close()
+            self.forked.set()
+            self.over.set()
+            return
+        if pid == 0:
+            try:
+                serve(self)
+            finally:
+                os._exit(1)
+        self.handle = Handle(pid)
+        self.other_end.close()
+        self.forked.set()
+        _, status = os.waitpid(pid, 0)
+        self._exit_code = os.waitstatus_to_exitcode(status)
+        self.over.set()
+
+    def send(self, message: bytes) -> None:
+        try:
+            self.connection.send_bytes(message)
+        except (BrokenPipeError, ConnectionError):
+            raise self._death() from None
+
+    def receive(self, limit: float | None = None) -> bytes:
+        """What the process says next. Raises ProcessDiedError where it has ended, or says nothing for `limit` s."""
+        began = time.monotonic()
+        try:
+            while not self.connection.poll(_APART):
+                if self.over.is_set() and not self.connection.poll(0):
+                    raise self._death()
+                if limit is not None and time.monotonic() - began > limit:
+                    self.kill()
+                    raise ProcessDiedError(f"it was not ready after {limit:.0f} s")
+            return self.connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            raise self._death() from None
+
+    def _death(self) -> ProcessDiedError:
+        self.over.wait(_LAST_LOOK)
+        code = self._exit_code
+        if self._error is not None:
+            return ProcessDiedError(self._error)
+        if code is None:
+            return ProcessDiedError("it does not answer any more")
+        if code < 0:
+            return ProcessDiedError(f"it was killed by {signal.Signals(-code).name}")
+        return ProcessDiedError(f"it ended with exit code {code}")
+
+    def kill(self) -> None:
+        """End it at once, and wait until it is gone."""
+        if self.handle is not None:
+            self.handle.kill()
+        self.over.wait(_LAST_LOOK)
+        self.connection.close()
+        if self.handle is not None:
+            self.handle.close()
+            self.handle = None
+
+
+class WorkerProcess:
+    """The process in which a worker's gradients are computed; another one after its death, when it is started."""
+
+    def __init__(self, model: nn.Module, flat: FlatParameters, backward: Callable[[StepBatch, Loss], Tensor]) -> None:
+        """`backward` leaves a step's gradients in the model; `flat` lies in shared memory."""
+        self._model = model
+        self._backward = backward
+        self._flat_gradient = shared_empty(flat.values.numel(), flat.values.dtype)
+        self._gradients: Mapping[str, Tensor] = {
+            span.name: self._flat_gradient[span.start : span.stop].view(span.shape) for span in flat.spans
+        }
+        self._parameters = flat.parameters
+        self._buffers: dict[str, Tensor] = {}  # by name, in shared memory
+        self._life: _Life | None = None
+        self.seconds = 0.0  # of the processor's time, of all processes so far
+
+    @property
+    def memory(self) -> Tensor:
+        """That gradients are handed over in."""
+        return self._flat_gradient
+
+    def start(self, loss: Loss) -> None:
+        """Fork a process that computes with this loss. Raises ProcessDiedError where it isn't there in time."""
+        self.close()
+        self._share_buffers()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or both would write what is left in it
+        life = self._life = _Life(loss)
+        run = contextvars.copy_context().run
+        threading.Thread(target=run, args=(life.run, self._serve), name="worker process", daemon=True).start()
+        life.forked.wait()
+        life.receive(_START_LIMIT)
+
+    def compute(self, batch: StepBatch, loss: Loss) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """A step's loss and count, and each parameter's gradient, valid until the next step.
+
+        Raises ProcessDiedError, and UserError for what the process found to be the user's mistake.
+        """
+        try:
+            message = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"worker_restarts: a batch goes to a worker's process by pickle, which can't take this ({error}); "
+                "use batches of tensors, numbers and text, or leave worker_restarts out"
+            ) from None
+        if self._life is None or self._life.loss != loss:  # as where a fault is to spoil one step's
+            self.start(loss)
+        assert self._life is not None
+        self._keep_buffers()  # the rank's own forwards may have replaced some, too
+        self._life.send(message)
+        answer: Computed | _Failed = pickle.loads(self._life.receive())
+        if isinstance(answer, _Failed):
+            self.close()
+            if answer.mistake is not None:
+                raise UserError(answer.mistake)
+            raise ProcessDiedError(f"its step raised\n{answer.reason.rstrip()}\n")
+        self.seconds += answer.seconds
+        gradients = {name: each if name in answer.used else None for name, each in self._gradients.items()}
+        return torch.tensor(answer.totals, dtype=torch.float64), gradients
+
+    def close(self) -> None:
+        """End the process, if there is one; it holds nothing that would be lost."""
+        life, self._life = self._life, None
+        if life is not None:
+            life.kill()
+
+    def _share_buffers(self) -> None:
+        """Have the model's buffers in shared memory, also those that forwards have replaced."""
+        for name, buffer in self._model.named_buffers():
+            if not _same_memory(self._buffers.get(name), buffer):
+                buffer.data = self._buffers[name] = shared_copy(buffer)
+
+    def _keep_buffers(self) -> None:
+        """What a forward has put in a buffer's place, in the process or in the rank, goes into the shared memory."""
+        for name, buffer in self._model.named_buffers():
+            shared = self._buffers.get(name)
+            if shared is None or _same_memory(shared, buffer):
+                continue
+            # A cache that another size of inputs makes again is no state of the training.
+            if shared.shape == buffer.shape and shared.dtype == buffer.dtype:
+                buffer.data = shared.copy_(buffer.detach())
+
+    def _serve(self, life: _Life) -> None:
+        """In the process: answer batches, until the rank ends it or is gone."""
+        life.connection.close()
+        _leave_the_rank(life.other_end)
+        life.other_end.send_bytes(_READY)
+        with suppress(EOFError, ConnectionError):
+            while True:
+                batch = pickle.loads(life.other_end.recv_bytes())
+                answer = self._answer(batch, life.loss)
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                life.other_end.send_bytes(pickle.dumps(answer))
+
+    def _answer(self, batch: StepBatch, loss: Loss) -> Computed | _Failed:
+        began = time.thread_time()
+        try:
+            totals = self._backward(batch, loss)
+            used = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+            for name in used:
+                gradient = self._parameters[name].grad
+                assert gradient is not None
+                self._gradients[name].copy_(gradient)
+            self._keep_buffers()
+        except UserError as error:
+            return _Failed(reason="", mistake=str(error))
+        except BaseException:  # whatever it is, the rank decides
+            return _Failed(reason=traceback.format_exc())
+        return Computed(totals=totals.tolist(), used=frozenset(used), seconds=time.thread_time() - began)
+
+
+def _same_memory(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def _leave_the_rank(connection: Connection) -> None:
+    """In a forked process: let go of all that is the rank's alone."""
+    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the rank decides, and this process ends with it
+        signal.signal(number, signal.SIG_IGN)
+    _let_go_of_sockets(connection.fileno())
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OUT_OF_MEMORY_FIRST), encoding="ascii")
+    gc.freeze()  # a collection would write to all pages, which then are copied
+
+
+def _let_go_of_sockets(kept: int) -> None:
+    """Other ranks see that this one is gone by its connections, which end with the last process that has them.
+
+    What stands in a socket's place keeps its number from being given to another file, which the socket's owner, as
+    it is collected, would close.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        if number > _STDERR and number != kept:
+            with suppress(OSError):  # that of the listing
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
