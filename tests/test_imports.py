@@ -54,7 +54,6 @@ def test_training_imports_nothing_large_that_it_has_no_use_for(task: str, layout
     assert UNUSED.isdisjoint(modules)
 
 
-@pytest.mark.quick
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("module", ["launcher", "remote_agent"])
 def test_a_launcher_and_a_remote_agent_begin_without_pytorch(module: str) -> None:
