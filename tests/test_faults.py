@@ -186,12 +186,12 @@ def test_a_training_that_is_never_finite_comes_to_an_end(tmp_path: Path) -> None
 
 
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
-    planted = {"rank": 1, "step": 1, "fault": "slow", "seconds": 0.15}
+    planted = {"rank": 1, "step": 1, "fault": "slow", "seconds": 0.4}
     result = train(tmp_path, inject=planted)
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report["slow_ranks"] == [1]
     assert report["own_step_seconds"] == list(result.own_step_seconds)
-    assert result.own_step_seconds[1] > 0.15 > 5 * result.own_step_seconds[0]
+    assert result.own_step_seconds[1] > 0.4 > 2 * result.own_step_seconds[0]  # a busy machine slows both
 
 
 def test_a_lost_rank_is_done_without(tmp_path: Path, undisturbed: samestep.TrainResult) -> None:

@@ -40,6 +40,7 @@ def test_the_launcher_starts_a_demonstration_over_ssh_and_nothing_else_is_said(t
     assert said.count("[host-a 0] │") == 2
     assert "│    1 │             │ 10 11 12 13 │" in said
     assert "Warning" not in said
+    assert "[c10d]" not in said  # that a host without a name of its own has none
 
 
 def test_collectives_are_timed_beside_the_link(tmp_path: Path) -> None:

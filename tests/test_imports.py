@@ -52,3 +52,11 @@ def test_training_imports_nothing_large_that_it_has_no_use_for(task: str, layout
     assert code == 0, done.stderr
     assert "torch" in modules
     assert UNUSED.isdisjoint(modules)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("module", ["launcher", "remote_agent"])
+def test_a_launcher_and_a_remote_agent_begin_without_pytorch(module: str) -> None:
+    # They take orders first, and import it where it is told not to warn of names that can't be found.
+    code = f"import sys, samestep.launch.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=50).returncode == 0

@@ -107,3 +107,18 @@ _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "torchm
 
 def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+
+
+def rank_file(folder: Path, rank: int, kind: str) -> Path:
+    """One of a rank's files in a folder of logs: `out`, `err`, `error.json` (why it failed), `bar` (its progress)."""
+    return folder / f"rank-{rank}.{kind}"
+
+
+def output_of(folder: Path, rank: int) -> Path:
+    """The file with a rank's standard output."""
+    return rank_file(folder, rank, "out")
+
+
+def errors_of(folder: Path, rank: int) -> Path:
+    """The file with a rank's standard error."""
+    return rank_file(folder, rank, "err")

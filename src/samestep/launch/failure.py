@@ -12,13 +12,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typing import TYPE_CHECKING, Any
 
 from samestep.errors import UserError
-from samestep.fault_tolerance.watchdog import Hang
-from samestep.launch.logs import errors_of, output_of
+from samestep.run_folder import errors_of, output_of
+
+if TYPE_CHECKING:  # an agent that is brought up from another host takes orders before it imports PyTorch
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from samestep.fault_tolerance.watchdog import Hang
 
 
 def tell(file: Path, message: str, *, mistake: str | None = None) -> None:
@@ -130,7 +132,7 @@ _PEER_LOST = re.compile(
 )
 
 
-def first_of(failures: Mapping[int, ProcessFailure], host: str, folder: Path) -> Failure:
+def first_of(failures: Mapping[int, "ProcessFailure"], host: str, folder: Path) -> Failure:
     """The root cause among this host's ranks; `failures` by rank, as the elastic agent met them."""
     found = [_read(rank, failure, host, folder) for rank, failure in failures.items()]
     own = [failure for failure in found if not _was_ended(failure)]
@@ -139,7 +141,7 @@ def first_of(failures: Mapping[int, ProcessFailure], host: str, folder: Path) ->
     return cause
 
 
-def of_hang(hang: Hang, host: str, folder: Path) -> Failure:
+def of_hang(hang: "Hang", host: str, folder: Path) -> Failure:
     """A rank that its host's agent has ended, since it did not move on."""
     return Failure(
         host=host,
@@ -162,7 +164,7 @@ def _was_ended(failure: Failure) -> bool:
     return not failure.reason.startswith(_BEGINS) or len(_exception(failure.reason).splitlines()) > _LINES_OF_AN_END
 
 
-def _read(rank: int, failure: ProcessFailure, host: str, folder: Path) -> Failure:
+def _read(rank: int, failure: "ProcessFailure", host: str, folder: Path) -> Failure:
     log = errors_of(folder, rank)
     at = _told_at(failure)
     reason = _told(failure)
@@ -184,7 +186,7 @@ def _read(rank: int, failure: ProcessFailure, host: str, folder: Path) -> Failur
     )
 
 
-def _told_at(failure: ProcessFailure) -> float:
+def _told_at(failure: "ProcessFailure") -> float:
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         with suppress(KeyError, ValueError):
@@ -192,7 +194,7 @@ def _told_at(failure: ProcessFailure) -> float:
     return time.time() - (_MET_WITHIN if failure.exitcode < 0 else 0)
 
 
-def _told(failure: ProcessFailure) -> str | None:
+def _told(failure: "ProcessFailure") -> str | None:
     """What the rank itself wrote for its starter: samestep's ranks do, and scripts with PyTorch's `@record`."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
@@ -200,7 +202,7 @@ def _told(failure: ProcessFailure) -> str | None:
     return str(message["extraInfo"].get("py_callstack") or message["message"]).rstrip()
 
 
-def mistake_told(failure: ProcessFailure) -> UserError | None:
+def mistake_told(failure: "ProcessFailure") -> UserError | None:
     """The user's mistake for which a rank that calls a function has ended; None where it was another reason."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict) or (name := message["extraInfo"].get("mistake")) is None:
@@ -209,7 +211,7 @@ def mistake_told(failure: ProcessFailure) -> UserError | None:
     return kinds.get(name, UserError)(message["message"])
 
 
-def is_told(failure: ProcessFailure) -> bool:
+def is_told(failure: "ProcessFailure") -> bool:
     """Whether a rank has written why it ended."""
     return _told(failure) is not None
 

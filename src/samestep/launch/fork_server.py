@@ -93,7 +93,7 @@ def start_early(job: Job) -> None:
     """
     if _wants_server(job):
         preload(_modules_of(job))
-        _ensure_running()
+        ensure_running()
 
 
 def fork_early(job: Job) -> None:
@@ -110,7 +110,7 @@ def fork_early(job: Job) -> None:
     _keep_sockets_in_scratch()
     resource_tracker.ensure_running()  # a program of its own, which the server's start would start
     with _forks_server():
-        _ensure_running()
+        ensure_running()
 
 
 def _keep_sockets_in_scratch() -> None:
@@ -129,8 +129,10 @@ def _wants_server(job: Job) -> bool:
     return False
 
 
-def _ensure_running() -> None:
-    forkserver.ensure_running()
+def ensure_running() -> None:
+    """Start the server where there is none. What it imports in the background is said by `preload`."""
+    with environment.quiet_import():
+        forkserver.ensure_running()
     atexit.unregister(_end)
     atexit.register(_end)
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from samestep import environment
 from samestep.errors import UserError
-from samestep.run_folder import LOGS
+from samestep.run_folder import LOGS, errors_of, output_of, rank_file
 
 _OTHERWISE = "--logs FOLDER says another"
 _COLUMNS = 80  # of a terminal that doesn't say how many it has
@@ -75,7 +75,7 @@ class RankFiles(LogsSpecs):
         for local_rank, variables in envs.items():
             rank = environment.ranks(variables)
             assert rank is not None
-            output, errors, failure = (_file(self.here, rank.rank, kind) for kind in ("out", "err", "error.json"))
+            output, errors, failure = (rank_file(self.here, rank.rank, kind) for kind in ("out", "err", "error.json"))
             found.stdouts[local_rank], found.stderrs[local_rank] = str(output), str(errors)
             found.error_files[local_rank] = str(failure)
             variables |= environment.error_file_at(failure)
@@ -94,20 +94,6 @@ class RankFiles(LogsSpecs):
             with suppress(FileExistsError):  # of an agent that was on this host before, or is there too
                 self.here.mkdir()
                 return
-
-
-def _file(folder: Path, rank: int, kind: str) -> Path:
-    return folder / f"rank-{rank}.{kind}"
-
-
-def output_of(folder: Path, rank: int) -> Path:
-    """The file with a rank's standard output."""
-    return _file(folder, rank, "out")
-
-
-def errors_of(folder: Path, rank: int) -> Path:
-    """The file with a rank's standard error."""
-    return _file(folder, rank, "err")
 
 
 def _terminal(number: int) -> BinaryIO:
@@ -146,7 +132,7 @@ class Follower:
 
         `ranks`: what stands before each line of a rank. Returns variables for the ranks.
         """
-        bar = _file(folder, 0, "bar") if self._bars and 0 in ranks else None
+        bar = rank_file(folder, 0, "bar") if self._bars and 0 in ranks else None
         shown: list[_Shown] = [_Bar(bar, self._streams[1])] if bar is not None else []
         for rank, prefix in ranks.items():
             for path, stream in zip((output_of(folder, rank), errors_of(folder, rank)), self._streams, strict=True):

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -101,7 +100,7 @@ def arguments_of(program: Sequence[str]) -> list[str] | None:
 def _warm_up() -> None:
     """Let the server import, while this process waits for other hosts."""
     fork_server.preload()
-    forkserver.ensure_running()
+    fork_server.ensure_running()
 
 
 def _begin(environ: Mapping[str, str]) -> None:

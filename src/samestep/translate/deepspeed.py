@@ -6,6 +6,7 @@
 import json
 from typing import Any
 
+from samestep.engines.deepspeed.config import precision_of, stage_of
 from samestep.errors import UserError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -136,9 +137,7 @@ def _zero(keys: Keys, draft: Draft) -> tuple[int, list[str]]:
     if isinstance(given, bool):  # as the oldest versions had it
         return int(given), []
     section = Keys(given or {}, draft, "zero_optimization")
-    stage = section.whole("stage", least=0) or 0
-    if stage > 3:
-        raise UserError(f"zero_optimization.stage is {stage}; it can be 0, 1, 2 or 3")
+    stage = stage_of({"zero_optimization": {"stage": section.whole("stage", least=0)}}) or 0
     offload = []
     if section.switch("cpu_offload"):
         offload.append("optimizer")
@@ -248,12 +247,10 @@ def _read_precision(keys: Keys, draft: Draft) -> None:
     fp16 = keys.enabled("fp16")
     bf16 = keys.enabled("bf16" if "bf16" in keys else "bfloat16")
     autocast = keys.enabled("torch_autocast")
-    if fp16 and bf16:
-        raise UserError("fp16.enabled and bf16.enabled are both true; switch one of them off")
+    asked = precision_of({"fp16": {"enabled": bool(fp16)}, "bf16": {"enabled": bool(bf16)}})
     why = "DeepSpeed's parameters are in {} with float32 copies; here they are float32, and matrix products in {}"
-    for section, name in ((fp16, "fp16"), (bf16, "bf16")):
-        if section:
-            draft.set("recipe.precision", name, why.format(name, name))
+    if asked in ("fp16", "bf16"):
+        draft.set("recipe.precision", asked, why.format(asked, asked))
     if autocast:
         dtype = autocast.word("dtype", ("bfloat16", "float16", "torch.bfloat16", "torch.float16"))
         draft.set("recipe.precision", "fp16" if dtype in ("float16", "torch.float16") else "bf16")

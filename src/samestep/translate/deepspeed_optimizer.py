@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from samestep.engines.deepspeed.config import DEFAULT_LR, default_decay
 from samestep.errors import UserError
 from samestep.recipe import AdamW, NamedOptimizer, Recipe
 from samestep.translate.base import Draft, Keys
@@ -42,7 +43,7 @@ def _adamw(name: str, given: Keys, draft: Draft) -> None:
     if name.lower() == "adam" and decoupled is False and decay:
         why = "added to the gradient by DeepSpeed's adam_w_mode: false; decoupled here, which is another training"
     draft.set("recipe.optimizer.name", "adamw", "" if name.lower() == "adamw" else "DeepSpeed's Adam is AdamW, too")
-    _rate(given, draft, default=1e-3)
+    _rate(given, draft, default=DEFAULT_LR)
     if (betas := given.take("betas")) is not None:
         if not isinstance(betas, (list, tuple)) or len(betas) != 2:
             raise UserError(f"{given.place('betas')} is {betas!r}; it should be a list of two numbers")
@@ -50,7 +51,8 @@ def _adamw(name: str, given: Keys, draft: Draft) -> None:
     if (eps := given.number("eps")) is not None:
         draft.set("recipe.optimizer.eps", eps)
     if left_out:
-        decay, why = (0.01, "PyTorch's default") if own else (0.0, "DeepSpeed's default")
+        decay = default_decay({"type": name, "params": {"torch_adam": own, "adam_w_mode": decoupled is not False}})
+        why = "PyTorch's default" if own else "DeepSpeed's default"
     _decay(decay, why, draft)
     for switch, harmless in (("bias_correction", True), ("amsgrad", False)):
         if (value := given.switch(switch)) not in (None, harmless):
@@ -59,7 +61,7 @@ def _adamw(name: str, given: Keys, draft: Draft) -> None:
 
 def _sgd(given: Keys, draft: Draft) -> None:
     draft.set("recipe.optimizer.name", "sgd")
-    _rate(given, draft, default=1e-3)
+    _rate(given, draft, default=DEFAULT_LR)
     if (momentum := given.number("momentum")) is not None:
         draft.set("recipe.optimizer.momentum", momentum)
     if (nesterov := given.switch("nesterov")) is not None:
@@ -109,7 +111,7 @@ def _read_schedule(section: Keys, draft: Draft) -> None:
         elif (least := given.number("cos_min_ratio")) is not None:
             draft.set("recipe.schedule.final", least)
     if decay == "linear" and "warmup_max_lr" not in given:
-        _highest(1e-3, _DEFAULT + " of warmup_max_lr, which replaces the optimizer's", given, draft)
+        _highest(DEFAULT_LR, _DEFAULT + " of warmup_max_lr, which replaces the optimizer's", given, draft)
     elif decay != "cosine" and (rate := given.number("warmup_max_lr")):
         own = draft.get("recipe.optimizer.lr")
         _highest(rate, "" if own == rate else f"the schedule's, which replaces the optimizer's {own}", given, draft)

@@ -208,7 +208,7 @@ def _without_auto(value: Any) -> Any:
 
 
 _SCHEMAS: dict[str, type[AdamW] | type[SGD]] = {"adam": AdamW, "adamw": AdamW, "sgd": SGD}
-_PYTORCH_LR = 1e-3
+DEFAULT_LR = 1e-3  # of an optimizer whose section says none
 _PYTORCH_DECAY = 0.01  # of torch.optim.AdamW; DeepSpeed's own have none
 
 # Parameters that recipes don't have: those that change no number, and those that change none at this value.
@@ -267,9 +267,15 @@ def _foreign(section: Config) -> str | None:
     return None
 
 
-def _adds_decay_to_gradient(section: Config) -> bool:
+def _adds_decay_to_gradient(section: Mapping[str, Any]) -> bool:
     """Adam of Kingma & Ba 2015, where AdamW decays the parameter. Without decay both are one."""
     return str(section["type"]).lower() == "adam" and section.get("params", {}).get("adam_w_mode", True) is False
+
+
+def default_decay(section: Mapping[str, Any]) -> float:
+    """The weight decay of an `optimizer` section that says none: that of the optimizer which DeepSpeed makes."""
+    torch_decays = bool(section.get("params", {}).get("torch_adam")) and not _adds_decay_to_gradient(section)
+    return _PYTORCH_DECAY if torch_decays else 0.0
 
 
 def _mirrored(section: Config, recipe: Recipe) -> AdamW | SGD:
@@ -280,9 +286,7 @@ def _mirrored(section: Config, recipe: Recipe) -> AdamW | SGD:
     values = {
         name: getattr(mine, name) if value == "auto" else value for name, value in params.items() if name in names
     }
-    # Where the configuration names none, it is that of the optimizer which DeepSpeed makes then.
-    torch_decays = bool(params.get("torch_adam")) and not _adds_decay_to_gradient(section)
-    defaults = {"lr": _PYTORCH_LR, "weight_decay": _PYTORCH_DECAY if torch_decays else 0.0}
+    defaults = {"lr": DEFAULT_LR, "weight_decay": default_decay(section)}
     decay_all = mine.decay_all if has_auto(section) else True  # DeepSpeed makes one group of all
     return checked(schema, {**defaults, **values, "decay_all": decay_all})
 
