@@ -1,4 +1,8 @@
-"""Loader: a rank's micro-batches, step after step, on its device."""
+"""Loader: a rank's micro-batches, step after step, on its device.
+
+Loading processes (`workers`) hand over micro-batches in the order of `_Indices`, so their number changes nothing. A
+user's mistake comes back as a value and is raised in the rank, since DataLoader would wrap it into its own error.
+"""
 
 import sys
 import time
@@ -129,12 +133,14 @@ class Loader:
         return self._last[1]
 
     def _data_loader(self) -> DataLoader[Any]:
+        """PyTorch's DataLoader over the micro-batches of all steps: one batch of it is one micro-batch."""
         return DataLoader(
             _Reading(self._samples),  # pyright: ignore[reportArgumentType]  (an index is all it needs)
             batch_sampler=_Indices(self),
             collate_fn=_CollateBatch(self._collate),
             num_workers=self._workers,
             multiprocessing_context=_FORK if self._workers else None,
+            # Page-locked memory: the copy to the device doesn't wait (`non_blocking` in `to_device`).
             pin_memory=self._device.type != "cpu",
             # Its own generator: drawing a seed for workers must not move the model's random state.
             generator=torch.Generator().manual_seed(0),
@@ -156,6 +162,7 @@ class Loader:
 
 def _rows(global_batch: Indices, share: Share) -> torch.Tensor:
     """Where a share's samples stand in the global batch, which has each sample once. [samples] int64"""
+    # The inverse of the permutation, without a table of the data set's size.
     sorting = np.argsort(global_batch)
     return torch.from_numpy(sorting[np.searchsorted(global_batch, share.samples, sorter=sorting)])
 

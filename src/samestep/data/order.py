@@ -40,7 +40,14 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """The global batches of a training over a data set of `size` samples."""
+    """The global batches of a training over a data set of `size` samples.
+
+    Invariants on which the proof of a layout rests:
+
+        - `global_batch(step)` depends on seed, step, size and batch: on no rank, no micro-batch, no layout.
+        - the shares of all ranks that aren't lent are a partition of it: each sample once.
+        - all ranks have the same number of shares in a step, so that their collectives pair up.
+    """
 
     size: int
     batch: int
@@ -88,7 +95,10 @@ def cut(batch: Indices, place: Place, micro_batch: int | None, micro_batches: in
     number of micro-batches.
     """
     largest = -(-len(batch) // place.of)
+    # Of the rank with the most samples, so that nobody's micro-batch is larger than asked for. ceil(largest /
+    # micro_batch).
     count = micro_batches or -(-largest // min(micro_batch or largest, largest))
+    # It takes part in every forward, as its peers wait for it in collectives, and any sample serves.
     if place.idle:
         return [Share(samples=batch[:1], lent=True)] * count
     start, stop = bounds(len(batch), place.index, place.of)
@@ -107,6 +117,7 @@ def virtual_shares(batch: Indices, place: Place, virtual_ranks: int) -> list[Sha
     """
     first, last = bounds(virtual_ranks, place.index, place.of)
     shares = []
+    # ceil(V / ranks) for everyone: a rank with one virtual rank fewer runs a lent one at the end.
     for number in range(first, first + -(-virtual_ranks // place.of)):
         start, stop = bounds(len(batch), number, virtual_ranks) if number < last else (0, 0)
         shares.append(Share(samples=batch[start:stop]) if stop > start else Share(samples=batch[:1], lent=True))
@@ -137,6 +148,8 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
     NumPy keeps the raw numbers of a bit generator the same in all its versions, but not Generator.permutation.
     A training that goes on under another version must find the rest of its epoch.
     """
+    # Sorting random numbers gives a uniform permutation, up to ties of 64-bit numbers, which the stable sort settles
+    # the same way everywhere.
     drawn = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(size)
     order = np.argsort(drawn, kind="stable").astype(np.int64)
     order.setflags(write=False)

@@ -1,4 +1,16 @@
-"""The native engine: samestep's own step on torch.distributed, the same code for one rank and for many."""
+"""The native engine: samestep's own step on torch.distributed, the same code for one rank and for many.
+
+How a step is weighed. A task's loss gives a sum and a count for a micro-batch: sum_m over its terms (samples, or
+tokens that aren't masked) and count_m. One process would minimise sum / count over the global batch. Here:
+
+    1. each micro-batch's sum is multiplied by weight_m * D / S: D data ranks, S samples of the global batch, weight 0
+       for a lent one (`data.order.Share`). S is known before the forward; the count of terms is not.
+    2. backward adds these up over micro-batches, and averages over the D ranks: sum_m gradient(sum_m) / S.
+    3. the counts are summed over ranks meanwhile, and the gradient is multiplied by S / count.
+
+So micro-batches and ranks of unlike sizes weigh as their terms do, and no rank waits for counts before backward. Loss
+and count are summed in float64, in which counts are exact and the order of sums is not seen.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +63,12 @@ def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 class NativeTrainer(Checkpointed, Skipping, TurnTaking):
-    """Takes steps whose gradient is the sum over the global batch / the global count, however it is cut."""
+    """Takes steps whose gradient is the sum over the global batch / the global count, however it is cut.
+
+    What it leaves to others: `ParallelModel` sends the gradients, `Precision` casts and scales the loss, the
+    optimizer may be a wrapper (offloaded, sharded, with master weights). Every rank calls the same methods in the
+    same order.
+    """
 
     def __init__(self, setup: TrainerSetup) -> None:
         how = setup.how
@@ -78,10 +95,13 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             return self._step(batch, _wrapped(loss, failures.of_task))
 
     def _step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """Forward and backward, then clip and step; the two phases are timed apart where a profile is taken."""
         with self._phase("forward"):
             if not self.model.training:
                 self.model.train()
             self._forget_gradients()
+            # A step that is passed over must leave no trace: the forward has moved buffers by then, such as running
+            # means.
             kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips_nonfinite else []
             totals = self.backward(batch, loss)
         with self._phase("optimizer"):
@@ -194,6 +214,8 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         else:
             loss, backward = self._spread.around(loss, self._precision.backward)
         of_step = step_loss(loss, batch, self._spread, self._mesh)
+        # [loss sum, count, sums of terms ..., counts of terms ...] of this rank, and of all ranks once `pending` is
+        # done.
         totals = torch.zeros(2 + 2 * len(of_step.names), dtype=torch.float64, device=self._device)
         clock = self._spread.clock = self._running_clock()
         if clock is not None:
@@ -201,11 +223,13 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
             loss_sum, count = of_step.of(output, micro_batch)
+            # Lent samples take part in every message, and count nothing: their weight is 0.
             totals[0] += loss_sum.detach() * micro_batch.weight
             totals[1] += count * micro_batch.weight
             return self._precision.scaled(loss_sum * (micro_batch.weight * self.gradient_scale(batch)))
 
         def forwards_done() -> None:
+            # The last forward is over: nothing is added to `totals` from here on, so it may travel during backward.
             of_step.add_terms(totals[2:])
             pending.append(self.sum_totals(totals))
 
@@ -249,11 +273,16 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
 
     def scale_and_clip(self, batch: StepBatch, totals: Tensor) -> Tensor:
         """Turn sum / samples into sum / count, clip the whole gradient's norm, and return it as it was before."""
+        # fp16 scales the loss against underflow; the norm and the clip want true gradients, and all ranks must agree
+        # whether any of theirs overflowed.
         self._precision.unscale(self.optimizer, dist.group.WORLD if self._mesh.grid.size() > 1 else None)
         samples_to_terms = batch.global_samples / totals[1]
+        # The norm is homogeneous, so it is taken once of sum / samples, and the factor for the count and that for
+        # clipping go over the gradients together.
         norm = self._gradient_norm() * samples_to_terms
         coefficient = samples_to_terms
         if self._clip is not None:
+            # As torch.nn.utils.clip_grad_norm_ has it, with its 1e-6.
             coefficient = coefficient * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
         # Asking for the value would make an accelerator wait; on a CPU it saves a pass over the gradients.
         if self._device.type != "cpu" or not has_values(coefficient) or coefficient != 1:
@@ -278,6 +307,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         for copies, gradients in by_copies.items():
             for same in _alike(gradients):
                 norms = torch.stack(torch._foreach_norm(same, 2, _wide(same[0].dtype))).to(squares)
+                # A gradient that `copies` ranks of the norm group hold is counted by each of them with 1 / copies.
                 squares += norms.square().sum() / copies
         group = parts.norm_group()
         if group is not None:
@@ -315,6 +345,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
         if self._spread.parts.layout.replicate != self._spread.parts.layout.size:
+            # A generator, so that without a yield it gives nothing.
             return  # ranks hold parts of it
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         for optimizer in innermost(self.optimizer):

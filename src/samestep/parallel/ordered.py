@@ -40,6 +40,8 @@ def completed_by(below: Leaves, top: Leaves, leaves: int) -> bool:
     """Whether two neighbouring sums are the two children of one node of the tree over so many leaves."""
     size = below[1] - below[0]
     return (
+        # The left child is a full subtree of 2^k leaves that begins at a multiple of 2^(k+1); the right one begins
+        # where it ends, and may be shorter at the end of the leaves.
         size & (size - 1) == 0 and below[0] % (2 * size) == 0 and top == (below[1], min(below[0] + 2 * size, leaves))
     )
 
@@ -90,7 +92,13 @@ class _Peer:
 
 
 class OrderedSums:
-    """The gradients of the virtual ranks that this rank holds, and their sum over all ranks."""
+    """The gradients of the virtual ranks that this rank holds, and their sum over all ranks.
+
+    Why this gives the same bits. Floating-point addition is commutative and not associative, so the result depends on
+    the tree alone. The tree is a function of V; a rank adds only nodes both of whose children it holds, and the ranks
+    that complete the tree add the rest in the order of the leaves. Sums with zeros are exact, so a rank without
+    samples changes nothing (but the sign of a zero).
+    """
 
     def __init__(self, model: nn.Module, mesh: Mesh, virtual_ranks: int) -> None:
         self.virtual_ranks = virtual_ranks
@@ -166,6 +174,7 @@ class OrderedSums:
 
     def _sum_bucket(self, numbers: Sequence[int], *, sharded: bool) -> None:
         parameters = [self._trained[number] for number in numbers]
+        # [sums][parameters]: each of this rank's sums has a whole gradient for every parameter of the bucket.
         by_sum = [[as_real(tensors[number]) for number in numbers] for _, tensors in self._stack]
         if not sharded:
             flat = self._sum_whole([torch.cat([each.reshape(-1) for each in tensors]) for tensors in by_sum])
@@ -184,9 +193,11 @@ class OrderedSums:
         ranks = len(self._peers)
         if ranks == 1:
             return total(list(zip(self._peers[0].sums, flat, strict=True)), self.virtual_ranks)
+        # Every rank completes a part of equal length, the last ones padded with zeros.
         part = -(-flat[0].numel() // ranks)
         padded = torch.stack([nn.functional.pad(each, (0, part * ranks - each.numel())) for each in flat])
         message = padded.view(len(flat), ranks, part).transpose(0, 1).reshape(-1)  # [ranks, sums, part]
+        # All-to-all and then all-gather: an all-reduce would add in an order that the back end chooses.
         mine = self._exchanged(message, [len(flat) * part] * ranks, part)
         whole = mine.new_empty(ranks, part)
         dist.all_gather(list(whole.unbind()), mine, group=self._group)
@@ -204,6 +215,7 @@ class OrderedSums:
                     parts.append(tensor[first:last].reshape(-1))
             sizes.append(sum(part.numel() for part in parts) - before)
         own = sizes[self._rank] // len(by_sum)
+        # [peers][sums][rows of the peer]: the order in which `_exchanged` splits the message.
         return self._exchanged(torch.cat(parts), sizes, own)
 
     def _exchanged(self, message: Tensor, sizes: Sequence[int], own: int) -> Tensor:
@@ -220,6 +232,8 @@ class OrderedSums:
         used = [number for number, parameter in enumerate(self._trained) if parameter.grad is not None]
         lengths = [_row_count(self._trained[number]) for number in used]
         device = local(self._trained[0].detach()).device
+        # [rows of all used parameters]: the sum of squares of a row is computed where the row is held, and rows are
+        # added up by every rank in the same order.
         by_row = torch.zeros(sum(lengths), dtype=torch.float64, device=device)
         mine = self._peers[self._rank].rows
         for number, rows in zip(used, by_row.split(lengths), strict=True):

@@ -1,4 +1,9 @@
-"""The loss of a step: what is asked of it for each micro-batch's output, whatever kind of loss a task has."""
+"""The loss of a step: what is asked of it for each micro-batch's output, whatever kind of loss a task has.
+
+A loss gives (sum, count). What a step minimises is the sum of all sums / the sum of all counts over the global batch,
+whatever cut it into micro-batches and ranks: averages of averages would weigh a short micro-batch's terms more. A
+`JointLoss` doesn't decompose so, and needs the outputs of all samples before it can give the first term.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -101,12 +106,14 @@ class JointLoss(StepLoss):
             else:
                 for output, micro_batch in zip(apart, self._batch.micro_batches, strict=True):
                     noting(output, micro_batch.batch)
+        # [terms]. Every data rank calls, also one with lent samples only, whose counts are zero.
         self._global_counts = self._counts.clone()
         dist.all_reduce(self._global_counts, group=self._group)
 
     def _noted(self, batch: Batch, counts: Sequence[Tensor | int]) -> None:
         weight = self._of_batch[id(batch)].weight
         for number, count in enumerate(counts):
+            # A lent micro-batch has weight 0.
             self._counts[number] += count * weight
 
     def _weighted(self, output: Any, batch: Batch, **gather: Any) -> tuple[Tensor, int]:
@@ -117,6 +124,8 @@ class JointLoss(StepLoss):
         terms = self._several.terms(output, batch, **gather)
         parts: list[Tensor] = []
         for number, (name, (value, _)) in enumerate(terms.items()):
+            # The engine divides the whole by the step's samples, which the factor takes back: each term has its own
+            # count.
             count = self._global_counts[number].clamp(min=1)
             factor = self._several.weights[name] * self._batch.global_samples / count
             parts.append(value * factor.to(value.dtype))
