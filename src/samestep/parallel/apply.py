@@ -6,8 +6,9 @@ that of the whole batch (random numbers, batch norm, buffers), 7 recompute, 8 of
 parameters last.
 
 Why this order. A step that changes modules (1 to 5) needs the forward as the trace of the untouched model saw it, so
-all of them come before anything wraps a forward. Tokens are split before tensors are sliced, since the row layers of
-a slice then sum over a rank's own tokens; stages are cut after slicing, so that a stage takes the sliced modules with
+all of them come before anything wraps a forward. Tokens are split first: what checks the split holds its output
+against that of the untouched model, and what checks the slices holds theirs against that of the model with split
+tokens. Stages are cut after slicing, so that a stage takes the sliced modules with
 it. Random numbers and batch norm (6) come before recomputation (7): what is run again in backward must find the same
 random numbers, which it can only where they are answered inside the recomputed forward. FSDP2 and
 DistributedDataParallel (10) come last, because they register hooks on the parameters that are left by then, and a

@@ -241,7 +241,7 @@ def shard(
     """
     units = [unit for unit in units if unit not in experts]
     for part in [*experts, *units, model]:
-        # FSDP2 hangs its backward hooks on the tensors that it finds in an output, in tuples, lists and dicts alone.
+        # FSDP2 hangs its backward hooks on the tensors that pytree finds in an output: of tuples, lists, dicts and the like.
         show_tensors(part)
     # Before FSDP2 changes their classes.
     described = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}

@@ -1,4 +1,15 @@
-"""ShardTable: what of the whole model's parameters a rank holds, and how the ranks' parts belong together."""
+"""ShardTable: what of the whole model's parameters a rank holds, and how the ranks' parts belong together.
+
+For a parameter W [out, in] of the whole model, a rank may hold
+
+    all of it                         Part()
+    a slice over the tensor axis      Part(slice=Slice(dim=0, ranges=...))      rows [first:last, :] of W
+    a shard of that slice             the tensor is a DTensor of FSDP2          rows of the slice
+    nothing                           Part(stages=...) or Part(holder=...) of other ranks
+
+and its gradient after backward may be whole, a shard, or a part of a sum over further groups (`sum_over`). Names are
+those of the whole model under every layout, which is what lets a checkpoint of one layout be read by another.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -191,7 +202,11 @@ class ShardTable:
         return groups
 
     def norm_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold different parts of a gradient; None where every rank holds all of it."""
+        """The ranks that hold different parts of a gradient; None where every rank holds all of it.
+
+        The squared norm of the whole gradient is the sum over these ranks of (own squares / `copies`). Ranks that
+        differ only along other axes (replicas, context) hold the same gradients and compute the same norm.
+        """
         split = [name for name in self._splitting() if self.mesh.size(name) > 1]
         return self.mesh.group(*split) if split else None
 
@@ -207,6 +222,7 @@ class ShardTable:
             count *= len(part.stages)
         one_alone = isinstance(parameter, DTensor) or (self.owners is not None and self.owners.has(parameter))
         if "shard" in self._splitting() and not one_alone:
+            # Every shard rank has all of this gradient: the sum of squares must count it once.
             count *= self.mesh.size("shard")
         # Shards of what is no expert lie on the ranks of both axes.
         if not part.of_experts and not isinstance(parameter, DTensor):
@@ -241,6 +257,7 @@ def sum_gradients_over(group: dist.ProcessGroup, parameters: Iterable[nn.Paramet
     if not trained:
         return
     used = largest([parameter.grad is not None for parameter in trained], group, device_type)
+    # One message is copied back while the next one is on its way: two of them are held at a time.
     pending: GradientMessage | None = None
     for bucket in buckets([parameter for parameter, by_any in zip(trained, used, strict=True) if by_any]):
         for dtype in dict.fromkeys(parameter.dtype for parameter in bucket):
@@ -267,6 +284,8 @@ class GradientMessage:
         gradients: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
+                # Another rank used it: this one's part of the sum is zero, and all ranks' messages must be of one
+                # length.
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(local(parameter.grad))
         # Offloaded gradients are on the CPU, where a group has gloo alone, which is slower than the accelerator.
@@ -307,10 +326,12 @@ class Placed:
 
 def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
     """The boxes of the whole that a rank's tensor is, and where it has them."""
+    # [dimensions][spans]: boxes are the products of one span of each dimension.
     spans = [[_Span(whole=0, memory=0, length=length)] for length in shape]
     if part.slice is not None:
         spans[part.slice.dim] = _spans_of(part.slice)
     if isinstance(tensor, DTensor):
+        # DTensor's own answer to what of the global tensor it holds, as torch.distributed.checkpoint asks for it.
         (chunk,) = tensor.__create_chunk_list__()  # where this rank's shard lies in the slice
         spans = [
             [span.within(start, length) for span in along]

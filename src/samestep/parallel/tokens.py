@@ -2,6 +2,12 @@
 
 Rank r of p holds the tokens `bounds(total, r, p)`: any number of tokens works, and no padding reaches the model; only
 messages are padded, since every rank's part of one must be of one size. (Korthikanti et al. 2022, section 4.2.)
+
+                       forward           backward          where
+    split              own tokens        all-gather        every rank has the whole
+    gather             all-gather        own tokens        what follows is the same on every rank
+    gather_for_parts   all-gather        reduce-scatter    each rank goes on with its own features or heads
+    sum_and_split      reduce-scatter    all-gather        each rank has a part of the sum
 """
 
 # PyTorch's stub of backward takes any number of gradients; these functions give one.

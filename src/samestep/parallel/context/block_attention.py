@@ -59,12 +59,14 @@ def attend(block: Block) -> Attended:
 def gradients(block: Block, gradient: Tensor, attended: Attended) -> Gradients:
     """Gradients of a block's queries, keys and values; `attended` is what attention over all keys gave."""
     # A query that sees no key has no gradient: its scores are -inf, and e to the power of that minus 0 is 0.
+    # [batch, heads, queries].
     lse = attended.lse.masked_fill(attended.lse == -math.inf, 0.0)
     return _kernel(block).gradients(block, gradient, Attended(attended.output, lse))
 
 
 def merge(output: Tensor, lse: Tensor, more: Attended) -> None:
     """Put what further keys gave to what others gave, in place (Liu et al. 2023, Ring Attention, appendix A)."""
+    # log(exp(a) + exp(b)); -inf where neither block has a key for the query.
     both = torch.logaddexp(lse, more.lse)
     finite = both.masked_fill(both == -math.inf, 0.0)
     output *= (lse - finite).exp().unsqueeze(-1)
@@ -154,6 +156,7 @@ def _gradients_by_flash(block: Block, gradient: Tensor, attended: Attended) -> G
 
 def _attend_written_out(block: Block) -> Attended:
     scores = _scores(block)
+    # Taken away before exp, so that no exponential overflows.
     largest = scores.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0.0)
     weights = (scores - largest).exp_()

@@ -39,7 +39,10 @@ _PRODUCTS = ("__matmul__", "baddbmm", "bmm", "einsum", "matmul")
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """A module that gets all tokens: which leaves of its arguments and output carry some, at which dimension."""
+    """A module that gets all tokens: which leaves of its arguments and output carry some, at which dimension.
+
+    Indices are those of `pytree.tree_leaves` of (arguments, keywords) and of the output.
+    """
 
     name: str
     inputs: Mapping[int, int]
@@ -183,6 +186,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
                 leaves[index] = messages.share(leaf, index in which.handed)
         arguments, keywords = pytree.tree_unflatten(leaves, form)
         with now.holding(Portion()), messages.pause():
+            # Whole tokens inside, so draws are those of all tokens and attention is PyTorch's own.
             output = inner(*arguments, **keywords)
         results, form = pytree.tree_flatten(output)
         for index, dim in which.outputs.items():

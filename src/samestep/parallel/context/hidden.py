@@ -42,6 +42,7 @@ def look(model: nn.Module, names: Sequence[str], trace: Trace, layout: Layout, *
         module = model.get_submodule(call.name)
         along = _along(module, call, hidden)
         state = dict(_places(call))[hidden]
+        # [batch, tokens, hidden].
         tokens = state.shape[1]
         cut = [seen for key in along for seen in seen_in(dict(_all(call))[key])]
         gathered = find_gathered(call, trace, tokens, state, cut, attentions=hands_more or whole, products=whole)
@@ -99,6 +100,9 @@ def used_between(calls: Sequence[Call], trace: Trace) -> str | None:
     """A block that gives something with a gradient beside its hidden state, which is used where no block runs.
 
     Its gradient would come whole to every rank, and that of the hidden state in parts.
+
+    A gradient that every rank has whole and one that is in parts can't both be summed over ranks: the former would
+    count as often as there are ranks.
     """
     for call in calls:
         for seen in call.outputs()[1:]:

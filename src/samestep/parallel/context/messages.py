@@ -2,6 +2,15 @@
 
 Parts are of one length, as an exchange wants them: the last ones are filled up with zeros, which are cut off when
 tokens are put together.
+
+                       forward             backward
+    split              own part            all-gather           every rank has the whole, and uses its part
+    gather             all-gather          own part             every rank goes on with the whole alike
+    gradient_summed    identity            all-reduce           each rank computes something else from the whole
+    gradient_shared    identity            1 / ranks            all compute alike, and a sum over ranks follows
+    exchange           all-to-all          all-to-all back      heads for tokens
+
+Ranks of the context axis take part in each, in the order in which their forwards (and backwards) come to them.
 """
 
 # PyTorch's stub of backward takes any number of gradients, and its mark of one that is taken once knows no ctx.
@@ -90,6 +99,7 @@ def own_part(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
 def _piece(whole: Tensor, first: int, length: int, dim: int) -> Tensor:
     """Some tokens, filled up with zeros behind the last one."""
     first = min(first, whole.shape[dim])
+    # Tokens [first, first + length) of the whole, fewer at its end, none behind it.
     mine = whole.narrow(dim, first, min(length, whole.shape[dim] - first))
     missing = length - mine.shape[dim]
     return F.pad(mine, [0, 0] * (whole.ndim - 1 - dim) + [0, missing]) if missing else mine
@@ -120,6 +130,7 @@ def summed_part(whole: Tensor, shares: Shares, dim: int = 1) -> Tensor:
     tokens = whole.shape[dim]
     length = shares.piece_length(tokens)
     numbers = [number for rank in range(shares.ranks) for number in shares.pieces(rank)]
+    # In the order of ranks and their pieces, as the reduce-scatter hands them out.
     in_turn = torch.cat([_piece(whole, number * length, length, dim) for number in numbers], dim)
     return reduce_scatter_uneven(in_turn, shares.group, [shares.length(tokens)] * shares.ranks, dim)
 
@@ -209,6 +220,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
+    # all_to_all_single sends consecutive pieces of the first dimension, so the pieces are laid out there.
     pieces = torch.stack(tensor.chunk(group.size(), split_dim))  # [ranks, ...], one piece for each rank
     received = torch.empty_like(pieces)
     dist.all_to_all_single(received, pieces, group=group)

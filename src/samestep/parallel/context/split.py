@@ -90,6 +90,7 @@ def split_tokens(
     for name in splitter.names():
         for parameter in model.get_submodule(name).parameters():
             if parameter not in of_all_tokens and parameter in names_of_own:
+                # Popped, so that a parameter that two modules share is summed once.
                 parts.add_sum(names_of_own.pop(parameter), group)
     said = splitter.said()
     if said and dist.get_rank() == 0:
@@ -103,7 +104,11 @@ _NOTHING = "has neither layers that hand on hidden states nor modules that take 
 
 @dataclass(kw_only=True)
 class _Splitter:
-    """Splits what it finds, as long as the model's output stays the same."""
+    """Splits what it finds, as long as the model's output stays the same.
+
+    Each try changes the model, compares and, where it is wrong, restores it (`_held`). All ranks of the context axis
+    try the same things in the same order, since comparing forwards send messages.
+    """
 
     model: nn.Module
     trace: Trace

@@ -128,6 +128,7 @@ def _works_on_each(module: nn.Module, call: Call, which: TokenWise) -> bool:
         with with_values(), torch.no_grad(), torch.random.fork_rng(devices=[]), evaluating(module):
             torch.manual_seed(0)
             named = [*module.named_parameters(), *module.named_buffers()]
+            # In float64 on the CPU, whatever the model has: `near` can then tell a mixed token from rounding.
             state = {name: _random(tensor.shape, tensor.dtype) for name, tensor in named}
             for leaf in leaves:
                 if isinstance(leaf, Seen):

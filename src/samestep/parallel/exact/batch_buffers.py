@@ -8,6 +8,13 @@ before the step; when the step is over, what they made of it is joined over micr
 - sum: the buffer before the step plus what each forward added, such as `counts += hits.sum(0)`.
 - alike: what any micro-batch made of it, since the forward moves it whatever the samples are. So are the vectors of
   spectral norm (Miyato et al. 2018, section 2.1: a power iteration in each forward), which need not be named.
+
+For a buffer b before the step and b_m after the forwards of micro-batch m with n_m samples, over all ranks:
+
+    mean: b + sum_m n_m (b_m - b) / sum_m n_m          sum: b + sum_m (b_m - b)
+
+computed in float64, in one all-reduce for all buffers. What the forward adds is thus independent of how the batch is
+cut, as long as the buffer moves as the mode says.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,7 +121,11 @@ class _Joined:
 
 
 class BatchBuffers:
-    """The buffers of a model that are joined over the forwards of a step."""
+    """The buffers of a model that are joined over the forwards of a step.
+
+    A micro-batch may run a module several times (a shared layer): the first of these calls begins with the buffer
+    from before the step, a further one with what the call before made. What is joined is the state after the last.
+    """
 
     def __init__(
         self, model: nn.Module, joins: Mapping[str, Join], group: dist.ProcessGroup, now: ForwardContext
@@ -123,6 +134,7 @@ class BatchBuffers:
         self._group = group
         self._now = now
         self._places: list[tuple[nn.Module, dict[str, _Joined]]] = []
+        # By the module that owns the buffer, since it is this module's forward that moves it.
         for path, module in model.named_modules():
             mine = {key: f"{path}.{key}" if path else key for key in module._buffers}
             joined = {key: _Joined(join=joins[name]) for key, name in mine.items() if name in joins}
@@ -205,6 +217,7 @@ class BatchBuffers:
 
 
 def _buffer(module: nn.Module, key: str) -> Tensor:
+    """A module's own buffer, by its key. Buffers that are None are not joined."""
     buffer = module._buffers[key]
     assert buffer is not None
     return buffer

@@ -4,6 +4,14 @@ Whether a number is dropped is a function of the sample and the place alone (see
 decides it for the samples and the part of the model that it has. Attention with dropout writes its weights out,
 tokens x tokens: kernels that never do, such as flash attention, draw numbers of their own.
 `recipe.attention_dropout: false` leaves this dropout out, and these kernels run.
+
+How a number is found: sample key = f(seed, step, number of the sample in the data set); site key = the module's name
+and the running number of its draw in this forward; position = the element's indices in the whole tensor, behind the
+sample. `ForwardContext.part` says where the rank's part of a tensor begins in the whole, so a tensor-parallel rank
+draws for its heads, and a context-parallel rank for its tokens, what one process draws for them.
+
+Why a mode and not modules of our own: models call F.dropout, torch.rand and attention with `dropout_p` in the middle
+of their forwards, and other libraries do so as well. A TorchFunctionMode sees all of these calls.
 """
 
 import inspect
@@ -123,6 +131,8 @@ class Dropout(TorchFunctionMode):
 
         @wraps(forward)
         def run(*arguments: Any, **keywords: Any) -> Any:
+            # Outside of training steps nothing is drawn by sample. In backward without a moment the model's own
+            # checkpointing runs a forward again, for which `_moment` has a message.
             if not self.now.watches or (self.now.moment is None and not _in_backward()):
                 return forward(*arguments, **keywords)
             before, self._name = self._name, name
@@ -153,6 +163,8 @@ class Dropout(TorchFunctionMode):
                 given.arguments["dropout_p"] = 0.0
                 args, keywords = given.args, given.kwargs
             self._samples_lead = True
+            # PyTorch switches a mode off while its __torch_function__ runs; it is entered again, so that it sees the
+            # dropout in this function's body.
             try:
                 with self:
                     return _MULTI_HEAD_ATTENTION(*args, **keywords)
@@ -165,6 +177,7 @@ class Dropout(TorchFunctionMode):
         call.apply_defaults()
         given, probability, training, *rest = call.arguments.values()
         if not training or not 0 < probability <= 1 or given.numel() == 0:
+            # PyTorch's own function raises where the probability is wrong.
             return func(*args, **keywords)  # nothing to drop, or an error of its own
         return self._drop(given, probability, kind, in_place=kind.in_place or any(rest))
 
@@ -202,6 +215,7 @@ class Dropout(TorchFunctionMode):
                 "[samples, ...], or torch.rand(()) for one number that is the whole step's"
             )
         # A dimension of one element is broadcast over what another rank holds as well.
+        # Positions along dimensions that this rank holds a part of; the others begin at 0.
         spread = {dim: at for dim, at in parts.items() if shape and shape[dim] > 1} if _within(parts, shape) else {}
         numbers = self._numbers(shape, spread, drawn.device, moment, what, of_step=of_step)
         return numbers.reshape(shape)
@@ -251,6 +265,8 @@ class Dropout(TorchFunctionMode):
         if kind.alpha:
             factor, shift = _alpha(noise, probability)
             return given.mul_(factor).add_(shift) if in_place else given * factor + shift
+        # Inverted dropout: what is kept is divided by 1 - p, so that evaluation needs no factor (Srivastava et al.
+        # 2014).
         noise.mul_(_scale(probability))
         return given.mul_(noise) if in_place else given * noise
 
@@ -288,6 +304,7 @@ class Dropout(TorchFunctionMode):
         if self.notes:
             self.answered.append((self._name, what))
         site = (self._name, self.now.count(self._name))
+        # A key is a hash of the name, computed in Python: once a site, not once a step.
         if site not in self._sites:
             self._sites[site] = key_of(*site)
         place = self._sites[site]
@@ -295,7 +312,10 @@ class Dropout(TorchFunctionMode):
             step = torch.full([1], key_of("step", moment.seed, moment.step), device=device)
             return draw(split(step, place), [], self._table(0, 1, device)[1])
         cut = self._by_sample(shape, len(moment.samples))
+        # [samples] int64, of step, sample and site.
         keys = split(self._sample_keys(moment, device), place)
+        # For every dimension behind the samples its positions in the whole; negative keys of `parts` count from the
+        # end.
         rest = [
             self._table(parts.get(dim, parts.get(dim - len(cut), 0)), size, device)
             for dim, size in enumerate(cut)
@@ -310,6 +330,7 @@ class Dropout(TorchFunctionMode):
             return shape
         doubtful = len(shape) > 2 and shape[1] == samples and not self._samples_lead
         if len(shape) and shape[0] % samples == 0 and not doubtful:
+            # A model may fold tokens (or heads) into the first dimension; samples are the outer one of the two then.
             return samples, shape[0] // samples, *shape[1:]
         raise UserError(
             f"{self._name or 'the model'}: dropout of a tensor of shape {list(shape)}, in which the {samples} "
@@ -319,6 +340,7 @@ class Dropout(TorchFunctionMode):
 
     def _sample_keys(self, moment: Moment, device: torch.device) -> Tensor:
         """A key for each sample of a micro-batch: [samples], int64."""
+        # The same for all draws of a micro-batch's forward.
         if self._keys is None or self._keys[0] is not moment or self._keys[1].device != device:
             step = key_of("dropout", moment.seed, moment.step)
             samples = moment.samples if device.type == "cpu" else moment.samples.pin_memory()

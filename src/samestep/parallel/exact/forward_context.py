@@ -30,6 +30,7 @@ _WHOLE = Portion()
 @dataclass(frozen=True, kw_only=True)
 class _State:
     moment: Moment | None = None
+    # Running numbers of draws by module name: they tell two draws of one module apart.
     calls: dict[str, int] = field(default_factory=dict)
     part: Portion = _WHOLE
     recomputing: bool = False
@@ -51,7 +52,12 @@ class NotesTokens:
 
 
 class ForwardContext:
-    """Which samples the running forward works on; none outside of training. One a model, shared by its parts."""
+    """Which samples the running forward works on; none outside of training. One a model, shared by its parts.
+
+    What follows from it: which random numbers a draw gives, whose statistics batch norm takes, whether a forward may
+    leave a trace. It is the only state that forwards share, and `keep` takes a snapshot of it for a recomputation,
+    which runs when the context has gone on to another micro-batch.
+    """
 
     def __init__(self) -> None:
         self._state = _State()

@@ -161,13 +161,17 @@ def _stack_of(module: nn.Module) -> int:
     """The experts of whose weights a module holds stacks; 0 for one that holds none."""
     own = list(module.parameters(recurse=False))
     counts = {p.shape[0] if p.ndim else 0 for p in own}
+    # All parameters are the module's own, all with one first dimension, and at least one is a stack of matrices.
     alone = len(own) == len(list(module.parameters()))
     stacked = alone and len(counts) == 1 and any(p.ndim == 3 for p in own)
     return counts.pop() if stacked and has_forward(module) else 0
 
 
 def _watch(model: nn.Module, example: Any, names: Sequence[str], lists: Mapping[str, nn.Module]) -> _Watched:
-    """Run one forward of the example, in evaluation mode, and note what modules that may be experts are given."""
+    """Run one forward of the example, in evaluation mode, and note what modules that may be experts are given.
+
+    Inputs are copied before the forward, since a caller may change them in place; outputs after it.
+    """
     watched = _Watched()
     before: dict[str, Any] = {}
 

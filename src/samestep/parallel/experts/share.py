@@ -42,6 +42,9 @@ def share_experts(
 
     `model` may lack the layers of other pipeline stages. Raises LayoutError where a layer's output is another than
     the whole layer's.
+
+    Stacked experts are slices of the first dimension over the expert axis; of listed ones a rank holds whole modules
+    (`Part.holder`). Ranks along the expert axis are data ranks for everything else in the model.
     """
     units: list[nn.Module] = []
     for experts in found:

@@ -80,6 +80,7 @@ def _hooks_for_all(hooks: Mapping[int, Any]) -> "OrderedDict[int, Any]":
 
 def blank(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of any shape that takes no memory. It is not a number, so that no model can learn from it unseen."""
+    # An expanded scalar: stride 0 in every dimension, whatever the shape.
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 

@@ -1,4 +1,18 @@
-"""Pipeline: a model whose layers are on several ranks, which work on different micro-batches at the same time."""
+"""Pipeline: a model whose layers are on several ranks, which work on different micro-batches at the same time.
+
+One step on one rank:
+
+    1. `orders_of` gives the actions of all ranks; from them follow all messages (`_sends`), known to both sides.
+    2. The rank runs its own actions one after the other. A forward waits for its activations, runs the stage, sends
+       on; a backward waits for the gradients of what was sent on, runs, and sends back the gradients of its inputs.
+    3. A stage's graph is alive between its forward and its backward (`_alive`): under 1F1B at most as many of them as
+       there are stages from here to the end, under GPipe as many as there are micro-batches.
+    4. After the last action: gradients over tensor and context ranks and over stages that share a parameter
+       (`sum_gradients`), and over replicas (`EarlyGradients` while backward runs; FSDP2 by itself).
+
+The loss is computed on the rank of the last stage. `forwards_done` is called on every rank, as loss and count are
+summed over `loss_group`, in which ranks without the last stage have zeros.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -72,6 +86,7 @@ class Pipeline(ParallelModel):
         last_term = _last(mine, lambda action: action.kind == "F" and action.stage == self._last_stage)
         last_backward = _last(mine, lambda action: action.kind == "B")
         keys = [_shapes(micro_batch.batch.inputs) for micro_batch in micro_batches]
+        # Forms of activations depend on the shapes of the micro-batch's inputs, so these are the key.
         self._messages.begin(_sends(orders, self._last_stage), lambda letter: keys[letter.micro_batch])
         early = self._early_gradients()
         if early is not None:
@@ -94,11 +109,17 @@ class Pipeline(ParallelModel):
                     early.after(number, action)
                 if number == last_term:
                     forwards_done()
+        # No last stage here: nothing is added to the totals, and the sum over ranks can begin after the step's
+        # actions.
         if last_term is None:
             forwards_done()
+        # Before gradients are summed: what is still being sent must not share a link's buffers with collectives that
+        # other ranks wait in.
         self._messages.finish()
         self.buffers.settle()
         self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")
+        # Before averages over replicas, which begin for these parameters only now (`_summed`): the order is the same
+        # on every rank.
         self.parts.sum_gradients(self.model)
         if isinstance(self.cut, FSDPModule):
             average_what_is_whole(self.model, self.parts)
@@ -135,6 +156,8 @@ class Pipeline(ParallelModel):
         """
         plan = self.cut.plan
         before = plan.handed_on[stage - 1] if stage else ()
+        # All that the stage before handed on, also what is only carried along; the forward gets what this stage
+        # takes.
         tensors = dict(zip(before, received, strict=True))
         with self.autocast():
             return self.cut(stage, inputs, [tensors[given] for given in plan.taken(stage)])
@@ -166,6 +189,7 @@ class Pipeline(ParallelModel):
                     self.send(letter, self.passed_on(stage, result, received))
                 else:
                     output = result
+        # Evaluation has many chunks: the first stages may run ahead of the last by one of them.
         self._messages.finish(turns_ago=1)  # what was sent for this chunk may take its time
         put_back(self.cut)
         return output
@@ -205,6 +229,7 @@ class _Step:
     def _forward(self, action: Action) -> None:
         pipeline, stage = self._pipeline, action.stage
         received = self._received("F", action) if stage else []
+        # Leaves of this stage's graph: backward leaves their gradients in `.grad`, and these are sent back.
         for tensor in received:
             tensor.requires_grad_(has_gradient(tensor))
         micro_batch = self._micro_batches[action.micro_batch]
@@ -212,6 +237,7 @@ class _Step:
             roots = pipeline.forward(stage, micro_batch.batch.inputs, received)
             if stage == self._last_stage:
                 with pipeline.autocast():
+                    # The loss's term of the micro-batch, scaled: where backward starts from.
                     roots = [self._term(roots, micro_batch)]
         if stage < self._last_stage:
             letter = MessageId(to=stage + 1, kind="F", micro_batch=action.micro_batch)
@@ -252,6 +278,7 @@ class _Step:
             return alive, [], {}
         plan = self._pipeline.cut.plan
         handed_on = plan.handed_on[stage]
+        # Gradients in the order in which the activations were handed on, of those that can have one.
         forms = iter(self._received("B", action))
         own = iter(alive.roots)
         carried_along = dict(zip(plan.handed_on[stage - 1] if stage else (), alive.received, strict=True))
@@ -282,6 +309,8 @@ class _Step:
         for given, tensor in zip(self._pipeline.cut.plan.handed_on[action.stage - 1], received, strict=True):
             if not has_gradient(tensor):
                 continue
+            # What this stage's use of the tensor gives, and what the stages after it gave: the chain rule over all
+            # its uses.
             parts = [part for part in (tensor.grad, carried.get(given)) if part is not None]
             gradients.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(tensor))
         letter = MessageId(to=action.stage - 1, kind="B", micro_batch=action.micro_batch)

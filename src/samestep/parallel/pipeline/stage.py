@@ -30,6 +30,10 @@ class Cut(nn.Module):
 
     The model's own forward runs on the micro-batch's own inputs, whichever the stage, with every unit replaced by a
     stand-in that asks the running stage what to do: compute, or give what was received and blanks for the rest.
+
+    Why the model's own forward: what stands between layers (masks, reshapes, loops over lists) is user code that no
+    partition can cut out. So each stage runs all of it, on blanks where it isn't its own: expanded scalars without
+    memory (`blanks.blank`), which cost no product, as products are in units.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Cut(nn.Module):
         names = {id(module): name for name, module in model.named_modules()}
         layers = dict.fromkeys(block.name for block in plan.blocks if plan.stages_of(block.name) & set(mine))
         self.blocks: list[nn.Module] = [model.get_submodule(name) for name in layers]
+        # Before stand-ins are made: a placeholder takes the attributes of what it stands for.
         self._drop_parameters(units)
         standing: dict[str, nn.Module] = {}
         for name, unit in units.items():
@@ -160,6 +165,7 @@ def cut(
         if len(ranks) > 1 and parameter.requires_grad:
             of_part = replace(of_part, sum_over=(*of_part.sum_over, groups.of(ranks)))
         parts.table[name] = of_part
+    # Buffers go with the unit that they are in.
     for name in parts.state:
         unit = next((unit for unit in plan.modules if name.startswith(f"{unit}.")), None)
         if name not in parts.table and unit is not None:

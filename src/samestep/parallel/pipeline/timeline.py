@@ -44,6 +44,7 @@ class Timeline:
         self._recording = step == self.step
         if self._recording:
             self._orders, self._spans = orders, []
+            # Of the pipeline's ranks alone, in the recorded step alone.
             dist.barrier(self._group)  # clocks of different hosts have different origins; they leave together
             self._origin = time.perf_counter()
         yield
@@ -146,6 +147,7 @@ def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[lis
     times: list[list[Span]] = [[] for _ in orders]
     clocks = [0.0] * len(orders)
     left = sum(len(rank) for rank in orders)
+    # Plays the orders: in each round every rank runs as many of its actions as have what they need.
     while left:
         before = left
         for rank, actions in enumerate(orders):

@@ -22,6 +22,7 @@ def is_linear(module: nn.Module) -> bool:
     """
     if adapted(module) is not None:
         return True
+    # Its product is taken over by `layers`, so nothing else may happen in its forward.
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return (plain or is_conv1d(module)) and _holds(module, "weight", "bias")
 
@@ -169,6 +170,7 @@ class Heads:
         head, rest = divmod(row, self.queries)
         if rest:
             return None
+        # Queries alone, keys or values alone, keys with values, or all three.
         choices = [[self.queries], [self.keys], [self.keys] * 2, [self.queries, self.keys, self.keys]]
         found = [next((c for c in choices if sum(c) * head == width), None) for width in columns]
         pieces = [piece for piece in found if piece is not None]
@@ -189,6 +191,7 @@ class Heads:
     def keys_of(self, rank: int, parts: int) -> list[int]:
         """The key-value heads that a rank's queries attend to, one for as many consecutive queries each."""
         mine = self.queries // parts
+        # Query head q uses key-value head q * keys // queries: consecutive queries share one.
         needed = [query * self.keys // self.queries for query in range(rank * mine, (rank + 1) * mine)]
         each = list(dict.fromkeys(needed))
         # Where queries of one head are on two ranks, some heads have fewer queries here; then each query has its own.
@@ -220,6 +223,7 @@ def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -
         **dict.fromkeys(_WIDTHS, (width, width // parts)),
     }
     for name, (whole, mine) in local.items():
+        # Only an attribute that has exactly the whole number is one: another of this name may mean something else.
         if vars(module).get(name) == whole:
             setattr(module, name, mine)
     config = vars(module).get("config")

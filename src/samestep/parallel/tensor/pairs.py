@@ -1,4 +1,10 @@
-"""Units: linears that are sliced together, found in a trace. Columns make a width, and one row layer takes it."""
+"""Units: linears that are sliced together, found in a trace. Columns make a width, and one row layer takes it.
+
+What makes a unit: the columns' outputs may only be worked on feature by feature (or head by head) until the row layer
+takes them, since between the two a rank sees its own features alone. The trace tells which modules are called in
+between, and from what each input is computed; it doesn't see plain functions between modules (a softmax over all
+features, say), which is why the sliced model's output is compared with the whole one's in the end (`apply`).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -190,6 +196,8 @@ class UnitFinder:
         if any(not self._is_harmless(name) for name in self._between(columns, row)):
             return None
         width = in_features(self._modules[row])
+        # [columns]: each must make what the row layer takes, or all of them together twice that, as a gated layer
+        # does.
         widths = [out_features(self._modules[name]) for name in columns]
         fused = len(columns) == 1 and widths[0] == 2 * width  # gate and up in one
         if not fused and any(w != width for w in widths):

@@ -2,6 +2,16 @@
 
 What works token by token there (norms, dropout, residuals) is neither computed nor kept p times.
 (Korthikanti et al. 2022, section 4.2.)
+
+Hidden states between blocks are [batch, tokens of this rank, features]. At each sliced unit in a block:
+
+    enter   all-gather along the tokens (backward: reduce-scatter, as each rank's gradient is of its own features)
+    leave   reduce-scatter along the tokens (backward: all-gather)
+
+which together send what the two all-reduces of plain tensor parallel send. Parameters that work on split tokens
+(norms, biases after a row layer) are whole on every rank and get gradients of its tokens alone, which
+`ShardTable.sum_gradients` adds up after backward. What comes into a block whole (masks, an encoder's output) is used
+by each rank for its part, so its gradient is summed where the block begins.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +47,7 @@ class Stream:
         self.gathered: list[Gathered] = []  # modules of the blocks that get all tokens
         self._group = group
         self._calls = [_only_call(name, trace, layout) for name in names]
+        # Which argument of a block, and which leaf of a block's output, is the hidden state.
         self._key, self._leaf = _find_hidden(self._calls, layout)
         self._outside = {
             name: {seen.identity for seen in call.inputs()} - {_given(call, self._key).identity}
@@ -119,6 +130,7 @@ class Stream:
             arguments, keywords = self._sum_gradients(arguments, keywords, summed)
             if not block.training:
                 return inner(*arguments, **keywords)
+            # Where this rank's tokens begin, for what draws by position.
             first, _ = bounds(samestep_tokens, rank, ranks)
             with now.holding(Portion(activations={self.dim: first})):
                 return inner(*arguments, **keywords)
@@ -136,6 +148,7 @@ class Stream:
         def summed(path: Any, leaf: Any) -> Any:
             if path not in places or not isinstance(leaf, Tensor) or not leaf.requires_grad:
                 return leaf
+            # One all-reduce for a tensor that stands in several places.
             return done.setdefault(id(leaf), gradient_summed(leaf, self._group))
 
         return pytree.tree_map_with_path(summed, (arguments, keywords))
