@@ -90,7 +90,11 @@ class _Shared:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Code in which the layer has these parameters."""
+        """Code in which the layer has these parameters.
+
+        The layer's parameters are replaced by views whose backward sums their gradients over the group: each rank's
+        rows give a part of them.
+        """
         before = {module: dict(module._parameters) for module in self.parameters}
         for module, parameters in self.parameters.items():
             module._parameters.update(parameters)  # pyright: ignore[reportArgumentType, reportCallIssue]

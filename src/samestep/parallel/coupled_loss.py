@@ -144,7 +144,12 @@ class MicroBatchLoss:
 
 
 class Coupling:
-    """Calls a loss for the micro-batches of a step with the rows of the whole batch. The same calls on every rank."""
+    """Calls a loss for the micro-batches of a step with the rows of the whole batch. The same calls on every rank.
+
+    How many times a loss is called: with k `gather`s, k + 1 times for each micro-batch. Call i ends at gather i + 1,
+    whose rows are then exchanged between all ranks; the last call has all of them. All ranks do the same number of
+    rounds, since each round agrees on what is gathered (`_agreed`) before it exchanges it.
+    """
 
     def __init__(self, loss: CoupledLoss, group: dist.ProcessGroup | None) -> None:
         """`group`: the ranks that have the other samples; None: this process has all of them."""
@@ -186,6 +191,7 @@ class Coupling:
         """Call the loss for each micro-batch until it knows all rows, and take the gradients of these rows."""
         order = self._order(rows)
         known: list[_Gathered] = []
+        # A round: every micro-batch's call goes as far as the rows that are known.
         while True:
             calls: list[_Call] = []
             asked: list[list[Tensor]] = []
@@ -203,6 +209,8 @@ class Coupling:
             if kinds is None:
                 break
             known.append(self._gathered(asked, rows, kinds, order))
+        # From the last gather to the first: the gradient of what was given to gather i may come through all later
+        # ones.
         for number in reversed(range(len(known))):
             self._hand_back(number, known[number], calls, rows)
         return calls
@@ -213,6 +221,7 @@ class Coupling:
             tuple(_Kind(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors) for tensors in asked
         }
         if len(asked) < calls:
+            # Some call has ended without asking for more.
             wants.add(None)
         needed = [any(tensors) for tensors in zip(*([t.requires_grad for t in some] for some in asked), strict=False)]
         everyone = self._from_all((wants, needed))
@@ -257,6 +266,8 @@ class Coupling:
         for index, value in enumerate(gathered.values):
             if not gathered.needs_gradient[index]:
                 continue
+            # [samples of the batch, ...]: dL / d(gathered rows), summed over the calls of this rank and then over
+            # ranks.
             total = torch.zeros_like(value)
             for call in calls:
                 if call.counted:
@@ -269,6 +280,7 @@ class Coupling:
                 given = call.gather.given[number][index]
                 if call.counted and given.requires_grad:
                     call.ends.append(given)
+                    # Of the whole sum, this call's rows: what it gave.
                     call.gradients.append(total[each.numbers.to(total.device)])
 
     def _all_rows(self, mine: Tensor) -> Tensor:
@@ -276,6 +288,7 @@ class Coupling:
         if self._group is None:
             return mine
         real = torch.view_as_real(mine) if mine.is_complex() else mine
+        # all_gather wants parts of one length; ranks may have unlike numbers of samples.
         padded = real.new_zeros(max(self._counts), *real.shape[1:])
         padded[: len(real)] = real
         found = [torch.empty_like(padded) for _ in self._counts]

@@ -50,6 +50,7 @@ def holdings(
     if layout.offloads_parameters:  # the shards, and with them all that is made of them
         for tensor in (*parameters, *gradients, *state):
             (disk if file is not None and file.holds(tensor) else host).append(tensor)
+        # Already counted, in the host's memory or on disk.
         parameters = gradients = state = []
     return Holdings(parameters=parameters, gradients=gradients, optimizer_state=state, host=host, disk=disk)
 

@@ -1,6 +1,11 @@
 """A model built without memory for its tensors, and a record of how each would have been computed.
 
 From the record the values of any one tensor are computed again.
+
+Why a record and not a second construction: random numbers come from one generator in the order of construction, so
+the values of the last parameter depend on all draws before it. Each random step keeps the generator's state, so one
+parameter's numbers are drawn again without those before it. A rank of a sharded model thus holds one whole parameter
+at a time, and the model has the very numbers that one process would give it.
 """
 
 from bisect import bisect_left
@@ -104,6 +109,9 @@ class Record:
         """Compute storages as they were at the record's end, going on from `memory` where that can be.
 
         A storage that they were computed from is freed after its last use, unless it is `alive`.
+
+        With n steps, of which m touch the wanted storages, this costs the m steps and, at a time, the memory of the
+        storages that a later one of them still reads.
         """
         memory = memory or Memory()
         history = self._history(storages)
@@ -237,6 +245,7 @@ class Recording:
         if not writes:
             return
         # Whoever made them may write into them later, in ways that can't be seen from here.
+        # Other tensors are copied now: whoever made them may change them after.
         kept_args, kept_kwargs = tree_map_only(
             Tensor, lambda t: self.region(t) if self.knows(t) else t.detach().clone(), (args, kwargs)
         )

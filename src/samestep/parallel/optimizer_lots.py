@@ -13,7 +13,11 @@ _LARGEST = 1 << 24  # numbers of a lot, unless one parameter alone has more
 
 
 class Lot:
-    """Parameters that an optimizer of their own steps together, or copies of them."""
+    """Parameters that an optimizer of their own steps together, or copies of them.
+
+    PyTorch's optimizers over many tensors (foreach) make temporaries of the size of all parameters that they step: by
+    lots these have the size of one.
+    """
 
     def __init__(
         self,

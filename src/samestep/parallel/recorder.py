@@ -44,7 +44,10 @@ _FORM = frozenset(
 
 
 class _Clock:
-    """The position among all beginnings and ends of calls."""
+    """The position among all beginnings and ends of calls.
+
+    Beginnings and ends get consecutive numbers, so that "within", "before" and "after" of two calls are comparisons.
+    """
 
     time = 0
 

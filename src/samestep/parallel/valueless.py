@@ -74,7 +74,11 @@ class Mail:
 
 
 class Valueless(FakeTensorMode):
-    """Code in which tensors have no values, but for small ones of constants, integers, and what is made of those."""
+    """Code in which tensors have no values, but for small ones of constants, integers, and what is made of those.
+
+    Small tensors with values are computed as usual, so lengths, masks and indices are true. As soon as an operator
+    takes a tensor without values, its results have none either.
+    """
 
     def __init__(self, mail: Mail | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -140,6 +144,7 @@ class Valueless(FakeTensorMode):
             (self._mail.send if name == _SEND else self._mail.receive)(tensors[0], rank)
         elif tensors and not fake:
             return func(*args, **given)
+        # A work that is done: in this process no other rank runs.
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 

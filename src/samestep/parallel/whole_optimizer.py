@@ -111,6 +111,8 @@ class WholeOptimizer(Optimizer):
         for name, here in sorted(holders.items(), key=lambda item: -next(iter(item[1].values())).shape.numel()):
             first = next(iter(here.values()))
             # A rank without numbers of it may be without its settings as well.
+            # Largest parameters first, each to the rank with the fewest numbers so far (greedy balancing); all ranks
+            # sort alike.
             owner = min(here, key=lambda rank: (loads[rank], rank))
             loads[owner] += first.shape.numel()
             senders = _senders(here, owner, shards)
@@ -180,6 +182,7 @@ class _Round:
     def _forget(self) -> None:
         for owned in self._owned.values():
             owned.grad = None
+            # The parameter object stays, as the optimizer's state hangs on it; its memory goes until the next step.
             owned.data = torch.empty(0, dtype=owned.dtype, device=owned.device)
 
     def _gather(self, wholes: Sequence[_Whole], dtype: torch.dtype) -> None:
@@ -190,6 +193,7 @@ class _Round:
             parts: list[Tensor] = []
             for whole in wholes:
                 if whole.owner == owner and optimizer._rank in whole.senders:
+                    # In the order of `wholes`, which receivers read it in.
                     parts += self._sent(whole, whole.senders[optimizer._rank])
             given.append(parts)
         sizes = [

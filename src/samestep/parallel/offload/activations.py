@@ -20,6 +20,9 @@ def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None
 
     On an accelerator the copies are asynchronous: in the order of the device's work, while the CPU goes on. On a CPU
     they are copies within its memory, so that the same code runs there. Parameters stay where they are.
+
+    By PyTorch's `saved_tensors_hooks`: `pack` is called when an operator saves a tensor for its backward, `unpack`
+    when that backward runs. A tensor saved by two operators is copied twice.
     """
     for block in blocks:
         # The forward is replaced rather than the module, so that every parameter keeps its name.
@@ -32,6 +35,7 @@ def _offloading(block: nn.Module, forward: Any, memory: HostMemory, *args: Any, 
     def pack(tensor: Tensor) -> Any:
         if _stays(tensor) or address(tensor) in parameters:
             return tensor
+        # The device's memory is free as soon as the forward lets go of the tensor.
         return _Away(tensor, memory)
 
     with saved_tensors_hooks(pack, _unpack):

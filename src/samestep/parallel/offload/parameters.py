@@ -43,6 +43,7 @@ def move_parameters(model: nn.Module, file: MappedFile) -> None:
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, moved[id(parameter)])
     # A shard that FSDP2 fills up, since the rows don't divide by the ranks, it copies back into memory.
+    # FSDP2 keeps its own views of the local shards, which must be those in the file.
     look_again(model)
 
 

@@ -113,8 +113,7 @@ class Pipeline(ParallelModel):
         # actions.
         if last_term is None:
             forwards_done()
-        # Before gradients are summed: what is still being sent must not share a link's buffers with collectives that
-        # other ranks wait in.
+        # All has left that was sent, so its memory may be freed and written to.
         self._messages.finish()
         self.buffers.settle()
         self.repeated.check(f"a pipeline's step runs {len(micro_batches)} forwards of each stage")

@@ -33,7 +33,7 @@ class Cut(nn.Module):
 
     Why the model's own forward: what stands between layers (masks, reshapes, loops over lists) is user code that no
     partition can cut out. So each stage runs all of it, on blanks where it isn't its own: expanded scalars without
-    memory (`blanks.blank`), which cost no product, as products are in units.
+    memory (`blanks.blank`). Units of other stages compute nothing.
     """
 
     def __init__(
