@@ -319,6 +319,7 @@ class _Spreading:
         return LateParameters(units.modules, lot_bytes, compiled=self.details.compile)
 
     def _pipeline(self, stages: Cut, disk: MappedFile | None) -> Pipeline:
+        """The model as a pipeline of this rank's stages; `disk` is where their offloaded parameters lie, if any."""
         return Pipeline(
             cut=stages,
             layout=self.layout,
@@ -367,6 +368,7 @@ def _experts(model: nn.Module, layout: Layout, details: Details) -> list[Experts
 
 
 def _no_example(layout: Layout) -> UserError:
+    """What a session is told that gave no inputs to follow the forward with."""
     return UserError(
         f'layout "{layout}" cuts the model itself, for which its forward must be followed once; use '
         "session.prepare(model, optimizer, example=inputs) with the inputs of a few samples"
@@ -406,6 +408,7 @@ def _check_hooks(model: nn.Module, layout: Layout) -> None:
 
 
 def _check_batch_norm(model: nn.Module, layout: Layout) -> None:
+    """Raise LayoutError for batch norm in a pipeline, of which no rank ever has the whole batch at once."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise LayoutError(

@@ -31,6 +31,7 @@ class Attributes:
                     yield value
 
     def restore(self) -> None:
+        """Put everything back. Dictionaries, lists and sets stay the same objects, since others may hold them."""
         for module, attributes in self._before:
             # Also takes away what was added: an attribute that a forward has set would be read by the next one.
             vars(module).clear()

@@ -69,6 +69,11 @@ class _Answers(Gather):
         self.leaves: list[list[Tensor]] = []  # and those that it got in their place
 
     def __call__(self, nest: Any) -> Any:
+        """What all calls of the loss gave here, or the end of this call where that isn't known yet.
+
+        `nest`: tensors [samples of the call, ...]. Comes back with [samples of the batch, ...], as leaves of a graph
+        of this call's own, so that its gradient for them can be taken by itself.
+        """
         tensors: list[Tensor] = tensors_in(nest)
         samples = len(self._rows.numbers)
         for tensor in tensors:
@@ -253,6 +258,7 @@ class Coupling:
         kinds: Sequence[tuple[_Kind, bool]],
         order: Tensor,
     ) -> _Gathered:
+        """Exchange what every call gave: one tensor [samples of the batch, ...] for each that was asked for."""
         values: list[Tensor] = []
         for number in range(len(kinds)):
             tensors = [some[number].detach() for some in asked]
@@ -297,6 +303,7 @@ class Coupling:
         return torch.view_as_complex(rows) if mine.is_complex() else rows
 
     def _from_all(self, mine: Any) -> list[Any]:
+        """What each rank of the group says, in their order: any object that pickles."""
         if self._group is None:
             return [mine]
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
@@ -312,6 +319,7 @@ def rows_of(micro_batch: MicroBatch) -> Rows:
 
 
 def _in_words(kinds: Sequence[_Kind]) -> str:
+    """Kinds of tensors for a message, such as "[samples, 512] of float32"."""
     told = (f"[samples{''.join(f', {size}' for size in kind.shape)}] of {kind.dtype}" for kind in kinds)
     return ", ".join(told).replace("torch.", "") or "no tensor"
 
@@ -347,6 +355,8 @@ def _begin(value: Tensor, roots: Sequence[Tensor], gradients: Sequence[Tensor]) 
 
 
 class _Begin(torch.autograd.Function):
+    """Forward: the value. Backward: for each root its known gradient times that of the value."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *roots: Tensor) -> Tensor:  # pyright: ignore
         ctx.gradients = gradients

@@ -209,6 +209,7 @@ def _living_tensors() -> Iterable[Tensor]:
 
 
 def _compute_now(tensors: list[Tensor], recording: Recording, taken: set[int]) -> None:
+    """Give tensors their values now, together. Raises Unrecordable for what shares memory or waits for a gradient."""
     regions = [recording.region(tensor) for tensor in tensors]
     if any(region.storage in taken for region in regions):
         raise Unrecordable("a tensor that shares memory with a parameter and isn't one")

@@ -112,6 +112,7 @@ class _Finder:
                 yield from self.within(child)
 
     def _fits(self, module: nn.Module) -> bool:
+        """Whether a module can be a unit: it can be called, has parameters, and nothing else uses them."""
         if not has_forward(module) or not any(True for _ in module.parameters()) or _shares(self._model, module):
             return False
         if self._seen is None:
@@ -241,7 +242,7 @@ def shard(
     """
     units = [unit for unit in units if unit not in experts]
     for part in [*experts, *units, model]:
-        # FSDP2 hangs its backward hooks on the tensors that pytree finds in an output: of tuples, lists, dicts and the like.
+        # FSDP2 hangs its backward hooks on the tensors that pytree finds in an output, such as in tuples and lists.
         show_tensors(part)
     # Before FSDP2 changes their classes.
     described = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}

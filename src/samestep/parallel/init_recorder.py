@@ -98,6 +98,7 @@ class Record:
         self._writers: defaultdict[int, list[int]] = defaultdict(list)  # storage -> steps, in their order
 
     def add(self, step: Step) -> None:
+        """Append a step, and note for each storage that it writes to that it does."""
         for storage in step.writes:
             self._writers[storage].append(len(self._steps))
         self._steps.append(step)
@@ -263,6 +264,7 @@ class Recording:
         )
 
     def _region_of_result(self, result: Any) -> Region | None:
+        """Where a result's values lie; None for what is no tensor. Raises Unrecordable for other layouts."""
         if not isinstance(result, Tensor):
             return None
         if result.layout != torch.strided or not (type(result) is Tensor or self.knows(result)):
@@ -285,6 +287,7 @@ class _Operators(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator: recorded on the meta device where it makes or takes recorded tensors, else run as it is."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         recorded = [tensor for tensor in tensors if self._recording.knows(tensor)]
         if not tensors:
@@ -341,6 +344,7 @@ class _Operators(TorchDispatchMode):
         return func(*self._with_values(args), **self._with_values(kwargs))
 
     def _with_values(self, arguments: Any) -> Any:
+        """Arguments in which recorded tensors are replaced by their values, computed now."""
         recording = self._recording
         return tree_map_only(Tensor, lambda t: recording.value(t) if recording.knows(t) else t, arguments)
 

@@ -78,6 +78,7 @@ class Joined(Optimizer):
         self.param_groups += [group for each in self.optimizers() for group in each.param_groups]
 
     def optimizers(self) -> Iterator[Optimizer]:
+        """The members' optimizers that step something on this rank."""
         for member in self.members:
             if member.optimizer is not None:
                 yield member.optimizer

@@ -39,6 +39,7 @@ class Lot:
                 groups[number].setdefault(name, value)
 
     def step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Step with the settings, such as the rate, that the outer groups have now."""
         follow(self.optimizer, groups, self._numbers)
         self.optimizer.step()
 

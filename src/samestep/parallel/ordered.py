@@ -113,6 +113,7 @@ class OrderedSums:
         self._used = [False] * len(self._trained)
 
     def _find_peers(self) -> list[_Peer]:
+        """The leaves and rows of every rank of the data group, in the order of ranks. Every rank asks."""
         mine = _Peer(
             sums=held_sums(self.first, self.last, self.virtual_ranks), rows=[_rows_of(each) for each in self._trained]
         )
@@ -173,6 +174,7 @@ class OrderedSums:
         return told.view(facts.shape)
 
     def _sum_bucket(self, numbers: Sequence[int], *, sharded: bool) -> None:
+        """Complete the tree for some parameters, and leave the sums as their gradients."""
         parameters = [self._trained[number] for number in numbers]
         # [sums][parameters]: each of this rank's sums has a whole gradient for every parameter of the bucket.
         by_sum = [[as_real(tensors[number]) for number in numbers] for _, tensors in self._stack]

@@ -264,6 +264,7 @@ class WholeModel(ParallelModel):
         self._watches_draws = not self._repeatable or self.now.drew or buffers_moved
 
     def forward(self, micro_batch: MicroBatch, term: Term) -> Tensor:
+        """A training forward of one micro-batch, up to the loss's term []; waits for late parameters as it goes."""
         if self.late is not None:
             self.late.begin()
         with self.now.at(micro_batch.moment), self.autocast():
@@ -288,6 +289,7 @@ class WholeModel(ParallelModel):
         return call(self.module, inputs)
 
     def predict(self, inputs: Any) -> Any:
+        """A forward without gradients, in the model's mode; every rank of the model calls it."""
         self.settle()
         with torch.no_grad(), self.autocast():
             output = call(self.model, inputs)

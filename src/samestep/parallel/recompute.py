@@ -44,6 +44,7 @@ def recompute(blocks: Sequence[nn.Module], how: Recompute, now: ForwardContext) 
 def _recomputed(
     forward: Callable[..., Any], now: ForwardContext, contexts: dict[str, Any], *arguments: Any, **keywords: Any
 ) -> Any:
+    """A block's forward as a checkpoint of PyTorch's."""
     # use_reentrant=False: what is run again in backward is a part of the same graph, so that hooks (FSDP2's, DDP's)
     # see one backward. PyTorch also restores its generators, for what draws from them.
     return checkpoint(now.keep(forward), *arguments, use_reentrant=False, **contexts, **keywords)

@@ -149,6 +149,7 @@ class ShardTable:
         return found
 
     def _whole(self, name: str, entry: Entry, mine: Tensor | None) -> Tensor:
+        """One parameter or buffer whole: gathered over shards, then slices, then from expert and pipeline ranks."""
         part = self.part(name)
         stages = part.stages
         if self.holds(name):
@@ -281,6 +282,7 @@ class GradientMessage:
     def send(
         cls, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, device_type: str
     ) -> "GradientMessage":
+        """Set out to sum gradients of one dtype, as one flat message [all their numbers]."""
         gradients: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
@@ -295,6 +297,7 @@ class GradientMessage:
         return cls(work, flat, gradients)
 
     def put_back(self) -> None:
+        """Wait for the sums, and write them into the gradients in place."""
         self.work.wait()
         sums = self.flat.split([gradient.numel() for gradient in self.gradients])
         shaped = [part.view_as(gradient) for part, gradient in zip(sums, self.gradients, strict=True)]
@@ -349,6 +352,7 @@ def places_of(tensor: Tensor, part: Part, shape: torch.Size) -> list[Placed]:
 
 
 def _spans_of(part: Slice) -> list[_Span]:
+    """A slice's ranges of the whole dimension, with where each lies in this rank's memory."""
     spans: list[_Span] = []
     memory = 0
     for first, last in part.mine:

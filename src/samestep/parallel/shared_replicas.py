@@ -140,6 +140,7 @@ class SharedReplicas:
         return torch.frombuffer(opened.memory, dtype=torch.uint8)
 
     def _keeps(self, number: int) -> Any:
+        """A hook after a gradient was added: moves it into this rank's part of the region."""
         own = self._own[number]
 
         def keep(parameter: Tensor) -> None:
@@ -180,12 +181,14 @@ class SharedReplicas:
             piece.grad = self._rows_of_gradient(number, piece) if any_used[number] else None
 
     def _rows_of_gradient(self, number: int, piece: nn.Parameter) -> Tensor:
+        """The gradient of this rank's rows of a parameter, as a view of the region."""
         parameter, own = self._trained[number][1], self._own[number]
         skipped = piece.data_ptr() - parameter.data_ptr()  # bytes of rows before this rank's
         first = skipped // parameter.element_size()
         return own.view(-1)[first : first + piece.numel()].view(piece.shape)
 
     def _sum_run(self, run: _Run) -> None:
+        """Average a run over the ranks, chunk by chunk, into this rank's own gradients."""
         # bf16 sums of many ranks lose digits: add in float32, round once.
         wide = torch.float32 if run.dtype.itemsize < 4 else run.dtype
         for first in range(run.first, run.last, _CHUNK):
@@ -265,6 +268,7 @@ def _tensor(memory: Tensor, offset: int, like: nn.Parameter) -> Tensor:
 def _runs(
     parameters: Sequence[nn.Parameter], offsets: Sequence[int], mine: Sequence[tuple[int, int]]
 ) -> Sequence[_Run]:
+    """This rank's parts of all gradients, neighbouring ones joined: bytes within a rank's gradients."""
     runs: list[_Run] = []
     for parameter, offset, (first, last) in zip(parameters, offsets, mine, strict=True):
         if first == last:

@@ -245,6 +245,7 @@ class RowExchange:
                 own.gradient.index_copy_(0, union, part.view_as(like))
 
     def _sum_whole(self, tables: Sequence[_Own]) -> None:
+        """One all-reduce of each table's whole gradient, where rows would not be fewer bytes."""
         works: list[Any] = []
         for own in tables:
             # As DistributedDataParallel does: times 1 / n, then summed.

@@ -70,6 +70,7 @@ def spread_optimizer(
 
 
 def _in_groups(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """All parameters of an optimizer, in the order of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

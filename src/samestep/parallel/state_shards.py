@@ -67,6 +67,7 @@ def model_entries(parts: ShardTable) -> dict[str, Entry]:
 
 
 def _held(model: nn.Module, parts: ShardTable) -> Iterator[tuple[str, Entry, Tensor]]:
+    """What this rank has of the model: name, form in the whole model, own tensor."""
     mine: Mapping[str, Any] = {**model.state_dict(), **dict(model.named_parameters())}
     for name, entry in {**parts.parameters, **parts.buffers()}.items():
         if parts.holds(name):
@@ -223,6 +224,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _restored(key: str, value: Tensor) -> tuple[str, Any]:
+    """A saved tensor as the optimizer kept it: itself, or the number of Python's that its key says."""
     name, _, kind = key.partition("#")
     return (name, _NUMBERS[kind][0](value.item())) if kind in _NUMBERS else (key, value)
 

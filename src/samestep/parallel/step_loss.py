@@ -66,6 +66,9 @@ class JointLoss(StepLoss):
         self._global_counts: Tensor | None = None  # [terms]
 
     def prepare(self) -> None:
+        """With several micro-batches a rank: run all of them without graphs, and learn what the loss
+        needs of them.
+        """
         micro_batches = self._batch.micro_batches
         if len(micro_batches) == 1:
             return
@@ -80,6 +83,7 @@ class JointLoss(StepLoss):
                 self._found = {id(each): of.of for each, of in zip(micro_batches, found, strict=True)}
 
     def of(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | int]:
+        """Of a prepared micro-batch what `prepare` found, else what the ranks exchange now."""
         if (found := self._found.get(id(micro_batch))) is not None:
             return found(output)
         if self._several is not None and self._global_counts is None:
@@ -111,6 +115,7 @@ class JointLoss(StepLoss):
         dist.all_reduce(self._global_counts, group=self._group)
 
     def _noted(self, batch: Batch, counts: Sequence[Tensor | int]) -> None:
+        """Add the counts of the terms of one micro-batch, without those of lent samples."""
         weight = self._of_batch[id(batch)].weight
         for number, count in enumerate(counts):
             # A lent micro-batch has weight 0.

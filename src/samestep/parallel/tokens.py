@@ -47,6 +47,8 @@ def sum_and_split(tokens: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 class _Split(torch.autograd.Function):
+    """Forward: this rank's tokens. Backward: all-gather."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.total = group, dim, tokens.shape[dim]
@@ -59,6 +61,8 @@ class _Split(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Forward: all-gather. Backward: this rank's tokens."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -71,6 +75,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherForParts(torch.autograd.Function):
+    """Forward: all-gather. Backward: reduce-scatter."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group, total: int, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -83,6 +89,8 @@ class _GatherForParts(torch.autograd.Function):
 
 
 class _SumAndSplit(torch.autograd.Function):
+    """Forward: reduce-scatter. Backward: all-gather."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.total = group, dim, tokens.shape[dim]
@@ -95,11 +103,13 @@ class _SumAndSplit(torch.autograd.Function):
 
 
 def _lengths(total: int, group: Group) -> list[int]:
+    """How many tokens each rank of the group has."""
     parts = dist.get_world_size(group)
     return [last - first for first, last in (bounds(total, rank, parts) for rank in range(parts))]
 
 
 def _mine(tokens: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's tokens of a tensor that is whole here."""
     first, last = bounds(tokens.shape[dim], dist.get_rank(group), dist.get_world_size(group))
     return tokens.narrow(dim, first, last - first).contiguous()
 

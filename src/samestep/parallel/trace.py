@@ -229,6 +229,7 @@ def imagine(
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name; of a tied one its first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -269,6 +270,7 @@ def _plain(inputs: Any) -> Any:
 
 
 def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as the arguments and keywords that a model is called with."""
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}

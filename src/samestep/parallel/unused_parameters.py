@@ -116,6 +116,7 @@ class UsedByReplicas(UsedByRanks):
         return depending(loss, self._parameters.values())
 
     def sum_along(self, totals: Tensor) -> bool:
+        """On a CPU the flags' message takes the totals along."""
         # From an accelerator they would have to come to the host first, where the flags are.
         if totals.device.type != "cpu" or not has_values(totals):
             return False
@@ -123,6 +124,7 @@ class UsedByReplicas(UsedByRanks):
         return True
 
     def settle(self) -> None:
+        """One message of flags, with the totals where there are some. DDP has averaged the gradients by now."""
         totals, self._totals = self._totals, None
         if totals is None:
             self.forget(self.by_any())
@@ -155,6 +157,8 @@ class UsedByShards(UsedByRanks):
             model.set_reduce_scatter_unused_params(True)
 
     def _watch(self, number: int, parameters: Sequence[tuple[nn.Module, str, str]]) -> Any:
+        """A hook before a unit's forward: watches the gathered parameters, in which gradients come."""
+
         def watch(module: nn.Module, arguments: Any) -> None:
             if not torch.is_grad_enabled():
                 return
@@ -174,6 +178,7 @@ class UsedByShards(UsedByRanks):
         told = [names[unit] or "the end of the forward" for unit in units]
 
         def agree(number: int) -> None:
+            """Raise UserError on all ranks where they are about to run different units."""
             # Largest and negative smallest in one message: they agree where the two are the same.
             high, low = largest([number, -number], self._group, self._device_type)
             if high != -low:
@@ -188,6 +193,7 @@ class UsedByShards(UsedByRanks):
         return loss
 
     def settle(self) -> None:
+        """The flags' message, which also tells whether all ranks ran the same units in the same order."""
         *used, most, least = self.by_any(self._calls, -self._calls)
         self._calls = 0
         if most != -least:

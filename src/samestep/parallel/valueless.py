@@ -58,10 +58,12 @@ class Mail:
         self._like: dict[Any, Tensor] = {}  # the last message of each label
 
     def send(self, tensor: Tensor, target: int) -> None:
+        """Keep a message for the rank that it is for, and as an example of its label."""
         self._sent[dist.get_rank(), target].append(tensor.clone())
         self._like[getattr(tensor, "samestep_label", None)] = tensor.clone()
 
     def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill a tensor with the message that waits for this rank, or with one like it. Raises UserError for none."""
         waiting = self._sent[source, dist.get_rank()]
         message = waiting.popleft() if waiting else self._like.get(getattr(tensor, "samestep_label", None))
         if message is None or message.shape != tensor.shape:
@@ -138,6 +140,7 @@ class Valueless(FakeTensorMode):
     def _collective(
         self, func: Any, args: Sequence[Any], given: Mapping[str, Any], tensors: Sequence[Tensor], *, fake: bool
     ) -> Any:
+        """A message of the rehearsal: answered by `Mail`, or nothing, as a collective of no values is."""
         name = func._schema.name.partition("::")[2]
         if not fake and name in (_SEND, _RECEIVE):
             rank = dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2])

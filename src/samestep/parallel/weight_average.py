@@ -51,6 +51,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        """Swap weights and average, one parameter at a time, in place."""
         for name, value in self._values.items():
             weights = local(self._trained[name].detach())
             kept = weights.clone()

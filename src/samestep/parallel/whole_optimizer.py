@@ -140,6 +140,7 @@ class WholeOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """All rounds, in the same order on every rank of the group."""
         for part in self._rounds:
             part.step()
 
@@ -169,6 +170,7 @@ class _Round:
         self._forget()
 
     def step(self) -> None:
+        """Gather, step and scatter the parameters of this round, in one pair of messages for each dtype."""
         dtypes = dict.fromkeys(whole.dtype for whole in self.wholes)
         for dtype in dtypes:
             self._gather([whole for whole in self.wholes if whole.dtype == dtype], dtype)
@@ -180,6 +182,7 @@ class _Round:
         self._forget()
 
     def _forget(self) -> None:
+        """Between two steps owners keep the state, and neither whole parameters nor gradients."""
         for owned in self._owned.values():
             owned.grad = None
             # The parameter object stays, as the optimizer's state hangs on it; its memory goes until the next step.
@@ -212,6 +215,7 @@ class _Round:
                 start = self._put_whole(whole, rank, taken, start)
 
     def _sent(self, whole: _Whole, boxes: Sequence[int]) -> list[Tensor]:
+        """What this rank sends of a parameter, flat: [flag], gradient of each box, values of each box."""
         mine = self._of._mine[whole.name]
         parameter = local(mine.parameter.detach())
         gradient = None if mine.parameter.grad is None else local(mine.parameter.grad)
@@ -242,6 +246,7 @@ class _Round:
         return start
 
     def _scatter(self, wholes: Sequence[_Whole], dtype: torch.dtype) -> None:
+        """Owners send each rank the boxes that it holds, and ranks write them into their parts."""
         optimizer = self._of
         given: list[list[Tensor]] = []
         for rank in self._ranks:
@@ -320,6 +325,7 @@ def _in_rounds(wholes: Sequence[_Whole], ranks: int) -> list[list[_Whole]]:
 
 
 def _numbers(holding: _Holding, boxes: Sequence[int] | None = None) -> int:
+    """How many numbers some boxes, or all of a rank's, have."""
     chosen = range(len(holding.boxes)) if boxes is None else boxes
     return sum(torch.Size(holding.boxes[number][1]).numel() for number in chosen)
 
@@ -358,6 +364,7 @@ class LocalOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step the local shards; their memory is that of the DTensors, so nothing is copied back."""
         if self.inner is None:
             return
         follow(self.inner, self.param_groups, self._numbers)

@@ -200,6 +200,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _put_back(message: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write a flat message back into the tensors that it was made of."""
     for tensor, values in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))
 
@@ -286,5 +287,6 @@ def send_round(of_ranks: Sequence[Sequence[nn.Parameter]], group: ProcessGroup, 
 
 
 def _of_one_dtype(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters in buckets of one dtype each, as a message has one."""
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         yield from buckets(parameter for parameter in parameters if parameter.dtype == dtype)

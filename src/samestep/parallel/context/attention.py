@@ -104,6 +104,12 @@ class AttentionOverAll(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
+        """Attention of this rank's tokens to those of all ranks, by whichever of three ways fits.
+
+        With a zigzag (attention=ring) by the ring, unless the mask needs a gradient. Where a rank can't have whole
+        heads, by keys and values of all tokens: own queries [batch, heads, own tokens, head_dim] against them. Else
+        by an exchange of tokens for heads, attention of a few heads over all tokens, and the exchange back.
+        """
         ranks, tokens = self._group.size(), self._length.tokens
         shared = {"dropout_p": dropout_p, **options}
         if self._shares.zigzag and (attn_mask is None or not attn_mask.requires_grad):
@@ -163,6 +169,8 @@ def _gather_summed(part: Tensor, shares: Shares, tokens: int) -> Tensor:
 
 
 class _GatherSummed(torch.autograd.Function):
+    """Forward: all-gather along the tokens. Backward: reduce-scatter, since every rank's queries use all keys."""
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, shares: Shares, tokens: int) -> Tensor:
         ctx.shares, ctx.length = shares, part.shape[2]

@@ -46,6 +46,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 class _Kernel(NamedTuple):
+    """How one kind of device and dtype computes a block, forward and backward."""
+
     attend: Callable[[Block], Attended]
     # From a gradient of what attention over all keys gave to those of a block.
     gradients: Callable[[Block, Tensor, Attended], Gradients]
@@ -82,6 +84,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _kernel(block: Block) -> _Kernel:
+    """The fastest kernel that gives the log-sum-exp as well, for this device, dtype and mask."""
     query = block.query
     if query.device.type == "cpu" and block.value.shape[-1] == query.shape[-1]:
         return _FOR_CPU
@@ -92,12 +95,14 @@ def _kernel(block: Block) -> _Kernel:
 
 
 def _fits_flash(block: Block) -> bool:
+    """Whether PyTorch's flash attention takes these heads: a width of at most 256, a multiple of 8."""
     width = block.query.shape[-1]
     fits = width % 8 == 0 and width <= 256 and block.value.shape[-1] == width
     return fits and has_flash_attention(block.query.device)
 
 
 def _attend_for_cpu(block: Block) -> Attended:
+    """By PyTorch's kernel for CPUs, which takes any dtype and masks."""
     output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
         block.query, block.key, block.value, 0.0, block.causal, attn_mask=block.mask, scale=block.scale
     )
@@ -123,6 +128,7 @@ def _gradients_for_cpu(block: Block, gradient: Tensor, attended: Attended) -> Gr
 
 
 def _attend_by_flash(block: Block) -> Attended:
+    """On an accelerator, in 16 bits and without a mask. lse: [batch, heads, queries] in float32."""
     key, value = _for_each_head(block)
     output, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
         block.query, key, value, 0.0, block.causal, False, scale=block.scale
@@ -155,6 +161,7 @@ def _gradients_by_flash(block: Block, gradient: Tensor, attended: Attended) -> G
 
 
 def _attend_written_out(block: Block) -> Attended:
+    """By products of matrices: [batch, heads, queries, keys] is in memory for the time of this block."""
     scores = _scores(block)
     # Taken away before exp, so that no exponential overflows.
     largest = scores.amax(-1, keepdim=True)

@@ -160,6 +160,7 @@ def _carrying(nest: Any, tokens: int, batch: int, cut: set[int], whole: set[int]
 
 
 def _places_of(nest: Any, given: Collection[int]) -> frozenset[int]:
+    """The indices, among the leaves of a nest, of tensors with one of these identities."""
     leaves = pytree.tree_leaves(nest, is_leaf=lambda value: isinstance(value, Seen))
     return frozenset(i for i, seen in enumerate(leaves) if isinstance(seen, Seen) and seen.identity in given)
 
@@ -197,6 +198,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
 
 
 def _gathered(tensor: Tensor, messages: Messages, dim: int) -> Tensor:
+    """All tokens of a tensor of which this rank has its part, or a RuntimeError where it is no part."""
     own = messages.own()
     if tensor.shape[dim] != own:  # something that every rank has whole
         raise RuntimeError(f"a module that wants all tokens is given {list(tensor.shape)}, not a rank's {own} tokens")

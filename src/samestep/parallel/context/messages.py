@@ -149,6 +149,8 @@ def gradient_shared(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _GradientSummed(torch.autograd.Function):
+    """Forward: identity. Backward: all-reduce."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -163,6 +165,8 @@ class _GradientSummed(torch.autograd.Function):
 
 
 class _GradientShared(torch.autograd.Function):
+    """Forward: identity. Backward: 1 / ranks of the gradient, without a message."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.ranks = group.size()
@@ -175,6 +179,8 @@ class _GradientShared(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
+    """Forward: this rank's part. Backward: all-gather of the parts' gradients."""
+
     @staticmethod
     def forward(ctx: Any, whole: Tensor, shares: Shares, dim: int) -> Tensor:
         ctx.shares, ctx.dim, ctx.tokens = shares, dim, whole.shape[dim]
@@ -188,6 +194,8 @@ class _Split(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Forward: all-gather. Backward: this rank's part of the gradient."""
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, shares: Shares, tokens: int, dim: int) -> Tensor:
         ctx.shares, ctx.dim = shares, dim
@@ -208,6 +216,8 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup, *, split_dim: int, join_d
 
 
 class _Exchange(torch.autograd.Function):
+    """Forward: all-to-all from `split_dim` to `join_dim`. Backward: all-to-all from `join_dim` to `split_dim`."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
         ctx.group, ctx.split_dim, ctx.join_dim = group, split_dim, join_dim
@@ -220,6 +230,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
+    """[..., n * a, ..., b, ...] -> [..., a, ..., n * b, ...]: split along one dimension, joined along another."""
     # all_to_all_single sends consecutive pieces of the first dimension, so the pieces are laid out there.
     pieces = torch.stack(tensor.chunk(group.size(), split_dim))  # [ranks, ...], one piece for each rank
     received = torch.empty_like(pieces)

@@ -156,6 +156,12 @@ class _Place:
 
 
 class _RingAttention(torch.autograd.Function):
+    """Attention over a ring, with the two rounds that it takes.
+
+    Saved for backward: own queries, keys, values, output and log-sum-exp, each [batch, heads, own tokens, ...]; keys
+    and values of the other ranks come round again.
+    """
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ring: _Ring) -> Tensor:
         with _in_its_dtype(query):
@@ -238,6 +244,7 @@ class _OnTheWay:
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
+        """The message from the rank before, once it is here and this rank's own has left."""
         for work in self.works:
             work.wait()
         return self.received

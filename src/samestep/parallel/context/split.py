@@ -180,6 +180,7 @@ class _Splitter:
         return [*without, *(name for each in inner.values() for name in self._search(each))]
 
     def _take_token_wise(self, under: Sequence[str]) -> None:
+        """Split modules that take each token by itself: in runs of several first, then each alone."""
         (call, *_) = self.trace.of("")
         samples = next((seen.shape[0] for seen in call.inputs() if seen.shape), 0)
         self.fill()
@@ -231,6 +232,7 @@ class _Splitter:
             )
 
     def _output(self) -> Output:
+        """The model's output and marks for the example, with every constant parameter varied."""
         with self.precisely(), torch.no_grad(), _varied(self.model):
             return output_of(self.model, self.example)
 
@@ -268,6 +270,7 @@ def _varied(model: nn.Module) -> Iterator[None]:
 
 
 def _is_constant(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is one finite number throughout, as biases and scales are when a model begins."""
     if not parameter.is_floating_point() or parameter.is_meta or not parameter.numel() or not has_values(parameter):
         return False
     first = parameter.detach().flatten()[0]
@@ -279,6 +282,7 @@ def _pattern(name: str) -> str:
 
 
 def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: ForwardContext) -> None:
+    """Change the blocks of one list: split before the first, own tokens in each, gather after the last."""
     length = Length(now, shares)
     for block in chain:
         mode = AttentionOverAll(shares, length, now, block.crossing)
@@ -290,6 +294,7 @@ def _split_chain(model: nn.Module, chain: Sequence[Block], shares: Shares, now: 
 
 
 def _messages(shares: Shares, length: Length, mode: AttentionOverAll) -> Messages:
+    """The messages of modules that get all tokens, over the context axis."""
     return Messages(
         own=lambda: shares.length(length.tokens),
         gather=lambda part, dim: gather(part, shares, length.tokens, dim),

@@ -115,6 +115,7 @@ class _Joined:
         return total
 
     def forget(self) -> None:
+        """Between two steps nothing is held of the one before."""
         self.before = None
         self.began.clear()
         self.made.clear()
@@ -152,6 +153,12 @@ class BatchBuffers:
         *arguments: Any,
         **keywords: Any,
     ) -> Any:
+        """A module's forward in a training step: its buffers begin as they were before the step, and what it makes is
+        noted.
+
+        Called in place of the module's own. Outside of training steps, and for modules without such buffers, nothing
+        changes.
+        """
         moment = self._now.moment
         if moment is None:
             return forward(*arguments, **keywords)

@@ -67,6 +67,7 @@ def _forward(
     now: ForwardContext,
     given: Tensor,
 ) -> Tensor:
+    """A plain batch norm's forward, [samples, features, ...]: global statistics in training, its own elsewhere."""
     moment = now.moment
     if not module.training or moment is None:
         return forward(given)
@@ -108,6 +109,7 @@ def _own_forward(
 
 
 def _check_whole(moment: Moment, what: str) -> None:
+    """Raise UserError where a rank has its samples in several forwards, none of which has all of them."""
     if moment.micro_batches > 1:
         raise UserError(
             f"{what} takes its statistics from the whole batch, and a step "

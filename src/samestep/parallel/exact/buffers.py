@@ -132,6 +132,7 @@ class RepeatedForwards:
 
 
 def _equal(before: Tensor, after: Tensor) -> bool:
+    """Whether a buffer is what it was, NaN counting as equal to NaN."""
     if not (has_values(before) and has_values(after)):
         return True
     return before.dtype == after.dtype and torch.equal(before.nan_to_num(), after.detach().nan_to_num())

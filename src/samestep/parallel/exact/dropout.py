@@ -93,6 +93,7 @@ def _may_drop(module: nn.Module) -> bool:
 
 
 def _check(model: nn.Module) -> None:
+    """Raise UserError for modules that draw in a kernel, or whose samples aren't the first dimension."""
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise UserError(
@@ -231,6 +232,9 @@ class Dropout(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,  # scale, enable_gqa
     ) -> Tensor:
+        """F.scaled_dot_product_attention with our dropout in it: written out where it drops, else
+        PyTorch's kernel.
+        """
         nothing_to_drop = not 0 < dropout_p <= 1
         if nothing_to_drop or (is_causal and attn_mask is not None):  # an error of PyTorch's
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -254,10 +258,12 @@ class Dropout(TorchFunctionMode):
             )
 
     def _drop_weights(self, weights: Tensor, probability: float) -> Tensor:
+        """Dropout of probabilities [samples, heads, queries, keys], by the rank's heads or queries."""
         parts = self.now.part.attention if weights.ndim == 4 else {}
         return weights * self._noise(weights, weights.shape, probability, parts).mul_(_scale(probability))
 
     def _drop(self, given: Tensor, probability: float, kind: "_Kind", *, in_place: bool) -> Tensor:
+        """What one of F's dropout functions gives for a tensor [samples, ...]."""
         shape = given.shape
         if kind.features:  # a channel is dropped as a whole
             shape = (*shape[:2], *(1 for _ in shape[2:]))
@@ -279,6 +285,7 @@ class Dropout(TorchFunctionMode):
         return torch.ge(numbers, threshold(probability), out=noise).view(shape)
 
     def _moment(self, what: str) -> Moment:
+        """Whose samples the running forward has. Raises UserError in a recomputation of the model's own."""
         if self.now.moment is None:
             raise UserError(
                 f"{self._name or 'the model'}: the model recomputes this {what} in backward by itself, where "

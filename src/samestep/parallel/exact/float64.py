@@ -101,6 +101,7 @@ class _Float64(TorchFunctionMode):
         return self._answer(func, args, keywords)
 
     def _answer(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """Call a function with float64 in place of fewer digits, in dtypes and in tensors."""
         if func in _CASTS:
             return _CASTS[func](*args, **keywords)
         if func not in _REINTERPRETING:
@@ -159,6 +160,7 @@ def _is_mixed(args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, also in plain lists of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -29,6 +29,8 @@ _WHOLE = Portion()
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
+    """Everything that `ForwardContext` says of a running forward; replaced as a whole, never changed in place."""
+
     moment: Moment | None = None
     # Running numbers of draws by module name: they tell two draws of one module apart.
     calls: dict[str, int] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class ForwardContext:
 
     @contextmanager
     def _as(self, state: _State) -> Iterator[None]:
+        """Code for which another state holds; the state before comes back, however the code ends."""
         before, self._state = self._state, state
         try:
             yield

@@ -30,6 +30,7 @@ def offload_activations(blocks: Sequence[nn.Module], memory: HostMemory) -> None
 
 
 def _offloading(block: nn.Module, forward: Any, memory: HostMemory, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward, during which what autograd saves goes to the host's memory."""
     parameters = {address(local(parameter.detach())) for parameter in block.parameters()}
 
     def pack(tensor: Tensor) -> Any:
@@ -43,6 +44,7 @@ def _offloading(block: nn.Module, forward: Any, memory: HostMemory, *args: Any, 
 
 
 def _stays(tensor: Tensor) -> bool:
+    """Whether a saved tensor is left where it is: a parameter, a sharded one, a small or an expanded one."""
     base = tensor if tensor._base is None else tensor._base
     return (
         isinstance(base, nn.Parameter)  # also one that FSDP2 gathered
@@ -63,6 +65,7 @@ class _Away:
         self._copy.copy_(tensor.detach(), non_blocking=self._pinned)
 
     def back(self) -> Tensor:
+        """The tensor on its device again: enqueued in the device's stream, after the copy that took it away."""
         # Always a copy: the memory is used again while the result may still be used.
         return self._copy.to(self._device, non_blocking=self._pinned, copy=True)
 

@@ -118,6 +118,7 @@ class MappedFile:
             chunk.madvise(mmap.MADV_DONTNEED)
 
     def _map(self, size: int) -> None:
+        """Add a mapping of `size` bytes at the end of the file; what is left of the one before stays unused."""
         self._end = self._chunk_end
         self._chunk_end += size
         os.ftruncate(self._file.fileno(), self._chunk_end)

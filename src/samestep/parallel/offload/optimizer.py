@@ -72,6 +72,7 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fetch, step and put back, lot by lot: all parameters at once, or one at a time with a file."""
         loss = loss_of(closure)
         for lot in self._lots:
             lot.step(self.param_groups)
@@ -84,6 +85,7 @@ class OffloadedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the copies' optimizers the state, on the CPU or in the file, whatever device it was on."""
         super().load_state_dict(state_dict)
         for lot in self._lots:
             for copy in lot.copies:

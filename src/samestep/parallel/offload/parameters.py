@@ -61,6 +61,7 @@ def keep_state(optimizer: Optimizer, file: MappedFile) -> None:
 
 
 def _moved(file: MappedFile, tensor: Tensor) -> Tensor:
+    """A copy of a tensor, or of this rank's shard of it, whose memory is in the file."""
     there = empty_in(file, tensor.detach())
     local(there).copy_(local(tensor.detach()))
     return there

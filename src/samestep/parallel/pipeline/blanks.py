@@ -113,6 +113,7 @@ def _writes(function: str, keywords: Mapping[str, Any]) -> bool:
 
 
 def _kept_blank(tensor: Tensor) -> Tensor:
+    """A blank again where a result still takes no memory of its own: one number, expanded."""
     spread = tensor.numel() > 1 and not any(tensor.stride()) and tensor.layout is torch.strided
     return tensor.as_subclass(BlankHidden) if spread and not tensor.requires_grad else tensor
 
@@ -200,6 +201,7 @@ class BlankOutput:
         return map_tensors(lambda seen: found[seen.identity], self._call.output, Seen) if found else None
 
     def _imagine(self, arguments: Any, keywords: Any) -> Any:
+        """Run the module on shapes alone, or with the values that its own code asks for; remembered by shapes."""
         leaves = pytree.tree_leaves((arguments, keywords))
         key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         if key in self._known:

@@ -155,6 +155,7 @@ class EarlyGradients:
             self._send_what_is_ready()
 
     def _send_what_is_ready(self) -> None:
+        """Send buckets in their order, as far as they are final: a later one never overtakes."""
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send(self._buckets[self._next].parameters)
             self._next += 1
@@ -163,6 +164,7 @@ class EarlyGradients:
             self._sent.pop(0).put_back()
 
     def _send(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Send off a bucket's gradients: summed by an all-reduce, or under ZeRO-1 averaged on their owners."""
         self._unused |= {parameter for parameter in parameters if parameter.grad is None}
         if self._owners is None:
             group, device_type = self._mesh.data_group, self._mesh.grid.device_type

@@ -99,6 +99,7 @@ class Messages:
         self._connect(mesh)
 
     def _connect(self, mesh: Mesh) -> None:
+        """Make a process group for each ordered pair of neighbouring ranks, in every pipeline of the grid."""
         # Every rank makes every pipeline's groups, in one order: `new_group` is a collective of the whole world.
         neighbours = {(a, b) for a, b in zip(self._rank_of, self._rank_of[1:], strict=False) if a != b}
         for a, b in sorted(neighbours | {(b, a) for a, b in neighbours}):
@@ -125,6 +126,7 @@ class Messages:
             line.expected += [letter for letter in sends[rank] if self._rank_of[letter.to] == self._me]
 
     def send(self, letter: MessageId, tensors: Sequence[Tensor]) -> None:
+        """Set out to send tensors to a stage; returns at once. The first of an unknown form send it ahead."""
         target = self._rank_of[letter.to]
         # A message is memory as it lies; the receiver makes a contiguous tensor of this shape.
         sent = [tensor.detach().contiguous() for tensor in tensors]
@@ -144,6 +146,7 @@ class Messages:
             self._post(target, sent)
 
     def _announced(self, letter: MessageId, forms: Forms) -> Forms | None:
+        """The form that the receiver knows already. Raises RuntimeError where the tensors have another."""
         known = self._forms.get((letter.to, self._key(letter)))
         if known is not None and known != forms:
             now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
@@ -154,6 +157,7 @@ class Messages:
         return known
 
     def _post(self, target: int, tensors: Sequence[Tensor]) -> None:
+        """Begin to send tensors as one batch, and forget sends that have left."""
         self._sent = [each for each in self._sent if not all(work.is_completed() for work in each[1])]
         peer, group = self._ranks[target], self._to[target]
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group) for tensor in tensors])
@@ -179,6 +183,7 @@ class Messages:
         return tensors
 
     def _forms_of(self, letter: MessageId) -> Forms | None:
+        """The shapes and dtypes of a message to come; None where its sender has yet to tell them."""
         if letter.kind == "B":
             return self._gradient_forms.get(letter)
         if not self._counts[letter.to - 1]:
@@ -186,6 +191,7 @@ class Messages:
         return self._forms.get((letter.to, self._key(letter)))
 
     def _ask(self, line: _Line) -> None:
+        """Post the receive of the line's next message; waits for its header where its form isn't known."""
         letter = line.expected.pop(0)
         forms = self._forms_of(letter)
         if forms is None:

@@ -71,6 +71,7 @@ class Plan:
 
     @cached_property
     def _by_unit(self) -> dict[str, list[int]]:
+        """Numbers of calls by the unit that is called."""
         found: dict[str, list[int]] = {}
         for number, each in enumerate(self.calls):
             found.setdefault(each.unit, []).append(number)
@@ -134,6 +135,7 @@ def make_plan(model: nn.Module, layout: Layout, trace: Trace, cut_at: Sequence[s
 
 
 def _too_few(layout: Layout, stages: int, possible: int, layers: Sequence[str], why_not: Mapping[int, str]) -> str:
+    """Why a model has too few places to cut for so many stages, and what to use."""
     if possible > 1:
         but = f", since {next(iter(why_not.values()))}" if why_not else ""
         return f"{stages} pipeline stages for {possible} layers{but}; use {possible} stages or fewer"
@@ -167,6 +169,7 @@ def _allowed_starts(needs: Needs, calls: Sequence[UnitCall], at: Sequence[int]) 
 
 
 def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> list[int]:
+    """The first layer of each stage as `run.cut_at` names them. Raises UserError for wrong names or order."""
     for name in cut_at:
         if name not in blocks:
             raise UserError(f'run.cut_at: no layer "{name}"; {closest(name, list(dict.fromkeys(blocks)))}')
@@ -186,6 +189,7 @@ def _starts_at(cut_at: Sequence[str], blocks: Sequence[str], stages: int) -> lis
 def _check_starts(
     layout: Layout, starts: Sequence[int], allowed: Sequence[int], blocks: Sequence[Call], why_not: Mapping[int, str]
 ) -> None:
+    """Raise LayoutError where the user cuts at a place through which something hidden passes."""
     for start in starts:
         if start not in allowed:
             names = ", ".join(blocks[other].name for other in allowed[1:4])

@@ -75,6 +75,7 @@ class Pipeline(ParallelModel):
         backward: Callable[[Tensor], None],
         forwards_done: Callable[[], None],
     ) -> None:
+        """One step of this rank's stages; see the head of this file."""
         orders = orders_of(
             self._layout.schedule,
             ranks=self._layout.pipeline,
@@ -176,6 +177,7 @@ class Pipeline(ParallelModel):
         self._messages.send(letter, tensors)
 
     def predict(self, inputs: Any) -> Any:
+        """The output of a chunk, on the rank of the last stage; None on the others. Every rank calls."""
         output = None
         shapes = _shapes(inputs)
         self._messages.begin(_sends(self._chunk_orders, self._last_stage), lambda letter: shapes)
@@ -221,11 +223,13 @@ class _Step:
         self._of_weights: dict[tuple[int, int], Callable[[], None]] = {}
 
     def run(self, action: Action) -> None:
+        """Run one action."""
         {"F": self._forward, "B": self._whole_backward, "I": self._input_backward, "W": self._weight_backward}[
             action.kind
         ](action)
 
     def _forward(self, action: Action) -> None:
+        """Receive, run the stage with a graph, send on. What backward will begin from is kept as `_Alive`."""
         pipeline, stage = self._pipeline, action.stage
         received = self._received("F", action) if stage else []
         # Leaves of this stage's graph: backward leaves their gradients in `.grad`, and these are sent back.
@@ -244,6 +248,7 @@ class _Step:
         self._alive[stage, action.micro_batch] = _Alive(received=received, roots=roots)
 
     def _whole_backward(self, action: Action) -> None:
+        """Receive gradients, run backward to weights and inputs, send the inputs' gradients back."""
         alive, gradients, carried = self._ends(action)
         with self._pipeline.times.of(action):
             self._all_gradients(action, alive.roots, gradients)
@@ -258,6 +263,7 @@ class _Step:
             torch.autograd.backward([root for root, _ in known], [gradient for _, gradient in known])
 
     def _input_backward(self, action: Action) -> None:
+        """Backward to what was received alone: the stage before waits for it. Weights come later."""
         alive, gradients, carried = self._ends(action)
         last = action.stage == self._last_stage
         weights = self._pipeline.cut.weights_of(action.stage)
@@ -267,6 +273,7 @@ class _Step:
         self._hand_back(action, alive.received, carried)
 
     def _weight_backward(self, action: Action) -> None:
+        """What `_input_backward` has left: the gradients of the weights, for which nobody waits."""
         with self._pipeline.times.of(action):
             self._of_weights.pop((action.stage, action.micro_batch))()
 

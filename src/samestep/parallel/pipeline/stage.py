@@ -78,6 +78,7 @@ class Cut(nn.Module):
             parent._modules[key] = placeholder_module(unit, self._device)
 
     def _forward_of(self, name: str, unit: nn.Module, held: bool) -> Callable[..., Any]:
+        """The forward of a unit's stand-in: hands the call on to the stage that runs."""
         elsewhere = not self.plan.stages_of(name) <= set(self.mine)
         call = next((each.call for each in self.plan.calls if each.unit == name), None)
         several = len(self.mine) > 1
@@ -120,6 +121,7 @@ class Cut(nn.Module):
 
     @contextmanager
     def _standing_in(self, run: StageRun) -> Iterator[None]:
+        """Stand-ins in the model while a stage runs; between runs the model has its own modules."""
         before = [(parent, key, parent._modules[key]) for parent, key, _ in self._places]
         for parent, key, module in self._places:
             parent._modules[key] = module
@@ -193,6 +195,7 @@ class _Groups:
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of some pipeline ranks in this rank's own pipeline. Every rank of the world asks."""
         if ranks not in self._made:
             mine: dist.ProcessGroup | None = None
             for line in pipelines(self._mesh):

@@ -86,6 +86,7 @@ class StageRun:
         )
 
     def _from_before(self, number: int, output: Any) -> Any:
+        """What a call of an earlier stage gives here: received tensors in their places, blanks in the others."""
         # The earlier stage drew there; this rank counts these draws, so that later ones have the numbers of one
         # process.
         for name, draws in self._plan.draws.get(number, {}).items():
@@ -101,6 +102,7 @@ class StageRun:
         return received.clone() if given.changed else received  # autograd forbids writes to a leaf
 
     def _capture(self, number: int, output: Any) -> None:
+        """Keep what a call gave that later stages take."""
         wanted = self._wanted.get(number, ())
         tensors = tensors_in(output) if wanted else []
         for given in wanted:

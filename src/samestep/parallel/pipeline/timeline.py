@@ -61,6 +61,7 @@ class Timeline:
         self._spans.append(Span(**vars(action), start=began, end=self._now()))
 
     def _now(self) -> float:
+        """Seconds, once the device is done with what was asked of it."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
@@ -169,6 +170,7 @@ def ideal_times(orders: Orders, units: Mapping[str, float] = _UNITS) -> list[lis
 
 
 def _needed(action: Action, last_stage: int) -> list[tuple[int, str, int]]:
+    """What must be done before an action can begin: (stage, half, micro-batch)."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == "F":
         return [(stage - 1, "F", micro_batch)] if stage else []

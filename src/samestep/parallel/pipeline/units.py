@@ -225,6 +225,7 @@ class Needs:
         return at if at >= 0 and node.time < self._calls[at].call.ended and not node.parameter else None
 
     def _is_hidden(self, number: int) -> bool:
+        """Whether a result is something that a unit computes and doesn't give."""
         node = self._nodes[number]
         if node.output is not None and node.output[0] not in self._of_output and self._caller(number) is None:
             return all(self._is_hidden(parent) for parent in node.parents)
@@ -238,6 +239,7 @@ class Needs:
         return found
 
     def _need(self, number: int) -> Need:
+        """What a node is computed from, by an iterative walk: models are deeper than Python's stack of calls."""
         waiting = [number]
         while waiting:
             node = waiting[-1]

@@ -115,6 +115,7 @@ class _Slicing:
 
     @cached_property
     def _expected(self) -> Output:
+        """What the model gives for the example before any of it is sliced; computed once for all tries."""
         with torch.no_grad():
             return output_of(self.model, self.example)
 
@@ -204,6 +205,7 @@ class _Slicing:
         return None
 
     def _take_back(self, before: Attributes, table: Mapping[str, Part]) -> None:
+        """The model and the table as they were before a try."""
         before.restore()
         self.parts.table.clear()
         self.parts.table.update(table)
@@ -260,6 +262,9 @@ class _Slicer:
         self._now = now
 
     def slice(self, parts: ShardTable) -> None:
+        """Cut all parameters of the plan, then replace forwards: the order matters, since these read the
+        cut sizes.
+        """
         for unit in self._plan.units:
             if unit.heads is not None and unit.owner is not None:
                 rank = dist.get_rank(self._group)
@@ -310,6 +315,7 @@ class _Slicer:
         return next((stream for stream in self._streams if stream.holds(name)), None)
 
     def _slice_unit(self, unit: Unit) -> None:
+        """Columns with the message at their input, the region between, and the row layer with the sum."""
         region = self._region(unit.row, unit.width, unit.heads.queries if unit.heads is not None else 0)
         gathered = self._gather_for_owner(unit)
         identities = [self._input(name) for name in unit.columns]
@@ -386,6 +392,7 @@ class _Slicer:
         return torch.tensor(found)
 
     def _gather_outputs(self, name: str) -> None:
+        """A layer that computes its slice of the outputs: [..., outputs / ranks], gathered at once."""
         module, group = self._model.get_submodule(name), self._group
         ranks = self._plan.parts
         every = [bounds(outputs_of(module), rank, ranks) for rank in range(ranks)]
@@ -396,6 +403,7 @@ class _Slicer:
         )
 
     def _slice_multihead(self, name: str) -> None:
+        """nn.MultiheadAttention by heads. Query, key and value may be one tensor, or come from elsewhere."""
         attention = self._model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
         arguments = self._seen.of(name)
@@ -411,6 +419,7 @@ class _Slicer:
         multihead(attention, entries, region, self._group)
 
     def _slice_table(self, name: str) -> None:
+        """An embedding by rows: each rank looks up its own ids, and the sum has all of them."""
         embedding = self._model.get_submodule(name)
         assert isinstance(embedding, nn.Embedding)
         ((first, _),) = vocabulary_ranges(embedding.num_embeddings, self._plan.parts)[dist.get_rank(self._group)]
@@ -459,6 +468,7 @@ class _Slicer:
         return {identity for identity, places in keys if places}
 
     def _input(self, name: str) -> int | None:
+        """The identity of the tensor that a layer was given in the trace."""
         seen = self._seen.of(name)[0].inputs()
         return seen[0].identity if seen else None
 

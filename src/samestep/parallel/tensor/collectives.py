@@ -42,6 +42,8 @@ def gather(x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
+    """Forward: identity. Backward: all-reduce."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -53,6 +55,8 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
+    """Forward: all-reduce. Backward: identity."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -64,6 +68,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """Forward: all-gather along a dimension. Backward: this rank's slice."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, lengths: list[int], dim: int) -> Tensor:
         ctx.group, ctx.lengths, ctx.dim = group, lengths, dim
@@ -76,6 +82,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
+    """The sum over the group, in a tensor of its own."""
     # The all-reduce works in place, and the forward's own tensor may be needed by backward.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)

@@ -47,6 +47,7 @@ class InputMessage:
         self._taken: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The message's result for x, sent once for all the layers that take this very tensor."""
         # Compared by identity: query, key and value projections are called with one tensor, and one all-reduce of the
         # sum of their gradients takes the place of three.
         if self._taken is None or self._given is not x:
@@ -149,6 +150,7 @@ def product_of(linear: nn.Module, around_dropout: Context = nullcontext) -> Mess
 
 
 def _product_with(base: nn.Module) -> Message:
+    """x [..., in] -> [..., out] without a bias, for either layout of the weight."""
     if is_conv1d(base):
         # The weight is [in, out].
         return lambda x: F.linear(x, base.get_parameter("weight").t())
@@ -156,6 +158,7 @@ def _product_with(base: nn.Module) -> Message:
 
 
 def with_bias(x: Tensor, linear: nn.Module) -> Tensor:
+    """Add a linear's bias, in the dtype that the product has."""
     bias = base_of(linear).bias
     # Under autocast the product is in the lower precision, and so is what a whole linear gives.
     # [..., features or a slice of them] + the same of the bias.
@@ -281,6 +284,7 @@ class _LocalHeads:
         return heads.transpose(1, 2).flatten(2), weights
 
     def of_all_heads(self, weights: Tensor, average: bool) -> Tensor:
+        """The attention weights as the whole module gives them: averaged over heads, or of each."""
         if average:
             # [batch, queries, keys]: the average over all ranks' heads.
             return collectives.reduce(weights.sum(1), self._group) / self._attention.num_heads
@@ -288,6 +292,7 @@ class _LocalHeads:
         return collectives.gather(weights, self._group, [self._count] * self._ranks, 1)
 
     def _split(self, x: Tensor) -> Tensor:
+        """One dimension of heads and features as two."""
         # [batch, tokens, local heads * head_dim] -> [batch, local heads, tokens, head_dim]
         return x.unflatten(-1, (self._count, self._attention.head_dim)).transpose(1, 2)
 

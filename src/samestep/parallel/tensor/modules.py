@@ -47,6 +47,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def is_multihead(module: nn.Module) -> bool:
+    """PyTorch's own attention with its own forward, whose projections are plain parameters."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
@@ -238,6 +239,7 @@ def divide(module: nn.Module, heads: Heads, width: int, rank: int, parts: int) -
 
 
 def _first(holder: Any, names: Sequence[str]) -> int | None:
+    """The first of some attributes that is a whole number."""
     values = (getattr(holder, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
@@ -312,5 +314,6 @@ def _is_role(value: str) -> TypeGuard[Role]:
 
 
 def _some_names(model: nn.Module) -> list[str]:
+    """A few names of what can be sliced, for a message."""
     names = [name for name, module in model.named_modules() if can_be(module)]
     return [*names[:5], *(["..."] if len(names) > 5 else [])]

@@ -84,6 +84,7 @@ class UnitFinder:
         ]
 
     def find(self) -> list[Unit]:
+        """The units of the model, each linear in one of them at most."""
         units = [unit for unit in map(self._attention, self._first) if unit is not None and self._agrees(unit)]
         free = [name for name in self._linears if not any(name in unit.members for unit in units)]
         while free:
@@ -112,6 +113,7 @@ class UnitFinder:
         )
 
     def _attention(self, owner: str) -> Unit | None:
+        """The unit of an attention module: its projections, its output layer, what works by head in between."""
         module = self._modules[owner]
         heads = heads_of(module)
         if heads is None or is_multihead(module):
@@ -168,6 +170,7 @@ class UnitFinder:
         return all(shape[-1] == head for shape in shapes) and all(s.shape[-1] == head for s in seen)
 
     def _is_head_table(self, name: str, owner: str, heads: Heads) -> bool:
+        """Whether an embedding gives one number a head, as T5's relative positions do."""
         module = self._modules[name]
         return (
             isinstance(module, nn.Embedding)
@@ -243,6 +246,7 @@ class UnitFinder:
         )
 
     def _after(self, columns: Sequence[str]) -> str | None:
+        """The first linear that is called after all of the columns have ended."""
         last = max(self._first[name].ended for name in columns)
         return next((name for name in self._linears if self._first[name].began > last), None)
 

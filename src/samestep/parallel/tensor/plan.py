@@ -97,6 +97,7 @@ class Plan:
         return found
 
     def _cuts_of_unit(self, model: nn.Module, unit: Unit) -> Iterator[tuple[str, Cut]]:
+        """Each parameter of a unit that is cut: columns along outputs, the row layer along inputs."""
         # Rows that must stay together: those of a head, or single features.
         step = unit.width // unit.heads.queries if unit.heads is not None else 1
         # Whole on every rank, so they have no cut; their gradients are sums over the ranks (`in_parts`).
@@ -131,6 +132,7 @@ class Plan:
         return any(len({sum(last - first for first, last in each) for each in ranges}) > 1 for _, ranges in cuts)
 
     def _cuts_of_multihead(self, model: nn.Module, name: str) -> Iterator[tuple[str, Cut]]:
+        """The same of nn.MultiheadAttention: projections by heads, out_proj along its inputs."""
         attention = model.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
         heads, step = attention.num_heads, attention.head_dim
@@ -227,6 +229,7 @@ def _base_name(name: str, linear: nn.Module) -> str:
 
 
 def _updates(linear: nn.Module) -> Sequence[Update]:
+    """The low-rank updates of a linear with adapters."""
     layer = adapted(linear)
     return () if layer is None else layer.updates
 
@@ -272,6 +275,7 @@ def _vocabulary(model: nn.Module, trace: Trace) -> int | None:
 
 
 def _rows(module: nn.Module) -> int:
+    """Rows of a table or an output layer that can be cut by the vocabulary; 0 for anything else."""
     if isinstance(module, nn.Embedding) and is_embedding(module):
         return module.num_embeddings
     plain = is_linear(module) and adapted(module) is None
@@ -279,6 +283,7 @@ def _rows(module: nn.Module) -> int:
 
 
 def _can_slice(module: nn.Module) -> bool:
+    """Whether nn.MultiheadAttention has nothing that stands across its heads."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and is_multihead(module)
@@ -377,6 +382,7 @@ def _check(plan: Plan, model: nn.Module, said: Mapping[str, Role], flat: Sequenc
 
 
 def _why_not(module: nn.Module, role: Role) -> str:
+    """Why a module can't have the role that a user gave it."""
     if role == "column":
         return "no row layer takes what it makes, or that is not the queries, keys and values of whole heads"
     if role == "row":

@@ -121,6 +121,7 @@ class Stream:
         blocks[-1].register_forward_hook(self._gather_output, prepend=True)
 
     def _wrap(self, block: nn.Module, summed: frozenset[Any], now: ForwardContext) -> None:
+        """A block's forward that learns how many tokens there are, and tells draws which of them are here."""
         inner = block.forward
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
@@ -154,6 +155,7 @@ class Stream:
         return pytree.tree_map_with_path(summed, (arguments, keywords))
 
     def _own(self) -> int:
+        """How many tokens this rank has of the block that runs."""
         first, last = bounds(self.total, dist.get_rank(self._group), dist.get_world_size(self._group))
         return last - first
 
@@ -161,13 +163,16 @@ class Stream:
         self.total = argument(arguments, keywords, self._key).shape[self.dim]
 
     def _split(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """A hook before the first block: its hidden state cut to this rank's tokens."""
         hidden = argument(arguments, keywords, self._key)
         return replaced(arguments, keywords, self._key, tokens.split(hidden, self._group, self.dim))
 
     def _tell_total(self, block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """A hook before every block: hands the number of tokens on as an argument."""
         return arguments, {**keywords, "samestep_tokens": self.total}
 
     def _gather_output(self, block: nn.Module, arguments: Any, output: Any) -> Any:
+        """A hook after the last block: the hidden state of all tokens again."""
         leaves, form = pytree.tree_flatten(output)
         leaves[self._leaf] = tokens.gather(leaves[self._leaf], self._group, self.total, self.dim)
         return pytree.tree_unflatten(leaves, form)
@@ -254,6 +259,7 @@ def keys_of(call: Call, identity: int | None) -> list[Key]:
 
 
 def _only_call(name: str, trace: Trace, layout: str) -> Call:
+    """The one call of a block. Raises LayoutError where there are more, or none."""
     calls = trace.of(name)
     if len(calls) != 1:
         raise LayoutError(
@@ -280,6 +286,7 @@ def _find_hidden(calls: Sequence[Call], layout: str) -> tuple[Key, int]:
 
 
 def _hands_on(before: Call, block: Call, key: Key, index: int) -> bool:
+    """Whether a block is given, as its hidden state, the very tensor that the block before gave."""
     leaves = pytree.tree_leaves(before.output, is_leaf=lambda value: isinstance(value, Seen))
     taken = _given(block, key)
     made = leaves[index] if index < len(leaves) else None

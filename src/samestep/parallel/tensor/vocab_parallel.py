@@ -67,6 +67,7 @@ class Vocabulary:
         return partial(self._loss, loss), partial(_in_slices, backward)
 
     def _loss(self, loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Tensor | int]:
+        """A task's loss, on slices where that was found to work, else on whole logits."""
         leaves = pytree.tree_leaves(output)
         if any(isinstance(leaf, ChunkedLogits) for leaf in leaves):  # of slices, where the output layer gives some
             return _plain(_in_slices(loss, output, batch))
@@ -141,6 +142,7 @@ class _TargetsInRange(TorchFunctionMode):
 
 
 def _check_targets(logits: Tensor, target: Tensor, ignored: int) -> None:
+    """Raise IndexError for a class outside of the vocabulary, whose slice no rank has."""
     classes = logits.shape[1 if logits.ndim > 1 else 0]
     if target.is_floating_point() or target.device.type != "cpu":  # probabilities; or an accelerator would wait
         return
@@ -163,5 +165,6 @@ def _whole(output: Any) -> Any:
 
 
 def _plain(loss: Any) -> tuple[Tensor, Tensor | int]:
+    """Sum and count as plain tensors."""
     loss_sum, count = sum_and_count(loss)
     return _whole(loss_sum), _whole(count)
