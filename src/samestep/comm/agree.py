@@ -18,6 +18,8 @@ def host_of(group: dist.ProcessGroup, device_type: str) -> torch.device:
 
 def largest(values: Sequence[int], group: dist.ProcessGroup, device_type: str) -> list[int]:
     """The largest of what the ranks give in each place; every rank must ask, for as many."""
+    # MAX answers "does any rank ...?" for flags, and "do all say the same?" for a number and its negative: they do
+    # where the two largest are each other's negatives.
     message = torch.tensor(values, dtype=torch.int64, device=host_of(group, device_type))
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
     return message.tolist()

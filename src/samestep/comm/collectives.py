@@ -5,6 +5,9 @@ A rank gives none, one or all of the chunks, and takes none, one or all: that is
 buffers. Bytes and bandwidths follow nccl-tests (github.com/NVIDIA/nccl-tests): the size S of a message is that of all
 n chunks (`src/all_gather.cu` and its like), algorithm bandwidth is S / t, and bus bandwidth is that times a factor
 by which it may be held against what one link carries, whatever n is (`doc/PERFORMANCE.md`).
+
+`expected` computes in Python integers, so that what a transport gives can be compared exactly: values are small
+enough that their sum over the ranks is exact in every dtype that is tried.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -40,6 +40,11 @@ class LowRank(Method):
                     self._errors[name] = torch.zeros_like(parameter.detach()).view(rows, columns)
 
     def exchange(self) -> bool:
+        """Average gradients: three steps of algorithm 1, with two messages.
+
+        The first message has P [rows, rank] of every matrix and what is averaged whole, the second Q [columns, rank].
+        All ranks orthonormalise the same averaged P, so they hold the same columns.
+        """
         gradients = {name: p.grad for name, p in self.replica.parameters.items() if p.grad is not None}
         if int(self._steps) < self._options.start:
             self.replica.wire.mean(list(gradients.values()))
@@ -60,6 +65,7 @@ class LowRank(Method):
         return True
 
     def _with_error(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient as a matrix [rows, columns], plus what earlier steps left out of it on this rank."""
         matrix = gradient.reshape(_shape(gradient))
         return matrix + self._errors[name] if self._options.error_feedback else matrix
 
