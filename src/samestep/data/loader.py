@@ -109,6 +109,7 @@ class Loader:
         return self.stop - self.start
 
     def __iter__(self) -> Iterator[StepBatch]:
+        """The steps `start` to `stop` in their order, with how long this rank has waited for data (seconds)."""
         batches = iter(self._data_loader())
         for step in range(self.start, self.stop):
             shares = self._shares(step)
@@ -193,6 +194,7 @@ class _Reading:
         self._samples = samples
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any] | _Mistake:
+        """The samples of a micro-batch, by one call where the data set has one for several."""
         together = getattr(self._samples, "__getitems__", None)
         found: list[Any] = []
         try:
@@ -296,6 +298,7 @@ class Chunks:
         return len(self._mine)
 
     def __iter__(self) -> Iterator[Chunk]:
+        """This rank's chunks in their order; those past the end are lent ones."""
         for number, batch in zip(self._mine, self._loader, strict=True):
             parts = (to_device(part, self._device, self._dtype) for part in given(batch))
             yield Chunk(batch=Batch(*parts), lent=number >= self._count)

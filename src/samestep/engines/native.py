@@ -58,6 +58,7 @@ _CASTS_NOTHING = (torch.optim.AdamW, torch.optim.SGD)
 
 
 def _stepping(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizers that really step: those inside of wrappers that step copies."""
     for each in innermost(optimizer):
         yield from each.stepping() if isinstance(each, (OffloadedOptimizer, MasterWeights, RoundedState)) else (each,)
 
@@ -88,6 +89,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._copies: list[tuple[nn.Parameter, int]] | None = None
 
     def step(self, batch: StepBatch, loss: Loss) -> StepReport:
+        """One step over the global batch. In the first one an error is told as the layout's, if it is."""
         failures, self._failures_of_step = self._failures_of_step, None
         if failures is None:
             return self._step(batch, loss)
@@ -160,6 +162,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return totals[0] / totals[1], grad_norm, _terms(loss, totals)
 
     def _phase(self, phase: Phase) -> AbstractContextManager[None]:
+        """Code that belongs to a phase of the step, timed where steps are profiled."""
         clock = self._running_clock()
         return nullcontext() if clock is None else clock.of(phase)
 
@@ -184,6 +187,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return StepReport(loss=totals[0] / totals[1], grad_norm=grad_norm, lr=lr, terms=_terms(loss, totals))
 
     def _after(self, step: int) -> None:
+        """After a step: the moving average looks at the new parameters, which must have arrived for that."""
         if self._average is not None:
             self._spread.settle()
             self._average.after(step + 1)
@@ -194,6 +198,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self._precision.scales or bool(torch.isfinite(totals[0] + grad_norm))
 
     def pass_over(self) -> float:
+        """Leave a step out: the schedule goes on, parameters and optimizer state stay. Returns the rate."""
         lr = self.optimizer.param_groups[0]["lr"]
         if self.schedule is not None:
             with warnings.catch_warnings():  # it wants to see the optimizer step first
@@ -222,6 +227,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             backward = told_of_gradients(clock, backward)
 
         def term(output: Any, micro_batch: MicroBatch) -> Tensor:
+            """What backward starts from: the micro-batch's loss sum, weighed; called where the output is."""
             loss_sum, count = of_step.of(output, micro_batch)
             # Lent samples take part in every message, and count nothing: their weight is 0.
             totals[0] += loss_sum.detach() * micro_batch.weight
@@ -326,6 +332,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
             self._precision.update(self.optimizer)
 
     def predict(self, inputs: Any) -> Any:
+        """The output in evaluation mode; None on a rank without the last stage. Every rank calls."""
         if self.model.training:
             self.model.eval()
         failures, self._failures_of_forward = self._failures_of_forward, None
@@ -336,14 +343,17 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         self._spread.settle()
 
     def averaged(self) -> AbstractContextManager[None]:
+        """Code in which the model has the moving average for its weights, where there is one."""
         self._spread.settle()
         return nullcontext() if self._average is None else self._average.in_place()
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, one at a time; every rank must ask to the end."""
         self._spread.settle()
         return self._spread.parts.whole_parameters(self.model)
 
     def optimizer_state(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """(name, key, tensor) of whole parameters' state; nothing where ranks hold parts of it."""
         if self._spread.parts.layout.replicate != self._spread.parts.layout.size:
             # A generator, so that without a yield it gives nothing.
             return  # ranks hold parts of it
@@ -355,6 +365,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
                         yield names[parameter], key, value
 
     def holdings(self) -> Holdings:
+        """What this rank keeps between steps."""
         spread = self._spread
         return holdings(
             self.model,
@@ -372,6 +383,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self._whole_state(kept=kept)
 
     def _whole_state(self, *, kept: bool) -> dict[str, Tensor]:
+        """The whole model's state dict on the CPU; every rank must ask."""
         self._spread.settle()
         return self._spread.parts.whole_state(self.model, kept=kept)
 
@@ -385,6 +397,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         return self._spread.parts.tied
 
     def pieces(self) -> dict[str, Piece]:
+        """Everything that a checkpoint gets of this rank: model, optimizer, moving average."""
         self._spread.settle()
         return {
             **model_pieces(self.model, self._spread.parts),
@@ -406,6 +419,10 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         read: Callable[[Mapping[str, Piece]], None],
         scaler: Mapping[str, float],
     ) -> None:
+        """Go on after `step` steps: make empty state for what was saved, have it read in place, fill the optimizers.
+
+        `saved`: names, shapes and dtypes in the checkpoint, whichever layout wrote it.
+        """
         self._spread.settle()
         to_fill = OptimizerToFill(self.optimizer, *self._optimized(), saved)
         average = {} if self._average is None else self._average.to_fill(saved, self._spread.parts)
@@ -492,16 +509,19 @@ class Native(Engine):
     trainer_class: type[NativeTrainer] = NativeTrainer
 
     def can_fill(self, layout: Layout) -> bool:
+        """Whether the model may be built without memory, and filled by `spread` with what a rank holds."""
         # Slicing holds the sliced model's output against the whole one's, which takes the whole one.
         # So does sharing out experts.
         return layout.tensor == layout.expert == 1 and (layout.zero >= 2 or layout.pipeline > 1)
 
     def prepare(self, model: nn.Module, how: Preparation) -> NativeTrainer:
+        """Spread model and optimizer. What PyTorch raises meanwhile becomes a LayoutError with a module's name."""
         failures = LayoutFailures(model, how.layout)
         with failures.told():
             return self._prepare(model, how, failures)
 
     def _prepare(self, model: nn.Module, how: Preparation, failures: LayoutFailures) -> NativeTrainer:
+        """The trainer for what the job asks: one of three special steps, or the native one."""
         if how.communication is not None:
             from samestep.engines.less_communication import prepare
 
