@@ -56,6 +56,7 @@ class Failure:
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else ended_by(-self.exit_code)
 
     def __str__(self) -> str:
+        """What the user is told: who failed first, how, why, and where the rest stands."""
         text = f"rank {self.rank} on {self.host} failed first: {self.how}"
         if self.reason:
             text += f"\n{self.reason}"
@@ -163,6 +164,7 @@ def _was_ended(failure: Failure) -> bool:
 
 
 def _read(rank: int, failure: ProcessFailure, host: str, folder: Path) -> Failure:
+    """Why a rank failed: its error file, else a traceback in its log, else the last lines that it wrote."""
     log = errors_of(folder, rank)
     at = _told_at(failure)
     reason = _told(failure)
@@ -185,6 +187,9 @@ def _read(rank: int, failure: ProcessFailure, host: str, folder: Path) -> Failur
 
 
 def _told_at(failure: ProcessFailure) -> float:
+    """When a rank failed, in seconds since 1970: as its error file says; a killed one was seen up to a
+    second later.
+    """
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         with suppress(KeyError, ValueError):

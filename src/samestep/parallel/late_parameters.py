@@ -6,9 +6,9 @@ units, before the model's forward begins. Code that reads parameters elsewhere (
 calls `settle` before. Meanwhile a rank holds the messages: at most the bytes of its parameters once more, at a time
 when it holds no activations yet.
 
-Why lots, and not one wait: the first units can run as soon as their own parameters are there. Back ends begin
-the broadcasts of a group in the order of the calls, so sending in the order of use makes each wait as short as it can be. A
-lot has about one message from each owner, so that all owners' links are busy at the same time.
+Why lots, and not one wait: the first units can run as soon as their own parameters are there. Back ends begin the
+broadcasts of a group in the order of the calls, so sending in the order of use makes each wait as short as it can be.
+A lot has about one message from each owner, so that all owners' links are busy at the same time.
 """
 
 from collections.abc import Callable, Sequence

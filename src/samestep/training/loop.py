@@ -3,9 +3,9 @@
 A step's values are read from the device while the next step is computed (`Readout`, `StepLog`). A training goes back
 to its last checkpoint when a loss is not finite, and leaves that batch out.
 
-Order within a turn of the loop, the same on every rank: take step k, queue the copy of its values, log step k - 1, evaluate
-and save where that is due, see whether a signal has come. Evaluations, checkpoints and stops come after the same step on
-all ranks: a rank that left the loop alone would leave the others in the next step's collectives.
+Order within a turn of the loop, the same on every rank: take step k, queue the copy of its values, log step k - 1,
+evaluate and save where that is due, see whether a signal has come. Evaluations, checkpoints and stops come after the
+same step on all ranks: a rank that left the loop alone would leave the others in the next step's collectives.
 """
 
 import time
