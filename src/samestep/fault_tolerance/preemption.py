@@ -3,8 +3,8 @@
 In the starting process the first signal gives the ranks notice; then they are ended.
 
 Why not stop at once: a rank that stops alone leaves the others in a collective. So the signal is noted, and the ranks
-agree on it between steps: every few steps (about four times a second, at most 64 apart) they take the maximum of their
-signals' numbers, in a group of its own. All hear of it after the same step, save, and end with 128 + the number.
+agree on it between steps: every few steps (about four times a second, at most 64 apart) they take the maximum of
+their signals' numbers, in a group of its own. All hear of it after the same step, save, and end with 128 + the number.
 """
 
 import os

@@ -86,7 +86,7 @@ def _usual_size(number: int, kind: str, run: Run, names: Sequence[str]) -> float
 def _apart(number: int, kind: str, name: str, alone: Run, split: Run, again: Run | None, usual: float) -> Apart:
     """How far a tensor of the split run is from that of the run alone, relative to its norm.
 
-    `usual` (root mean square of all tensors' numbers) keeps tensors near zero from counting as far apart. `noise` is
+    `usual`, the usual size of a number of these tensors, keeps one near zero from counting as far apart. `noise` is
     the same distance between two runs alone, where there was a second.
     """
     known = alone.joined(number, kind, name)

@@ -55,7 +55,7 @@ class Row:
         return None if self.timing is None or self.before is None else max(self.timing.noise, self.before.noise)
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds a step before and with a value; `worth` is their ratio, `noise` the spread of repeats."""
+        """Seconds a step before and with a value; `noise` is the larger one of the two."""
         return {
             "setting": self.setting,
             "value": self.value,
