@@ -4,7 +4,7 @@ In the starting process the first signal gives the ranks notice; then they are e
 
 Why not stop at once: a rank that stops alone leaves the others in a collective. So the signal is noted, and the ranks
 agree on it between steps: every few steps (about four times a second, at most 64 apart) they take the maximum of
-their signals' numbers, in a group of its own. All hear of it after the same step, save, and end with 128 + the number.
+their signals' numbers, in a group of its own. All hear of it after the same step, save, and end with 128 + that.
 """
 
 import os
