@@ -1,8 +1,9 @@
 """The proof: a layout's first steps held against those of one process in float64.
 
 What is held against one process, all in float64: losses and gradient norms of each step, parameters and changed
-buffers after the last, metrics. Differences are relative to the largest number of what is compared. Sums in another
-order differ by some 1e-15; a mistake in a layout (a mean of means, a mask, a gradient that wasn't sent) by far more.
+buffers after the last, metrics. Differences are relative: of a tensor the largest difference over the largest number
+of one process's. Sums in another order differ by some 1e-15; a mistake in a layout (a mean of means, a mask, a
+gradient that wasn't sent) by far more.
 """
 
 import math

@@ -309,7 +309,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         for parameter, copies in self._copies:
             if parameter.grad is not None:
                 by_copies.setdefault(copies, []).append(local(parameter.grad))
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)  # [] of this rank
         for copies, gradients in by_copies.items():
             for same in _alike(gradients):
                 norms = torch.stack(torch._foreach_norm(same, 2, _wide(same[0].dtype))).to(squares)

@@ -158,7 +158,7 @@ class OrderedSums:
         `facts`: [virtual ranks, numbers] float64, with zeros where other ranks know them; comes back from all ranks.
         """
         used = torch.tensor(self._used, dtype=torch.float64, device=facts.device)
-        message = torch.cat([used, facts.reshape(-1)])
+        message = torch.cat([used, facts.reshape(-1)])  # [parameters + virtual ranks * numbers]
         if len(self._peers) > 1:
             dist.all_reduce(message, group=self._group)  # one rank's number and zeros: their sum has no rounding
         any_used, told = message.split([len(used), facts.numel()])
@@ -201,7 +201,7 @@ class OrderedSums:
         message = padded.view(len(flat), ranks, part).transpose(0, 1).reshape(-1)  # [ranks, sums, part]
         # All-to-all and then all-gather: an all-reduce would add in an order that the back end chooses.
         mine = self._exchanged(message, [len(flat) * part] * ranks, part)
-        whole = mine.new_empty(ranks, part)
+        whole = mine.new_empty(ranks, part)  # every rank's completed part
         dist.all_gather(list(whole.unbind()), mine, group=self._group)
         return whole.view(-1)[: flat[0].numel()]
 
@@ -225,7 +225,7 @@ class OrderedSums:
         counts = [len(peer.sums) for peer in self._peers]
         received = message.new_empty(sum(counts) * own)
         dist.all_to_all_single(received, message, [count * own for count in counts], list(sizes), group=self._group)
-        leaves = [each for peer in self._peers for each in peer.sums]
+        leaves = [each for peer in self._peers for each in peer.sums]  # of all ranks, in the order received
         found = list(zip(leaves, received.view(len(leaves), own).unbind(), strict=True))
         return total(sorted(found, key=lambda each: each[0]), self.virtual_ranks)
 

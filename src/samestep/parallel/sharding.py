@@ -50,7 +50,7 @@ class Slice:
     def gather(self, part: Tensor) -> Tensor:
         """The whole from every rank's part; every rank of the group must ask."""
         lengths = [sum(last - first for first, last in ranges) for ranges in self.ranges]
-        gathered = all_gather_uneven(part, self.group, lengths, self.dim)
+        gathered = all_gather_uneven(part, self.group, lengths, self.dim)  # in the order of ranks
         whole = torch.empty_like(gathered)
         for theirs, ranges in zip(gathered.split(lengths, self.dim), self.ranges, strict=True):
             start = 0
@@ -291,7 +291,7 @@ class GradientMessage:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(local(parameter.grad))
         # Offloaded gradients are on the CPU, where a group has gloo alone, which is slower than the accelerator.
-        flat = torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])
+        flat = torch.cat([gradient.reshape(-1).to(device_type) for gradient in gradients])  # [numbers of all of them]
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         return cls(work, flat, gradients)

@@ -106,7 +106,7 @@ class WholeOptimizer(Optimizer):
             here = {rank: theirs[name] for rank, (_, theirs) in enumerate(told) if name in theirs}
             if here:
                 holders[name] = here
-        loads = [0] * len(told)
+        loads = [0] * len(told)  # numbers that each rank owns so far
         wholes = []
         for name, here in sorted(holders.items(), key=lambda item: -next(iter(item[1].values())).shape.numel()):
             first = next(iter(here.values()))

@@ -120,7 +120,7 @@ class Owners:
         # Every rank has the same buckets and the same owners, so messages go out in the same order everywhere. gloo
         # and NCCL pair collectives of a group by their order alone.
         for (owner, _), some in together.items():
-            message = _flat([gradient for _, gradient in some])
+            message = _flat([gradient for _, gradient in some])  # [numbers], a copy of them
             if owner is None:
                 work = dist.all_reduce(message, group=data, async_op=True)
             else:

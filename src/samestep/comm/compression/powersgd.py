@@ -50,14 +50,14 @@ class LowRank(Method):
             self.replica.wire.mean(list(gradients.values()))
             return True
         matrices = {name: self._with_error(name, gradients[name]) for name in self._q if name in gradients}
-        p = {name: matrix @ self._q[name] for name, matrix in matrices.items()}
+        p = {name: matrix @ self._q[name] for name, matrix in matrices.items()}  # [rows, rank]
         whole = [gradient for name, gradient in gradients.items() if name not in matrices]
         self.replica.wire.mean([*whole, *p.values()])
         p = {name: torch.linalg.qr(each).Q for name, each in p.items()}
-        q = {name: matrix.T @ p[name] for name, matrix in matrices.items()}
+        q = {name: matrix.T @ p[name] for name, matrix in matrices.items()}  # [columns, rank]
         self.replica.wire.mean(list(q.values()))
         for name, matrix in matrices.items():
-            mean = p[name] @ q[name].T
+            mean = p[name] @ q[name].T  # [rows, columns]
             gradients[name].copy_(mean.view_as(gradients[name]))
             self._q[name].copy_(q[name])
             if self._options.error_feedback:

@@ -103,7 +103,7 @@ def _fits_flash(block: Block) -> bool:
 
 def _attend_for_cpu(block: Block) -> Attended:
     """By PyTorch's kernel for CPUs, which takes any dtype and masks."""
-    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(  # lse [batch, heads, queries]
         block.query, block.key, block.value, 0.0, block.causal, attn_mask=block.mask, scale=block.scale
     )
     if block.mask is not None:  # of a query without keys the kernel gives 0
@@ -162,13 +162,13 @@ def _gradients_by_flash(block: Block, gradient: Tensor, attended: Attended) -> G
 
 def _attend_written_out(block: Block) -> Attended:
     """By products of matrices: [batch, heads, queries, keys] is in memory for the time of this block."""
-    scores = _scores(block)
+    scores = _scores(block)  # [batch, heads, queries, keys]
     # Taken away before exp, so that no exponential overflows.
     largest = scores.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0.0)
     weights = (scores - largest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    value = _for_each_head(block)[1]
+    total = weights.sum(-1, keepdim=True)  # [batch, heads, queries, 1]
+    value = _for_each_head(block)[1]  # [batch, heads, keys, value_dim]
     output = (weights @ value.to(weights.dtype)) / total.masked_fill(total == 0, 1.0)
     return Attended(output.to(block.query.dtype), (total.log() + largest).squeeze(-1))
 

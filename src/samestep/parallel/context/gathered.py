@@ -189,7 +189,7 @@ def give_all_tokens(module: nn.Module, which: Gathered, messages: Messages, now:
         with now.holding(Portion()), messages.pause():
             # Whole tokens inside, so draws are those of all tokens and attention is PyTorch's own.
             output = inner(*arguments, **keywords)
-        results, form = pytree.tree_flatten(output)
+        results, form = pytree.tree_flatten(output)  # of all tokens
         for index, dim in which.outputs.items():
             results[index] = messages.split(results[index], dim)
         return pytree.tree_unflatten(results, form)

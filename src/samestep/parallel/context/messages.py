@@ -107,7 +107,7 @@ def _piece(whole: Tensor, first: int, length: int, dim: int) -> Tensor:
 
 def all_parts(part: Tensor, shares: Shares, tokens: int, dim: int = 1) -> Tensor:
     """Every rank's part in the order of tokens, without what filled them up; for tensors without gradients."""
-    whole = all_gather(part, shares.group, dim)
+    whole = all_gather(part, shares.group, dim)  # ranks' parts in the order of ranks
     if shares.zigzag:
         length = part.shape[dim] // 2
         ranks = range(shares.ranks)
@@ -233,6 +233,6 @@ def _exchanged(tensor: Tensor, group: dist.ProcessGroup, split_dim: int, join_di
     """[..., n * a, ..., b, ...] -> [..., a, ..., n * b, ...]: split along one dimension, joined along another."""
     # all_to_all_single sends consecutive pieces of the first dimension, so the pieces are laid out there.
     pieces = torch.stack(tensor.chunk(group.size(), split_dim))  # [ranks, ...], one piece for each rank
-    received = torch.empty_like(pieces)
+    received = torch.empty_like(pieces)  # [ranks, ...], piece r from rank r
     dist.all_to_all_single(received, pieces, group=group)
     return torch.cat(list(received), join_dim)

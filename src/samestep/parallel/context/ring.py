@@ -171,7 +171,7 @@ class _RingAttention(torch.autograd.Function):
             output = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=exact)
             lse = query.new_full(query.shape[:-1], -math.inf, dtype=exact)
             rows = ring.rows(mask)
-            travelling = _flat(key, value)
+            travelling = _flat(key, value)  # [numbers of own keys and values], one message
             for step, source in enumerate(ring.sources()):
                 on_the_way = _pass_on(travelling, ring.shares) if step < ring.shares.ranks - 1 else None
                 place = ring.block(query, *_parts(travelling, key, value), rows, source)

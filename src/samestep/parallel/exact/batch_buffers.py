@@ -211,9 +211,9 @@ class BatchBuffers:
         """Give buffers their means and sums over the micro-batches of all ranks."""
         if not held:
             return
-        moved = [each.moved(buffer) for buffer, each in held]
+        moved = [each.moved(buffer) for buffer, each in held]  # [buffers] of the buffers' shapes, float64
         samples = torch.tensor([each.samples for _, each in held], dtype=torch.float64, device=moved[0].device)
-        message = torch.cat([samples, *(part.flatten() for part in moved)])
+        message = torch.cat([samples, *(part.flatten() for part in moved)])  # [buffers + all their numbers]
         dist.all_reduce(message, group=self._group)
         samples, *sums = message.split([len(held), *(part.numel() for part in moved)])
         for (buffer, each), total, count in zip(held, sums, samples.tolist(), strict=True):

@@ -240,10 +240,10 @@ def _statistics(given: Tensor, group: dist.ProcessGroup, moment: Moment) -> tupl
             f"batch norm: a global batch of one number for each of {given.size(1)} features has no variance; use "
             "a recipe.batch that doesn't leave one sample for the last step"
         )
-    mean = sums[:-1] / count
+    mean = sums[:-1] / count  # [features]
     # Squares of what is left after the mean: a difference of two large sums would lose digits.
-    centred = numbers - mean.view(shape)
-    squares = centred.square().sum(others) * weight
+    centred = numbers - mean.view(shape)  # [samples, features, ...]
+    squares = centred.square().sum(others) * weight  # [features]
     return centred, mean, _SumOverRanks.apply(squares, group) / count, count
 
 

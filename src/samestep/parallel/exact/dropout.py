@@ -52,7 +52,7 @@ def explicit_attention(
     (Vaswani et al. 2017, section 3.2.1; grouped queries: Ainslie et al. 2023.)
     """
     if enable_gqa:
-        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)  # [..., query heads, keys, head_dim]
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     if is_causal:
         attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
@@ -63,7 +63,7 @@ def explicit_attention(
         nothing = ~attn_mask.any(-1, keepdim=True)  # a query that may see no key
         scores = scores.masked_fill(~(attn_mask | nothing), -math.inf)
     else:
-        nothing = (attn_mask == -math.inf).all(-1, keepdim=True)
+        nothing = (attn_mask == -math.inf).all(-1, keepdim=True)  # [..., queries, 1]
         scores = scores + attn_mask.masked_fill(nothing, 0.0)
     # A softmax over nothing is not a number; PyTorch's attention has zeros there.
     return drop(scores.softmax(-1).masked_fill(nothing, 0.0)) @ value

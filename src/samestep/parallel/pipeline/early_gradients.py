@@ -67,7 +67,7 @@ class EarlyGradients:
         self._times: dict[nn.Parameter, int] = {}  # how often the first step's last backward added to a gradient
         self._late: set[nn.Parameter] | None = None  # those that it added to more often; None: not known yet
         self._unused: set[nn.Parameter] = set()  # on this rank, in this step
-        self._sent: list[GradientMessage] = []
+        self._sent: list[GradientMessage] = []  # in the order in which they went out
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._added)
 

@@ -52,7 +52,7 @@ class Vocabulary:
         def forward(x: Tensor) -> Tensor:
             logits = with_bias(product(collectives.copy(x, self._group)), linear)  # [..., vocabulary / ranks]
             if self.slices and torch.is_grad_enabled():
-                shape = torch.Size([*logits.shape[:-1], sum(lengths)])
+                shape = torch.Size([*logits.shape[:-1], sum(lengths)])  # of the whole logits
                 # `from_local` asks for the stride as well where a shape is given.
                 stride = torch.empty(shape, device="meta").stride()
                 # Cut as DTensor itself cuts, so it needs no look at the other ranks' slices.
