@@ -152,6 +152,7 @@ class Saver:
             raise _as_error(unfinished, dict(error.failures)) from None
         sums = self._gathered_sums(unfinished) if self._durable else {}
         info = replace(info, files=sums)
+        # The info names every file with its checksum, so it can only be written when all of them are there.
         text = info.to_json()
         if self._neighbours is not None:
             text = self._neighbours.spread(unfinished, text, partial(self.together, where=unfinished))

@@ -84,6 +84,7 @@ class SampleOrder:
         if self.virtual_ranks is not None:
             return virtual_shares(batch, place, self.virtual_ranks)
         if self.lengths is not None and not place.idle:
+            # Only the order within the batch changes, so which samples the step has stays the same.
             batch = dealt_by_length(batch, self.lengths[batch], place.of)
         return cut(batch, place, micro_batch, micro_batches)
 
@@ -130,6 +131,7 @@ def dealt_by_length(batch: Indices, lengths: Indices, ranks: int) -> Indices:
     Sorted by length and dealt out in turn, ranks have about as much to do, and a rank's consecutive samples have
     similar lengths.
     """
+    # Stable: samples of one length keep the batch's order, the same on every machine.
     longest_first = batch[np.argsort(-lengths, kind="stable")]
     return np.concatenate([longest_first[rank::ranks] for rank in range(ranks)])
 

@@ -304,8 +304,10 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
         """The norm of the whole gradient: each rank's squares over the number of ranks that hold them, summed."""
         parts = self._spread.parts
         by_copies: dict[int, list[Tensor]] = {}
+        # Made at the first norm: by then parameters are those that the optimizer steps.
         if self._copies is None:  # walking through a model takes longer than the norm of a small one
             self._copies = [(each, parts.copies(name, each)) for name, each in self.model.named_parameters()]
+        # Grouped by how many ranks hold the same, so that each group is one pass over a list of tensors.
         for parameter, copies in self._copies:
             if parameter.grad is not None:
                 by_copies.setdefault(copies, []).append(local(parameter.grad))
@@ -317,6 +319,7 @@ class NativeTrainer(Checkpointed, Skipping, TurnTaking):
                 squares += norms.square().sum() / copies
         group = parts.norm_group()
         if group is not None:
+            # One number over the ranks that hold different parts; all of them clip by the same norm.
             dist.all_reduce(squares, group=group)
         return squares.sqrt()
 

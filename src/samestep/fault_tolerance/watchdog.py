@@ -302,6 +302,7 @@ class Watchdog:
         working = [each for each in ranks if not each.over]
         if self.limit is None or not working:
             return False
+        # In seconds: five times the longest step so far, if that is more than the job's limit.
         limit = max(self.limit, _LONGER_STEP * max(each.longest for each in working))
         if len(self.last) < len(self._ranks) or any(each.phase in _LONG for each in working):
             limit *= _LONGER

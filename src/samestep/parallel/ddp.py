@@ -74,6 +74,7 @@ def replicate(
     finally:  # it is looked at only here, and the module may be wrapped again
         del module._ddp_params_and_buffers_to_ignore
     if owners is not None:
+        # A hook takes the place of DDP's own all-reduce for every bucket.
         replicated.register_comm_hook(owners, to_owners)
     elif exchange is not None and exchange.hook is not None:
         replicated.register_comm_hook(*exchange.hook)

@@ -256,6 +256,7 @@ def shard(
         pinned = mesh.grid.device_type != "cpu" and not layout.offloads("parameters-disk")
         offload = CPUOffloadPolicy(pin_memory=pinned)
     of_experts = mesh.shards(of_experts=True) if mesh.size("expert") > 1 else None
+    # [shard], or [replicate, shard] where shards have replicas: then FSDP2 is HSDP.
     grid = mesh.shards(of_experts=False)
     # Inner units first: `fully_shard` takes every parameter that no unit within it has taken yet.
     for part in [*experts, *units, model]:

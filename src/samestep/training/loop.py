@@ -139,6 +139,7 @@ def take_all_steps(
     steps = training.steps(measured=training.measured_step, supervision=supervision, left_out=log.left_out)
     for batch, report in steps:
         # Log the step before, while the device computes this one.
+        # Before `flush`: the copy is then in the device's queue right behind the step, and not behind the next one.
         reading = Readout(report)
         log.flush()
         now = time.perf_counter()

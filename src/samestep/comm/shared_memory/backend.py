@@ -61,6 +61,7 @@ def new_group(options: Any, environ: Mapping[str, str], host: str | None = None)
         limit=options.timeout.total_seconds(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
+    # Keys of one host's ranks apart from those of the others.
     on_host = PrefixStore(f"host-{hosts.of_rank[rank]}", store)
     kernel, problem = None, ""
     if len(own) > 1:

@@ -31,6 +31,7 @@ class _Task:
             self.run()
         except Exception as error:  # raised again where it is waited for
             self.error = error
+        # A group may keep the task long after its caller has freed the message.
         self.run = _TASK_ENDED  # lets go of its tensors
         with self._changing:
             self.done = True
