@@ -69,7 +69,6 @@ class Traffic(TorchDispatchMode):
             return NotImplemented  # its own dispatch comes first, and calls the operators on plain tensors
         if func.namespace in _NAMESPACES:
             self._count(func, func._schema.name.partition("::")[2], args, kwargs or {})
-        # What a group of our own counts inside of this operator would count twice.
         outermost, self._in_operator = self._in_operator, True
         try:
             return func(*args, **(kwargs or {}))

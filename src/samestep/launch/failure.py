@@ -164,7 +164,6 @@ def _was_ended(failure: Failure) -> bool:
 
 
 def _read(rank: int, failure: ProcessFailure, host: str, folder: Path) -> Failure:
-    """Why a rank failed: its error file, else a traceback in its log, else the last lines that it wrote."""
     log = errors_of(folder, rank)
     at = _told_at(failure)
     reason = _told(failure)
@@ -187,9 +186,6 @@ def _read(rank: int, failure: ProcessFailure, host: str, folder: Path) -> Failur
 
 
 def _told_at(failure: ProcessFailure) -> float:
-    """When a rank failed, in seconds since 1970: as its error file says; a killed one was seen up to a
-    second later.
-    """
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         with suppress(KeyError, ValueError):

@@ -132,7 +132,6 @@ def _wants_server(job: Job) -> bool:
 
 
 def _ensure_running() -> None:
-    """Start the server, and have it ended before this process ends."""
     forkserver.ensure_running()
     atexit.unregister(_end)
     atexit.register(_end)

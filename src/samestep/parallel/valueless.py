@@ -58,12 +58,10 @@ class Mail:
         self._like: dict[Any, Tensor] = {}  # the last message of each label
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """Keep a message for the rank that it is for, and as an example of its label."""
         self._sent[dist.get_rank(), target].append(tensor.clone())
         self._like[getattr(tensor, "samestep_label", None)] = tensor.clone()
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor with the message that waits for this rank, or with one like it. Raises UserError for none."""
         waiting = self._sent[source, dist.get_rank()]
         message = waiting.popleft() if waiting else self._like.get(getattr(tensor, "samestep_label", None))
         if message is None or message.shape != tensor.shape:
@@ -76,11 +74,7 @@ class Mail:
 
 
 class Valueless(FakeTensorMode):
-    """Code in which tensors have no values, but for small ones of constants, integers, and what is made of those.
-
-    Small tensors with values are computed as usual, so lengths, masks and indices are true. As soon as an operator
-    takes a tensor without values, its results have none either.
-    """
+    """Code in which tensors have no values, but for small ones of constants, integers, and what is made of those."""
 
     def __init__(self, mail: Mail | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
