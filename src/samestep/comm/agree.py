@@ -1,4 +1,7 @@
-"""What ranks tell each other for their hosts to act on: flags and small numbers; no host waits for an accelerator."""
+"""What ranks tell each other for their hosts to act on: flags and small numbers; no host waits for an accelerator.
+
+Messages here are a few integers, so their cost is that of a wait: they go along with others where that can be.
+"""
 
 from collections.abc import Sequence
 

@@ -31,7 +31,7 @@ def _copy_rate(size: int, control: dist.ProcessGroup) -> float:
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.zeros(size, dtype=torch.uint8)
     began = time.perf_counter()
-    # Once untimed for the size: maps the pages of both tensors, which a first write does page by page.
+    # The first copy maps the target's pages, and tells about how many copies make a sample that can be timed.
     target.copy_(source)
     one = torch.tensor([time.perf_counter() - began])
     # All ranks must make the same number of calls in a sample, or a fast one would copy alone at its end.

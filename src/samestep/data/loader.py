@@ -265,6 +265,9 @@ class Chunks:
     """A rank's chunks of a data set: every `place.of`-th one, as many as every other rank has.
 
     A chunk holds the same samples whatever the number of ranks, so that its outputs are the same too.
+
+    Ranks call the model equally often, as `predict` sends messages under most layouts; a rank without a chunk in the
+    last round computes chunk 0 once more, marked as lent, and its outputs are left out.
     """
 
     def __init__(

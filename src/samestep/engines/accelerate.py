@@ -4,7 +4,7 @@ A user's `accelerate config` file is read by Accelerate itself, and held against
 
 What is whose: Accelerate wraps the model (DDP, or FSDP2 by its plugin), casts, and runs backward; samestep cuts the
 batch, weighs the loss by the global batch (`NativeTrainer.gradient_scale`), clips by the whole gradient's norm and
-steps. So Accelerate's own gradient accumulation and its scheduler wrapper stay out of use: both count in processes.
+steps. Accelerate's wrapper of schedules stays out of use, as it steps once for each process.
 """
 
 import warnings

@@ -1,4 +1,8 @@
-"""Holdings: the tensors that a rank keeps from step to step, by what they are and where they lie."""
+"""Holdings: the tensors that a rank keeps from step to step, by what they are and where they lie.
+
+Counted when a step is over and gradients are still there: what a step needs on top (activations, messages, gathered
+parameters) is measured by `training.usage`.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

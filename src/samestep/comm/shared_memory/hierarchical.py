@@ -97,7 +97,7 @@ class HierarchicalKernel:
             self._local.broadcast(tensor, 0)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """The root's host first, if the root isn't its leader."""
+        """Within the root's host first, then between the leaders, then within the other hosts."""
         host = self._hosts.of_rank[root]
         if host == self._host and self._local is not None:
             self._local.broadcast(tensor, self._hosts.ranks_on(host).index(root))

@@ -152,7 +152,7 @@ class InterpretedKernel:
 
         Looks first, then gives the processor away, then sleeps a millisecond at a time, and only then asks whether
         the rank lives: a system call for each look would slow the usual case. Raises DistBackendError where another
-        rank has given up, where this one has ended, or after the group's time limit.
+        rank has given up, where `rank` has ended, or after the group's time limit.
         """
         phases, wanted, looks = self._seats[:, 0], self._phase, 0
         began = time.monotonic()

@@ -4,6 +4,10 @@ From the first block of a list to the last a rank works on its own tokens. Atten
 attention.py. So do other modules in which tokens meet: see gathered.py. Where a list of blocks can't be split, lists
 in its blocks may (the layers of a stage, between two of which patches are merged), and modules that take each token
 by itself: see token_wise.py. The tokens are put together after each, and whatever lies between has all of them.
+
+On a rank, hidden states are [batch, own tokens, features] between the first block's beginning and the last one's end,
+and [batch, tokens, features] elsewhere. Parameters of blocks get gradients of own tokens alone, so they are written
+into the table (`add_sum`); those of modules that get all tokens have whole gradients on every rank, and aren't.
 """
 
 import re

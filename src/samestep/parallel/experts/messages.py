@@ -39,5 +39,6 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Rows' gradients go back to the ranks that sent the rows, also where there are none."""
         _ = ctx.saved_tensors
         return exchange(gradient, ctx.receive, ctx.send, ctx.group), None, None, None

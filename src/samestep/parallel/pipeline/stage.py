@@ -182,7 +182,10 @@ def _ranks(rank_of: Sequence[int], stages: Stages) -> tuple[int, ...]:
 
 
 def pipelines(mesh: Mesh) -> list[list[int]]:
-    """The global ranks of every pipeline of the grid, in one order on every rank."""
+    """The global ranks of every pipeline of the grid, in one order on every rank.
+
+    [pipelines][pipeline ranks]: all lists of ranks that differ along the pipeline axis alone.
+    """
     grid = mesh.grid.mesh.movedim(0, -1)  # [replicate, shard, context, tensor, pipeline]
     return grid.reshape(-1, grid.shape[-1]).tolist()
 

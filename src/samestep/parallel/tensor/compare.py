@@ -1,4 +1,8 @@
-"""The sliced model held against the whole one: the same output for an example, or which module departs first."""
+"""The sliced model held against the whole one: the same output for an example, or which module departs first.
+
+Numbers are compared by `near`, in whatever dtype the model has: a slice that is wrong changes outputs in their first
+digits, one that is right in their last.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
